@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: read just the slices that a rank needs."""
+"""Reading of Hugging Face checkpoints: each rank reads only the slices that it needs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.hf_files import INDEX, find_weights
 from mindspeed_rl.weights.layouts.base import Piece, ShardLayout, pieces_of
 
-# Element types, as safetensors spells them, whose numbers are the weights.
+# Element types, in the spelling of safetensors, that need no dequantisation.
 _PLAIN_TYPES = ("BF16", "F16", "F32", "F64")
 
 
 def weight_files(directory: str | Path) -> dict[str, Path]:
-    """HF tensor name -> the safetensors file that holds it.
+    """Map each HF tensor name to the safetensors file that holds the tensor.
 
     Raises:
-        UsageError: no safetensors weights, a broken index, a missing shard, or an unreadable one.
+        UsageError: No safetensors weights, a broken index, a missing shard, or an unreadable one.
     """
     found = find_weights(directory)
     if isinstance(found, dict):
@@ -45,7 +45,7 @@ def _open(path: Path) -> Iterator[Any]:
 
 
 def read_tensor(path: Path, name: str) -> torch.Tensor:
-    """One whole tensor, in its own element type."""
+    """Read one whole tensor, in its own element type."""
     with _open(path) as file:
         tensor: torch.Tensor = file.get_tensor(name)
         return tensor
@@ -63,25 +63,25 @@ def load_hf(
 ) -> None:
     """Fill this rank's parameters from a checkpoint, reading only its own rectangles. Local.
 
-    One rectangle at a time is in memory. Padding rows (a padded vocabulary) become 0.
+    Only one rectangle at a time is in memory. Padding rows (a padded vocabulary) become 0.
 
     Args:
-        directory: with safetensors weights.
-        layout: where this rank keeps what.
-        rank: global rank.
-        params: local parameters by name; written in place, cast to their dtype.
-        left_out: tensors of the checkpoint that the model does not have by design.
-        optional: tensors of the model that become 0 where the checkpoint lacks them: a value head.
-        flag: that names the directory, for messages.
+        directory: Directory with safetensors weights.
+        layout: Layout that says what this rank holds.
+        rank: Global rank.
+        params: Local parameters by name; written in place, cast to their dtype.
+        left_out: Tensors of the checkpoint that the model does not have by design.
+        optional: Tensors of the model that become 0 where the checkpoint lacks them: a value head.
+        flag: Flag that names the directory, for messages.
 
     Raises:
-        UsageError: tensors that are missing, unknown, quantised or of another shape.
+        UsageError: Tensors that are missing, unknown, quantised or of another shape.
     """
     files = weight_files(directory)
     names = set(files) - set(left_out)
     wanted = [name for name in layout.hf_shapes if name in files or name not in optional]
     check_names(f"{flag} {directory}", names, wanted)
-    if rank == 0 and not optional:  # a value head takes the place of one that may be tied
+    if rank == 0 and not optional:  # A value head replaces the head that may be tied.
         check_tie(f"--hf-checkpoint {directory}", files, layout.hf_shapes)
     by_file: dict[Path, list[str]] = {}
     for name in wanted:
@@ -105,10 +105,10 @@ def load_hf(
 
 
 def check_tie(where: str, files: Mapping[str, Path], expected: Collection[str]) -> None:
-    """Refuse a head of its own beside a config that ties it to the embedding.
+    """Refuse a checkpoint whose head differs from the embedding that the config ties it to.
 
     Raises:
-        UsageError: the two differ.
+        UsageError: The two differ.
     """
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if head not in files or head in expected or embedding not in files:

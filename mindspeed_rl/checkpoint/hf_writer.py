@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: write shards beside the target, rename when complete."""
+"""Writing of Hugging Face checkpoints into a temporary directory, which is renamed at the end."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ _TOKENIZER_FILES = (
 class HfWriter:
     """Writes a sharded safetensors checkpoint next to its target and renames it when complete.
 
-    Use as a context manager; leaving it through an exception removes what was written. Entering it
-    raises ``ValueError`` when the target exists and is no export.
+    Use it as a context manager; leaving it through an exception removes what was written. Entering
+    it raises ``ValueError`` when the target exists and is no export.
 
     Args:
-        target: directory to create; an earlier export is replaced, anything else is refused.
-        source: directory whose config files are copied; never written to.
-        dtype: element type of the model, written into config.json.
-        step: steps of the run that the weights come from, for the record.
-        tokenizer: directory whose tokenizer files are copied, and no others; empty: ``source``.
-        config_keys: keys of config.json that the export has to set.
-        shard_bytes: size at which a new file begins.
+        target: Directory to create; an earlier export is replaced, anything else is refused.
+        source: Directory whose config files are copied; never written to.
+        dtype: Element type of the model, written into config.json.
+        step: Number of steps of the run that produced the weights, for the record.
+        tokenizer: Directory whose tokenizer files are copied, and no others; empty: ``source``.
+        config_keys: Keys of config.json that the export has to set.
+        shard_bytes: Size at which a new file begins.
 
     Raises:
-        OSError: a file could not be written (full disk). Nothing of the export is left; the source
-            and an earlier export are as they were.
+        OSError: A file could not be written (full disk). The source and an earlier export are
+            unchanged, and nothing of this export is left.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class HfWriter:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Errors of the file system, with what they mean for the export."""
+        """Explain errors of the file system by what they mean for the export."""
         try:
             yield
         except (OSError, SafetensorError) as error:
@@ -141,7 +141,7 @@ class HfWriter:
         self._pending, self._pending_bytes = {}, 0
 
     def _name_files(self) -> None:
-        """One file, or numbered shards with an index: their number is known at the end."""
+        """Rename the files, to one file or to shards with an index, once their number is known."""
         file_of: dict[str, str] = {}
         for i, name in enumerate(shard_names(len(self._files))):
             os.rename(self._work / f"part-{i:05d}.safetensors", self._work / name)
@@ -161,10 +161,10 @@ class HfWriter:
 
 
 def side_files(source: Path, tokenizer: Path) -> list[Path]:
-    """The files beside the weights: config of one directory, tokenizer of the same or another.
+    """List the config files of ``source``, the tokenizer files of ``tokenizer``, and their code.
 
     Raises:
-        UsageError: code that they name is missing.
+        UsageError: Code that the config or the tokenizer names is missing.
     """
     folders = ((source, _CONFIG_FILES), (tokenizer, _TOKENIZER_FILES))
     files = [folder / name for folder, names in folders for name in names]
@@ -174,16 +174,16 @@ def side_files(source: Path, tokenizer: Path) -> list[Path]:
 def config_text(
     source: Path, dtype: torch.dtype, keys: Mapping[str, Any], without: Collection[str] = ()
 ) -> str:
-    """The ``config.json`` of a checkpoint that is made from another one.
+    """Make the ``config.json`` of a checkpoint that is derived from another one.
 
     Args:
-        source: directory of the other one.
-        dtype: element type of the weights.
-        keys: keys to set.
-        without: keys to leave out.
+        source: Directory of the other checkpoint.
+        dtype: Element type of the weights.
+        keys: Keys to set.
+        without: Keys to leave out.
     """
     config = json.loads((source / "config.json").read_text())
-    # transformers 5 writes "dtype", versions before it read "torch_dtype" only
+    # transformers 5 writes "dtype"; earlier versions read only "torch_dtype".
     for key in {"torch_dtype", "dtype"} & set(config) or {"torch_dtype"}:
         config[key] = str(dtype).removeprefix("torch.")
     kept = {key: value for key, value in config.items() if key not in without}

@@ -1,6 +1,6 @@
 """Proof that a weight table maps a checkpoint: every key and every element exactly once.
 
-Plain arithmetic over names and shapes; weights are not read, so it takes seconds for any size.
+The checks compare names and shapes and never read weights, so they take seconds for any size.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from mindspeed_rl.weights.layouts.base import Piece, Shard, TableLayout
 Shape = tuple[int, ...]
 
 
-# --- a checkpoint against the table ------------------------------------------------------------
+# --- comparison of a checkpoint with the table --------------------------------------------------
 
 
 def tensor_shapes(directory: str | Path) -> dict[str, Shape | None]:
-    """Names and shapes of a checkpoint, from its index and the headers of its safetensors files.
+    """Read names and shapes of a checkpoint from its index and its safetensors headers.
 
-    A shape is ``None`` when the index names a file that is not there.
+    A shape is ``None`` when the index names a file that is missing.
 
     Raises:
-        UsageError: neither an index nor a safetensors file, or an unreadable one.
+        UsageError: Neither an index nor a safetensors file, or an unreadable one.
     """
     root = Path(directory)
     shapes: dict[str, Shape | None] = {}
@@ -59,7 +59,7 @@ def tensor_shapes(directory: str | Path) -> dict[str, Shape | None]:
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """A tensor of a safetensors file: element type as the format spells it, and where it begins."""
+    """A tensor of a safetensors file: element type in the format's spelling, shape, first byte."""
 
     dtype: str
     shape: Shape
@@ -67,10 +67,10 @@ class StoredEntry:
 
 
 def safetensors_entries(path: Path) -> dict[str, StoredEntry]:
-    """The tensors of one safetensors file.
+    """Read the header of one safetensors file.
 
     Raises:
-        UsageError: no safetensors file, or its data ends too early.
+        UsageError: The file is not a safetensors file, or its data ends too early.
     """
     try:
         with path.open("rb") as file:
@@ -98,9 +98,9 @@ def safetensors_entries(path: Path) -> dict[str, StoredEntry]:
 
 
 def without_extras(spec: ModelSpec, names: Iterable[str]) -> tuple[list[str], Counter[str]]:
-    """The names that a table must know, and how many others there are by kind.
+    """Return the names that a table must know, and the number of other names by kind.
 
-    Others are tensors that no layout holds and that loading leaves out: multi-token-prediction
+    The others are tensors that no layout holds and that loading leaves out: multi-token-prediction
     layers, old buffers of rotary frequencies, and the head of a tied model.
     """
     names = list(names)
@@ -120,10 +120,10 @@ def without_extras(spec: ModelSpec, names: Iterable[str]) -> tuple[list[str], Co
 
 
 def check_tensors(spec: ModelSpec, shapes: Mapping[str, Shape | None]) -> list[str]:
-    """What is wrong between the tensors of a checkpoint and the table of its family.
+    """List the differences between the tensors of a checkpoint and the table of its family.
 
-    One line per kind of tensor: unknown keys with the nearest row, missing keys with their row,
-    and shapes that the config does not imply.
+    There is one line per kind of tensor: unknown keys with the nearest row, missing keys with their
+    row, and shapes that the config does not imply.
     """
     groups = tensor_groups(spec)
     known = {name: group for group in groups for name in group.names()}
@@ -163,10 +163,10 @@ def _by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
 def check_checkpoint(
     spec: ModelSpec, directory: str | Path, note: Callable[[str], None]
 ) -> list[str]:
-    """:func:`check_tensors` of a directory; ``note`` is told what a reader should know besides.
+    """Run :func:`check_tensors` on a directory; ``note`` receives further remarks for the reader.
 
     Raises:
-        UsageError: unreadable files.
+        UsageError: A file is unreadable.
     """
     shapes = tensor_shapes(directory)
     for kind, count in without_extras(spec, shapes)[1].items():
@@ -177,7 +177,7 @@ def check_checkpoint(
 
 
 def summary(spec: ModelSpec) -> Iterator[str]:
-    """A table of the tensors of a model, and their total."""
+    """Yield the lines of a table of a model's tensors, and their total."""
     line = "{:<60}{:>8}{:>18}{:>18}".format
     yield line("HF tensors", "tensors", "parameters", "bytes in bf16")
     groups = tensor_groups(spec)
@@ -188,14 +188,14 @@ def summary(spec: ModelSpec) -> Iterator[str]:
     yield line("total", sum(g.num_tensors for g in groups), *(f"{n:,}" for n in totals))
 
 
-# --- a layout against the table ----------------------------------------------------------------
+# --- comparison of a layout with the table -----------------------------------------------------
 
 
 def check_layout(layout: TableLayout) -> list[str]:
-    """What is wrong with a layout: elements that nobody or two shards hold, on either side.
+    """List the errors of a layout: elements that no shard or two shards hold, on either side.
 
-    Every element of every HF tensor must be held by exactly one shard that is no replica, and every
-    element of every parameter of every rank filled by exactly one piece, declared padding aside.
+    Every element of every HF tensor must be held by exactly one shard that is no replica. Every
+    element of every rank's parameters must be filled by exactly one piece, except declared padding.
     """
     side = type(layout).__name__
     expected = {n: g.shape for g in tensor_groups(layout.spec) for n in g.names()}
@@ -217,7 +217,7 @@ def check_layout(layout: TableLayout) -> list[str]:
 
 
 def representatives(layout: TableLayout) -> Iterator[int]:
-    """One rank of each set of ranks that hold exactly the same pieces."""
+    """Yield one rank of each set of ranks that hold exactly the same pieces."""
     sets = {shard.owner_ranks for shard in _all_shards(layout)}
     seen = set()
     for rank in range(1 + max(owner_ranks[-1] for owner_ranks in sets)):
@@ -251,7 +251,7 @@ def _check_rank(
 
 @lru_cache(maxsize=65536)
 def _misfit(shape: Shape, boxes: tuple[Box, ...], num_padding: int) -> str:
-    """Why boxes do not fill a tensor exactly once but for ``num_padding`` elements; empty: do."""
+    """Say why boxes do not fill a tensor exactly once, except for padding; empty if they do."""
     whole = Box.whole(shape)
     open_boxes: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.lo):

@@ -1,4 +1,4 @@
-"""Names of the tensors of a Hugging Face checkpoint: which are expected, and which are left out."""
+"""Names of tensors in Hugging Face checkpoints: which are expected, and which are left out."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.spec import ModelSpec
 
-# Buffers that old versions of transformers wrote; every model computes them.
+# Buffers that old versions of transformers wrote and that every model computes itself.
 BUFFERS = ("rotary_emb.inv_freq",)
-# Companions of the weights in quantised checkpoints.
+# Suffixes of the tensors that accompany weights in quantised checkpoints.
 _SCALES = (".weight_scale_inv", ".weight_scale", ".qweight", ".qzeros", ".scales", ".absmax")
 _NUMBER = re.compile(r"\d+")
 
@@ -22,26 +22,26 @@ DEQUANTIZE = (
 
 
 def mtp_tensors(spec: ModelSpec, names: Iterable[str]) -> list[str]:
-    """The tensors of multi-token-prediction layers, which follow the layers of the model."""
+    """Return tensors of multi-token-prediction layers, which follow the layers of the model."""
     layers = range(spec.num_layers, spec.num_layers + spec.num_mtp_layers)
     prefixes = tuple(f"model.layers.{layer}." for layer in layers)
     return sorted(name for name in names if name.startswith(prefixes))
 
 
 def check_names(where: str, found: Collection[str], expected: Collection[str]) -> None:
-    """Refuse tensors that the model lacks, and the lack of tensors that it has.
+    """Refuse a checkpoint with tensors that the model lacks, or without tensors that it has.
 
     Args:
-        where: the checkpoint, as the user names it.
-        found: names in the checkpoint, without those that are left out on purpose.
-        expected: names that the model has.
+        where: Name of the checkpoint for the user.
+        found: Names in the checkpoint, except those that are left out on purpose.
+        expected: Names that the model has.
 
     Raises:
-        UsageError: with counts, examples and the nearest tensors of the model.
+        UsageError: Names differ; the message has counts, examples and the nearest tensors.
     """
     known = set(expected)
     missing = sorted(known - set(found))
-    # transformers writes the head of a tied model only sometimes; it is the embedding again
+    # transformers writes the head of a tied model only sometimes; it is a copy of the embedding.
     unknown = sorted(
         name for name in set(found) - known - {"lm_head.weight"} if not name.endswith(BUFFERS)
     )
@@ -66,7 +66,7 @@ def check_names(where: str, found: Collection[str], expected: Collection[str]) -
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:
-    """The known name that is spelled most alike; numbers count less than words."""
+    """Return the known name with the most similar spelling; numbers count less than words."""
     candidates = sorted(known)
     if not candidates:
         return "none"

@@ -7,9 +7,9 @@ Layout::
     SAVE/iter_0000012/...                     tensors, written by the trainer
     SAVE/iter_0000013.partial/                a save in progress, or one that was killed
 
-A checkpoint is written as ``.partial`` and renamed when all ranks are done, so that a kill at any
-moment leaves the previous one as the newest valid one. The record's sizes also catch a folder that
-was copied in part. No torch here.
+A checkpoint is written as ``.partial`` and renamed when all ranks are done, so that after a kill at
+any moment the previous checkpoint is still the newest valid one. The sizes in the record also
+reveal a folder that was only partly copied. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from mindspeed_rl.core.files import sync_path, write_text_atomic
 RECORD = "checkpoint.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 PARTIAL = ".partial"
-#: in the extra state of a checkpoint that was converted: it has weights only
+#: Key in the extra state of a converted checkpoint, which has only weights.
 CONVERTED = "converted_from"
 _NAME = re.compile(r"iter_(\d{7,})")
 
 
 @dataclass(frozen=True, slots=True)
 class CompanionRecord:
-    """What a checkpoint holds of a model beside the policy; fields as in the checkpoint's own."""
+    """Contents of a checkpoint for a model besides the policy; fields as in the main record."""
 
     num_updates: int
     model: Mapping[str, Any]
@@ -46,17 +46,17 @@ class CompanionRecord:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRecord:
-    """What a checkpoint is of and what it holds.
+    """Origin and contents of a checkpoint.
 
     Attributes:
-        step: steps of the run that are done.
-        num_updates: optimizer updates that are done: the position of the learning-rate schedule.
-        model: architecture numbers.
+        step: Number of steps of the run that are done.
+        num_updates: Optimizer updates that are done: the position of the learning-rate schedule.
+        model: Numbers of the architecture.
         layout: ``tp``, ``pp``, ``cp``, ``dp`` of the ranks that wrote it.
-        optimizer: kind of the optimizer state; empty when it was left out.
-        has_rng: whether random states are in it.
-        extra: state of the run beyond the trainer, as JSON.
-        companions: role -> what is saved of a model beside the policy, in a folder of that name.
+        optimizer: Kind of the optimizer state; empty when it was left out.
+        has_rng: Whether random states are in it.
+        extra: State of the run beyond the trainer, as JSON.
+        companions: Role -> record of a model besides the policy, in a folder of that name.
     """
 
     step: int
@@ -71,29 +71,29 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The newest complete checkpoint, ``None`` without one, and what was passed over and why."""
+    """The newest complete checkpoint (``None``: there is none), and reasons for ignoring others."""
 
     path: Path | None
     ignored: tuple[str, ...]
 
 
 def checkpoint_path(directory: str | os.PathLike[str], step: int) -> Path:
-    """Where the checkpoint after ``step`` lies, in Megatron's naming."""
+    """Return the path of the checkpoint after ``step``, in Megatron's naming."""
     return Path(directory) / f"iter_{step:07d}"
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint folder is named after."""
+    """Return the step that a checkpoint folder is named after."""
     match = _NAME.fullmatch(path.name)
     assert match, f"{path} is not a checkpoint folder"
     return int(match[1])
 
 
 def find_latest(directory: str | os.PathLike[str]) -> Found:
-    """The newest complete checkpoint of a folder; an empty folder has none.
+    """Find the newest complete checkpoint of a folder; an empty folder has none.
 
     Raises:
-        UsageError: the folder does not exist.
+        UsageError: The folder does not exist.
     """
     root = Path(directory)
     if not root.is_dir():
@@ -112,7 +112,7 @@ def find_latest(directory: str | os.PathLike[str]) -> Found:
 
 
 def damage_of(path: Path) -> str:
-    """What is missing of a checkpoint, in words; empty when it is complete."""
+    """Describe what is missing in a checkpoint; empty when it is complete."""
     try:
         files = json.loads((path / RECORD).read_text(encoding="utf-8"))["files"]
     except FileNotFoundError:
@@ -129,10 +129,10 @@ def damage_of(path: Path) -> str:
 
 
 def read_record(path: Path) -> CheckpointRecord:
-    """The record of a complete checkpoint.
+    """Read the record of a complete checkpoint.
 
     Raises:
-        UsageError: it was written by another version of this project.
+        UsageError: It was written by another version of this project.
     """
     fields = json.loads((path / RECORD).read_text(encoding="utf-8"))
     del fields["files"]
@@ -149,7 +149,7 @@ def read_record(path: Path) -> CheckpointRecord:
 
 
 def refuse_other_run(directory: str | os.PathLike[str], start_step: int) -> None:
-    """A run must not write among the checkpoints of another one.
+    """Refuse to write among the checkpoints of another run.
 
     Raises:
         UsageError: ``--save`` holds a complete checkpoint of a later step than this run starts at,
@@ -169,7 +169,7 @@ def refuse_other_run(directory: str | os.PathLike[str], start_step: int) -> None
 
 
 def _foreign_folders(root: Path) -> list[Path]:
-    """Checkpoints of Megatron-LM or MindSpeed-LLM in a folder."""
+    """List the checkpoints of Megatron-LM or MindSpeed-LLM in a folder."""
     return [
         path
         for path in sorted(root.glob("iter_*"))
@@ -184,7 +184,7 @@ def begin(directory: str | os.PathLike[str], step: int, needed_bytes: int) -> Pa
     Leftovers of killed saves are removed.
 
     Raises:
-        OSError: the file system has less than ``needed_bytes`` free.
+        OSError: The file system has less than ``needed_bytes`` free.
     """
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
@@ -203,7 +203,7 @@ def begin(directory: str | os.PathLike[str], step: int, needed_bytes: int) -> Pa
 
 
 def partial_path(directory: str | os.PathLike[str], step: int) -> Path:
-    """Where the checkpoint after ``step`` is written before it is valid."""
+    """Return the path where the checkpoint after ``step`` is written before it is valid."""
     path = checkpoint_path(directory, step)
     return path.with_name(path.name + PARTIAL)
 
@@ -212,7 +212,7 @@ def commit(directory: str | os.PathLike[str], record: CheckpointRecord) -> Path:
     """Make the folder of :func:`begin` a valid checkpoint; on one rank, when all have written.
 
     Raises:
-        UsageError: a complete checkpoint of this step exists.
+        UsageError: A complete checkpoint of this step exists.
     """
     partial = partial_path(directory, record.step)
     target = checkpoint_path(directory, record.step)

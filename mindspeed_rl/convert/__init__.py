@@ -1,1 +1,1 @@
-"""Checkpoints from one format and layout into another, with bounded memory."""
+"""Conversion of checkpoints between formats and layouts, with bounded memory."""

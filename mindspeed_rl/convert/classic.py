@@ -1,8 +1,8 @@
 """Classic Megatron checkpoints: ``iter_*/mp_rank_*`` of Megatron-LM and MindSpeed-LLM.
 
-There is one file per tensor-, pipeline- and expert-parallel rank. The layout of a source is told
-from its files: sizes from their names, layers and dialect from the names of their parameters. The
-arguments that a training run stored are asked only where files of two layouts have the same shapes.
+There is one file per tensor-, pipeline- and expert-parallel rank. The layout of a source is
+inferred from its files: sizes from their names, layers and dialect from parameter names. Stored
+arguments of the run are used only where files of two layouts have the same shapes.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc1\.|linear_fc1\.weight(\d+)$)"
 )
 _EMBEDDING = "embedding.word_embeddings.weight"
-# State of modules that is no weight.
+# Suffixes of module state that is not a weight.
 _NO_WEIGHTS = ("_extra_state", "inv_freq", "local_tokens_per_expert", "attention_mask")
 Chunks = tuple[dict[str, StoredTensor], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """What the files hold, by (tensor, pipeline, expert) parallel rank."""
+    """Contents of the files, by (tensor, pipeline, expert) parallel rank."""
 
     folder: Path
     chunks: Mapping[tuple[int, int, int], Chunks]
@@ -56,15 +56,15 @@ class _Files:
 
 
 def open_classic(folder: Path, spec: ModelSpec, *, extends_ep: bool = False) -> Source:
-    """The tensors of a classic checkpoint.
+    """Open a classic checkpoint as a source.
 
     Args:
-        folder: that holds ``mp_rank_*``.
-        spec: the model.
-        extends_ep: ``--moe-tp-extend-ep`` was given; only asked where files do not say it.
+        folder: Folder that holds ``mp_rank_*``.
+        spec: Specification of the model.
+        extends_ep: Whether ``--moe-tp-extend-ep`` was given; used where the files do not tell.
 
     Raises:
-        UsageError: unreadable or missing files, or parameters that the model does not have.
+        UsageError: Unreadable or missing files, or parameters that the model does not have.
     """
     files = _read(folder)
     layout = _layout(files, spec, extends_ep)
@@ -92,7 +92,7 @@ def open_classic(folder: Path, spec: ModelSpec, *, extends_ep: bool = False) -> 
 
 
 def _copies(spec: ModelSpec) -> dict[str, str]:
-    """HF tensors of multi-token-prediction layers that files hold once: copy -> original."""
+    """Map HF tensors of multi-token-prediction layers that files hold once: copy -> original."""
     embedding = MTP_COPIES["embed_tokens.weight"]
     return {
         f"model.layers.{layer}.{tail}": embedding if spec.tie_embeddings else main
@@ -111,7 +111,7 @@ def _words(layout: CheckpointLayout) -> str:
 
 
 def _read(folder: Path) -> _Files:
-    """All files, tensors as places."""
+    """Read all files, with tensors as places in the files."""
     raw: dict[tuple[int, ...], Chunks] = {}
     args, iteration = None, 1
     for path in sorted(folder.glob("mp_rank_*")):
@@ -133,7 +133,7 @@ def _read(folder: Path) -> _Files:
 
 
 def model_chunks(file: Path, state: Mapping[str, Any]) -> Chunks:
-    """The parameters of each chunk of an interleaved pipeline, one where there is none."""
+    """Return the parameters of each chunk of an interleaved pipeline; otherwise one chunk."""
     numbered = sorted((k for k in state if re.fullmatch(r"model\d+", k)), key=lambda k: int(k[5:]))
     keys = ["model"] if "model" in state else numbered
     if not keys:
@@ -149,7 +149,7 @@ def model_chunks(file: Path, state: Mapping[str, Any]) -> Chunks:
 
 
 def params_of(chunks: Chunks) -> dict[str, StoredTensor]:
-    """The parameters of a file under the names of a layout, which prefixes them by chunk."""
+    """Return the parameters of a file under the names of a layout, with their chunk's prefix."""
     count = len(chunks)
     return {
         chunk_prefix(i, count) + n: t for i, chunk in enumerate(chunks) for n, t in chunk.items()
@@ -159,7 +159,7 @@ def params_of(chunks: Chunks) -> dict[str, StoredTensor]:
 def _axes(
     raw: Mapping[tuple[int, ...], Chunks], length: int
 ) -> Iterable[tuple[tuple[int, int, int], Chunks]]:
-    """Ranks of three axes; a second number is the stage unless one stage holds both ends."""
+    """Yield ranks of three axes; a second number is the stage unless one stage holds both ends."""
     first = raw[min(raw)]
     both_ends = any(name.endswith("final_layernorm.weight") for name in first[-1])
     for key, chunks in raw.items():
@@ -191,7 +191,7 @@ def _layout(files: _Files, spec: ModelSpec, extends_ep: bool) -> CheckpointLayou
         )
     params = {name for chunks in stages for chunk in chunks for name in chunk}
     names = told_from(params, spec)
-    if names.mtp:  # the config of a model that was converted without them may not know them
+    if names.mtp:  # The config of a model that was converted without them may lack them.
         numbers = {match[1] for name in params if (match := _MTP_LAYER.match(name))}
         spec = replace(spec, num_mtp_layers=len(numbers))
     embedding = stages[0][0].get(_EMBEDDING)
@@ -210,7 +210,7 @@ def _layout(files: _Files, spec: ModelSpec, extends_ep: bool) -> CheckpointLayou
 def _expert_cut(
     files: _Files, spec: ModelSpec, names: FileNames, extends_ep: bool
 ) -> tuple[int, bool]:
-    """Ranks that share an expert, and whether tensor-parallel ranks extend expert parallelism."""
+    """Return the ranks that share an expert, and whether TP ranks extend expert parallelism."""
     tp, _, ep = files.sizes()
     if spec.moe is None:
         return tp, False
@@ -234,7 +234,7 @@ def _expert_cut(
 
 
 def _checked(files: _Files, layout: CheckpointLayout) -> dict[int, dict[str, StoredTensor]]:
-    """The parameters of every rank of the layout, under its names and in its shapes."""
+    """Return the parameters of every rank of the layout, under its names and in its shapes."""
     held: dict[int, dict[str, StoredTensor]] = {}
     for rank in range(layout.parallel.world):
         coords = layout.parallel.coords(rank)
@@ -276,13 +276,13 @@ def plan_classic(
     iteration: int,
     arguments: Mapping[str, Any],
 ) -> Target:
-    """``iter_<iteration>/mp_rank_*`` of every rank of ``layout``, and the tracker file.
+    """Plan ``iter_<iteration>/mp_rank_*`` of every rank of ``layout``, and the tracker file.
 
     Args:
-        layout: one rank for each file.
-        dtype_of: element type of an HF tensor; a parameter takes that of its first.
-        iteration: in the name of the folder and in the files.
-        arguments: what readers of the format look up in the arguments of the run.
+        layout: Layout with one rank for each file.
+        dtype_of: Element type of an HF tensor; a parameter takes that of its first HF tensor.
+        iteration: Iteration in the name of the folder and in the files.
+        arguments: Arguments of the run that readers of the format look up.
     """
     args = argparse.Namespace(**arguments)
     files = tuple(
@@ -325,7 +325,7 @@ def _file(
 
 
 def run_arguments(layout: CheckpointLayout, noop_layers: Sequence[int]) -> dict[str, Any]:
-    """What readers of classic checkpoints look up in the arguments of a run.
+    """Make the arguments of a run that readers of classic checkpoints look up.
 
     Sources: ``check_checkpoint_args`` of Megatron-LM, ``convert_mg2hf.py`` of MindSpeed-LLM.
     """

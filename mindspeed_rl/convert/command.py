@@ -1,4 +1,4 @@
-"""From options to a finished checkpoint: what ``tools/convert_checkpoint.py`` does."""
+"""The steps of ``tools/convert_checkpoint.py``, from options to a finished checkpoint."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class _Model:
-    """What is converted: the config, where it is, and the architecture."""
+    """The model that is converted: config, directory of the config, and architecture."""
 
     directory: Path
     config: Mapping[str, Any]
@@ -60,11 +60,11 @@ class _Model:
 
 
 def run_conversion(options: ConversionOptions, log: Log) -> None:
-    """Convert; ``log`` is told what is done, one line each.
+    """Convert a checkpoint; ``log`` receives one line per step.
 
     Raises:
-        UsageError: flags, files or a model that cannot be converted.
-        OSError: a file cannot be read or written.
+        UsageError: Flags, files or a model that cannot be converted.
+        OSError: A file cannot be read or written.
     """
     start = time.monotonic()
     config_dir, target_dir = _directories(options)
@@ -105,7 +105,7 @@ def run_conversion(options: ConversionOptions, log: Log) -> None:
 
 
 def _directories(options: ConversionOptions) -> tuple[Path, Path]:
-    """Where the config is, and where the result goes."""
+    """Return the directory of the config and the directory of the result."""
     source, target = Path(options.load_dir), Path(options.save_dir)
     if not source.is_dir():
         raise UsageError(f"--load-dir {source}: no such directory")
@@ -136,10 +136,10 @@ def _model(options: ConversionOptions, directory: Path) -> _Model:
 
 
 def _check_flags(options: ConversionOptions, spec: ModelSpec) -> None:
-    """Flags that say again what config.json says.
+    """Check the flags that repeat what config.json says.
 
     Raises:
-        UsageError: they contradict it, or the model has nothing that they are about.
+        UsageError: They contradict it, or refer to parts that the model does not have.
     """
     families = MODEL_TYPES.get(options.model_type_hf, (spec.family,))
     if options.model_type_hf and options.model_type_hf not in MODEL_TYPES:
@@ -197,10 +197,10 @@ def _open(options: ConversionOptions, model: _Model) -> Source:
 def _wanted(
     options: ConversionOptions, spec: ModelSpec, source: Source, log: Log
 ) -> dict[str, tuple[int, ...]]:
-    """The HF tensors of the result with their shapes, in the order of the table.
+    """Return the HF tensors of the result with their shapes, in the order of the table.
 
     Raises:
-        UsageError: the source has others, lacks some, or has some in other shapes.
+        UsageError: The source has unknown tensors, lacks some, or has some in other shapes.
     """
     keeps = options.mtp_num_layers > 0
     table = whole_layout(spec, FileNames(mtp=keeps), spec.vocab_size).hf_shapes
@@ -224,9 +224,9 @@ def _wanted(
 
 
 def _with_mtp(options: ConversionOptions, spec: ModelSpec, source: Source) -> ModelSpec:
-    """The spec with the multi-token-prediction layers that a Megatron source has.
+    """Return the spec with the multi-token-prediction layers that a Megatron source has.
 
-    Its own layers are counted by its reader, so what lies behind them is known for what it is.
+    Its reader has checked the number of the other layers, so all after them are of this kind.
     """
     if options.load_model_type == "hf":
         return spec
@@ -236,10 +236,10 @@ def _with_mtp(options: ConversionOptions, spec: ModelSpec, source: Source) -> Mo
 
 
 def _check_copies(spec: ModelSpec, source: Source, copies: list[str]) -> None:
-    """Tensors that a Megatron checkpoint holds once must be equal where HF holds them twice.
+    """Check that tensors that Megatron holds once are equal where HF holds them twice.
 
     Raises:
-        UsageError: they differ.
+        UsageError: They differ.
     """
     for name in copies:
         main = MTP_COPIES[name.split(".", 3)[-1]]
@@ -285,10 +285,10 @@ def _plan(
 def classic_layout(
     options: ConversionOptions, spec: ModelSpec
 ) -> tuple[CheckpointLayout, list[int]]:
-    """The layout of a classic target, and its empty slots.
+    """Return the layout of a classic target, and its empty slots.
 
     Raises:
-        UsageError: sizes that do not fit the model or each other.
+        UsageError: Sizes that do not fit the model or each other.
     """
     tp, pp = options.tensor_parallel, options.pipeline_parallel
     noop = layer_numbers("--noop-layers", options.noop_layers)
@@ -331,7 +331,7 @@ def _record(options: ConversionOptions, spec: ModelSpec, iteration: int) -> Chec
 
 
 def _side_files(options: ConversionOptions, model: _Model, target: Target) -> dict[str, bytes]:
-    """Config and tokenizer of a Hugging Face target."""
+    """Make the config and tokenizer files of a Hugging Face target."""
     keys: dict[str, Any] = dict(weight_table(model.spec.family).config_keys)
     if model.spec.num_mtp_layers and not options.mtp_num_layers:
         keys["num_nextn_predict_layers"] = 0
@@ -342,17 +342,17 @@ def _side_files(options: ConversionOptions, model: _Model, target: Target) -> di
 
 
 def _reopen(options: ConversionOptions, model: _Model, out: Path) -> Source:
-    """The result, read as a source."""
+    """Open the result as a source."""
     if options.save_model_type == "hf":
         return open_hf(out, read_hf_config(out), "--save-dir")
     return open_megatron(out, model.spec, extends_ep=options.moe_tp_extend_ep)
 
 
 def verify(source: Source, result: Source, target: Target, workers: int) -> None:
-    """Compare all tensors bit by bit, in the types of the result.
+    """Compare all tensors bit by bit, in the element types of the result.
 
     Raises:
-        UsageError: some differ.
+        UsageError: Some tensors differ.
     """
 
     def differs(name: str) -> bool:

@@ -28,15 +28,15 @@ _TYPES = {
 
 
 def open_hf(directory: Path, config: Mapping[str, Any], flag: str) -> Source:
-    """The tensors of a Hugging Face checkpoint, quantised ones as bfloat16.
+    """Open a Hugging Face checkpoint as a source; quantised tensors are read as bfloat16.
 
     Args:
-        directory: with safetensors weights.
-        config: its ``config.json``.
-        flag: that names the directory, for messages.
+        directory: Directory with safetensors weights.
+        config: Contents of its ``config.json``.
+        flag: Flag that names the directory, for messages.
 
     Raises:
-        UsageError: unreadable files, or a quantisation other than FP8 in blocks.
+        UsageError: Unreadable files, or a quantisation other than FP8 in blocks.
     """
     files = weight_files(directory)
     entries: dict[str, tuple[Path, StoredEntry]] = {}
@@ -59,7 +59,7 @@ def open_hf(directory: Path, config: Mapping[str, Any], flag: str) -> Source:
 
 
 def _block_size(config: Mapping[str, Any], where: str) -> tuple[int, int] | None:
-    """Rows and columns that share a factor; ``None`` where nothing is quantised."""
+    """Return rows and columns that share a factor; ``None`` where nothing is quantised."""
     quantised = config.get("quantization_config")
     if not quantised:
         return None
@@ -107,12 +107,12 @@ def _part(
 def plan_hf(
     shapes: Mapping[str, Shape], dtype_of: Callable[[str], torch.dtype], shard_bytes: int
 ) -> Target:
-    """Safetensors files of at most ``shard_bytes``, a larger tensor in one of its own.
+    """Plan safetensors files of at most ``shard_bytes``; a larger tensor has its own file.
 
     Args:
-        shapes: the tensors, in order of writing.
-        dtype_of: element type of each.
-        shard_bytes: see above.
+        shapes: Shapes of the tensors, in order of writing.
+        dtype_of: Element type of each tensor.
+        shard_bytes: Size at which a new file begins.
     """
     groups: list[list[OutputTensor]] = [[]]
     filled = 0

@@ -1,4 +1,4 @@
-"""A Megatron checkpoint of either format as a source."""
+"""Megatron checkpoints as sources, with recognition of the format: classic or distributed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mindspeed_rl.weights.layouts.checkpoint_files import MODEL_FILE
 
 
 def checkpoint_folder(directory: Path) -> Path | None:
-    """The folder with the tensors of the newest checkpoint, as the tracker file names it.
+    """Return the folder with the tensors of the newest checkpoint, which the tracker file names.
 
-    ``directory`` itself when it is such a folder; ``None`` when there is neither.
+    It is ``directory`` itself when that is such a folder, and ``None`` when there is neither.
     """
     folders = [directory]
     if (tracker := directory / TRACKER).is_file():
@@ -36,16 +36,16 @@ def _is_classic(folder: Path) -> bool:
 def open_megatron(
     directory: Path, spec: ModelSpec, *, extends_ep: bool = False, flag: str = "--load-dir"
 ) -> Source:
-    """The newest checkpoint of a directory.
+    """Open the newest checkpoint of a directory as a source.
 
     Args:
-        directory: with a tracker file, or a folder of tensors itself.
-        spec: the model.
-        extends_ep: see :func:`~mindspeed_rl.convert.classic.open_classic`.
-        flag: that names the directory, for messages.
+        directory: Directory with a tracker file, or a folder of tensors itself.
+        spec: Specification of the model.
+        extends_ep: See :func:`~mindspeed_rl.convert.classic.open_classic`.
+        flag: Flag that names the directory, for messages.
 
     Raises:
-        UsageError: none is there, or it is not of the model.
+        UsageError: There is no checkpoint, or it is not of the model.
     """
     folder = checkpoint_folder(directory)
     if folder is not None:

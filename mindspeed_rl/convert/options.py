@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from mindspeed_rl.core.errors import UsageError
 
-# By default; a disk is no faster with more, and each takes memory.
+# Largest default: a disk is no faster with more workers, and each takes memory.
 _MOST_WORKERS = 4
-# Flags of convert_ckpt.py (MindSpeed-LLM up to 26.1) and convert_ckpt_v2.py that say what
-# config.json or the files say anyway, or how those tools work inside: (name, number of values).
+# Flags of convert_ckpt.py (MindSpeed-LLM up to 26.1) and convert_ckpt_v2.py that repeat what
+# config.json or the files say, or that tune the inside of those tools: (name, number of values).
 _NO_MEANING = (
     ("--use-mcore-models", 0), ("--model-type", 1), ("--tokenizer-model", 1), ("--spec", "*"),
     ("--add-qkv-bias", 0), ("--save-layer-by-layer", 0), ("--ckpt-cfg-path", 1),
@@ -22,7 +22,7 @@ _NO_MEANING = (
     ("--source-expert-parallel-size", 1), ("--load-hf-from-config", 0), ("--vocab-file", 1),
     ("--ai-framework", 1),
 )  # fmt: skip
-# What this tool does not do: (name, number of values, what helps).
+# Flags that this tool does not support: (name, number of values, advice).
 _REFUSED = (
     ("--qlora-nf4", 0, "4-bit weights are not written; leave the flag out"),
     ("--lora-load", 1, "merge the adapter with MindSpeed-LLM's tool first"),
@@ -40,7 +40,7 @@ _REFUSED = (
     ("--w-pack", 1, "no supported family joins queries, keys and values; leave the flag out"),
     ("--post-norm", 0, "no supported family has norms there; leave the flag out"),
 )  # fmt: skip
-# --model-type-hf of MindSpeed-LLM -> families it may be; v1 calls whatever is like Llama llama2.
+# --model-type-hf of MindSpeed-LLM -> possible families; v1 calls all Llama-like models llama2.
 MODEL_TYPES = {
     "llama2": ("llama", "qwen2"),
     "llama3": ("llama",),
@@ -55,8 +55,8 @@ MODEL_TYPES = {
 class ConversionOptions:
     """What to convert into what; names and meanings of the flags.
 
-    Sizes are ranks. ``mtp_num_layers`` 0 drops multi-token prediction. ``params_dtype`` empty keeps
-    the types of the source.
+    Sizes are numbers of ranks. ``mtp_num_layers`` 0 drops multi-token prediction. An empty
+    ``params_dtype`` keeps the types of the source.
     """
 
     load_model_type: str
@@ -89,7 +89,7 @@ class ConversionOptions:
 
 
 def without_effect(options: ConversionOptions) -> list[str]:
-    """Layout flags that were given and that the target has no use for."""
+    """List the layout flags that were given but do not apply to the target."""
     if options.save_model_type == "mg" and options.ckpt_format == "torch":
         return []
     whole = options.save_model_type == "mg"
@@ -108,11 +108,11 @@ def without_effect(options: ConversionOptions) -> list[str]:
 
 
 def parse_options(argv: Sequence[str]) -> ConversionOptions:
-    """The options of a command line.
+    """Parse the options of a command line.
 
     Raises:
-        UsageError: a flag that this tool cannot honour.
-        SystemExit: unknown or malformed flags, with argparse's message, or ``--help``.
+        UsageError: A flag that this tool does not support.
+        SystemExit: Unknown or malformed flags, with argparse's message, or ``--help``.
     """
     values = vars(_parser().parse_args(argv))
     for name, _, help_text in _REFUSED:

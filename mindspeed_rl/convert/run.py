@@ -1,9 +1,9 @@
-"""Runs a conversion: workers fill files block by block; a finished file gets its name.
+"""Execution of a conversion: workers fill files block by block and rename finished files.
 
-Files are written into ``.NAME.converting-IDENTITY`` beside the target ``NAME``: as ``FILE.part``
-until all of one is on disk. The folder gets the name of the target when every file is there, so the
+Files are written into ``.NAME.converting-IDENTITY`` next to the target ``NAME``, as ``FILE.part``
+until all of a file is on disk. The folder is renamed to the target when every file is there, so the
 target is complete or absent. After a kill, the same conversion keeps the files that have their
-names. What another conversion left is removed.
+final names. Leftovers of other conversions are removed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mindspeed_rl.convert.target import OutputFile, OutputTensor, Target
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.files import sync_path
 
-# Left free on the disk besides the tensors.
+# Space to leave free on the disk in addition to the tensors.
 _MARGIN_BYTES = 64 << 20
 
 
@@ -40,22 +40,22 @@ def convert(
     advance: Callable[[int], None],
     check: Callable[[Path], None],
 ) -> int:
-    """Write all files of ``target`` and name the directory, or go on where a kill ended it. Local.
+    """Write all files of ``target`` and rename the directory, or resume a killed conversion. Local.
 
     Args:
-        source: what is read.
-        target: what is written.
-        directory: of the target; it appears when everything is on disk, never before.
-        workers: threads; each writes a file and holds about one block of a tensor at a time.
-        advance: told the bytes of tensors that are written, those of an earlier attempt first.
-        check: looks at the finished files before the directory gets its name.
+        source: Checkpoint to read.
+        target: Checkpoint to write.
+        directory: Directory of the target; it appears when everything is on disk, never before.
+        workers: Threads; each writes a file and holds about one block of a tensor at a time.
+        advance: Function that receives the bytes written, those of an earlier attempt first.
+        check: Function that checks the finished files before the directory is renamed.
 
     Returns:
         Bytes of tensors in the files that an earlier attempt had finished.
 
     Raises:
-        UsageError: the target exists, or a source cannot be read.
-        OSError: the disk is full; the same command goes on when there is space.
+        UsageError: The target exists, or a source cannot be read.
+        OSError: The disk is full; the same command resumes when there is space.
     """
     refuse_existing(directory)
     with _work_folder(directory, _identity(source, target)) as out:
@@ -73,13 +73,13 @@ def convert(
             _check(check, out)
             for folder, _, _ in os.walk(out):
                 sync_path(Path(folder))
-            os.rename(out, directory)  # over an empty directory at most
+            os.rename(out, directory)  # This replaces an empty directory at most.
             sync_path(directory.parent)
         return kept
 
 
 def refuse_existing(target: Path) -> None:
-    """A conversion replaces nothing.
+    """Refuse to replace an existing target.
 
     Raises:
         UsageError: ``target`` exists and is not an empty directory.
@@ -92,7 +92,7 @@ def refuse_existing(target: Path) -> None:
 
 
 def _identity(source: Source, target: Target) -> str:
-    """Differs between conversions that would write other bytes: sources by size and time."""
+    """Hash what decides the bytes of a conversion; sources count by size and time."""
     digest = hashlib.sha256()
     for path in source.files:
         status = path.stat()
@@ -105,10 +105,10 @@ def _identity(source: Source, target: Target) -> str:
 
 @contextmanager
 def _work_folder(target: Path, identity: str) -> Iterator[Path]:
-    """The folder of this conversion, locked for this process; those of other ones are removed.
+    """Lock the folder of this conversion for this process, and remove those of other conversions.
 
     Raises:
-        UsageError: another process converts into the target.
+        UsageError: Another process converts into the target.
     """
     prefix = f".{target.name}.converting-"
     folder = target.with_name(prefix + identity)
@@ -132,21 +132,21 @@ def _work_folder(target: Path, identity: str) -> Iterator[Path]:
 
 
 def _check(check: Callable[[Path], None], out: Path) -> None:
-    """Look at the finished files; wrong ones must not be taken up by the next attempt."""
+    """Check the finished files; remove wrong ones, so that the next attempt cannot keep them."""
     try:
         check(out)
-    except UnreadableError:  # nothing is known to be wrong
+    except UnreadableError:  # The result is not known to be wrong.
         raise
     except ValueError:
         wrong = out.with_name(out.name.rpartition("-")[0] + "-wrong")
-        os.rename(out, wrong)  # a kill must not leave some of them under the name of right ones
+        os.rename(out, wrong)  # A kill within rmtree must not leave wrong files to be resumed.
         shutil.rmtree(wrong)
         raise
 
 
 @contextmanager
 def _explained(directory: Path, out: Path) -> Iterator[None]:
-    """Errors of the file system, with what they mean for the conversion."""
+    """Explain errors of the file system by what they mean for the conversion."""
     try:
         yield
     except OSError as error:
@@ -159,7 +159,7 @@ def _explained(directory: Path, out: Path) -> Iterator[None]:
 
 
 def _check_space(num_bytes: int, kept: int, directory: Path, out: Path) -> None:
-    """The disk must have room for what is not there yet."""
+    """Check that the disk has room for the files that are not there yet."""
     free = shutil.disk_usage(out).free
     if num_bytes + _MARGIN_BYTES - kept > free:
         raise OSError(
@@ -187,10 +187,10 @@ class _Writer:
     """Writes one file at a time in each thread that calls it.
 
     Attributes:
-        source: what is read.
-        out: folder of the files.
-        advance: told the bytes of tensors that are written.
-        stop: set when what is being written is no longer wanted.
+        source: Checkpoint to read.
+        out: Folder of the files.
+        advance: Function that receives the bytes of tensors that are written.
+        stop: Event that is set when the files are no longer wanted.
     """
 
     source: Source
@@ -200,7 +200,7 @@ class _Writer:
     lock: Lock = field(default_factory=Lock)
 
     def write(self, file: OutputFile) -> None:
-        """Everything of a file, which gets its name when it is on disk."""
+        """Write a file and rename it when all of it is on disk."""
         path = self.out / file.path
         part = path.with_name(path.name + ".part")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -222,7 +222,7 @@ class _Writer:
         for block in row_blocks(tensor.shape, tensor.dtype.itemsize):
             if self.stop.is_set():
                 return
-            if tuple(values.shape) != block.size:  # fresh pages cost as much as the copy into them
+            if tuple(values.shape) != block.size:  # New memory costs as much as the copy into it.
                 values = torch.empty(block.size, dtype=tensor.dtype)
             tensor.fill(self.source, block, values)
             data = bytes_of(values)

@@ -1,6 +1,6 @@
-"""A checkpoint as a source: any rectangle of any Hugging Face tensor, whatever the files are.
+"""A checkpoint as a source, which can read any rectangle of any Hugging Face tensor.
 
-Rectangles are read without reading the rest of a file.
+Rectangles are read without reading the rest of a file, whatever the format of the files is.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mindspeed_rl.core.boxes import PLAIN, Box, ParamView
 from mindspeed_rl.core.errors import UsageError
 
 Shape = tuple[int, ...]
-# Tensors are worked on, and whole rows of files are read, in blocks of about this size, so that
+# Approximate size of the blocks in which tensors are processed and rows of files are read, so that
 # memory does not grow with the model.
 BLOCK_BYTES = 32 << 20
 
 
 class UnreadableError(ValueError):
-    """A file that is read fails; it says nothing about what was written."""
+    """Reading a source file failed, which says nothing about the files that were written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,13 @@ class StoredTensor:
     shape: tuple[int, ...]
 
     def reshaped(self, shape: tuple[int, ...]) -> StoredTensor:
-        """The same bytes under another shape."""
+        """Return the same bytes with another shape."""
         assert math.prod(shape) == math.prod(self.shape), (self, shape)
         return replace(self, shape=shape)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     assert tensor.is_contiguous()
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
@@ -54,12 +54,12 @@ def read_box(target: torch.Tensor, stored: StoredTensor, box: Box) -> None:
 
     Args:
         target: [box.size]; may be a view.
-        stored: where the numbers are.
-        box: which of them.
+        stored: Tensor in the file.
+        box: Rectangle of the stored tensor.
 
     Raises:
-        UnreadableError: the file system says no.
-        UsageError: the file is shorter than its own description.
+        UnreadableError: The file system reports an error.
+        UsageError: The file is shorter than its own description.
     """
     assert tuple(target.shape) == box.size, (target.shape, box)
     if not box.num_elements:
@@ -70,7 +70,7 @@ def read_box(target: torch.Tensor, stored: StoredTensor, box: Box) -> None:
             _read(descriptor, target, stored, box)
         finally:
             os.close(descriptor)
-    except OSError as error:  # those of the target's disk mean something else
+    except OSError as error:  # Errors of the target's disk are explained elsewhere.
         raise UnreadableError(
             f"{stored.path}: cannot be read: {error.strerror or error}; mend its disk or copy the "
             "file again, then give the same command again"
@@ -78,7 +78,7 @@ def read_box(target: torch.Tensor, stored: StoredTensor, box: Box) -> None:
 
 
 def _read(descriptor: int, target: torch.Tensor, stored: StoredTensor, box: Box) -> None:
-    """Whole rows of the first axis that the rectangle has several of, in blocks."""
+    """Read whole rows, in blocks, along the first axis where the rectangle has several rows."""
     offset, shape, lo = stored.offset, stored.shape, box.lo
     while shape and target.shape[0] == 1:
         offset += lo[0] * math.prod(shape[1:]) * stored.dtype.itemsize
@@ -123,11 +123,11 @@ class TensorPart:
     """A rectangle of an HF tensor in a file.
 
     Attributes:
-        hf_box: which rectangle.
-        stored: the tensor in the file.
-        param_box: where in what ``view`` shows of it.
-        view: see ``param_box``.
-        scales: of a quantised matrix; it becomes bfloat16.
+        hf_box: Rectangle of the HF tensor.
+        stored: Tensor in the file.
+        param_box: Rectangle of what ``view`` shows of ``stored``.
+        view: View of the stored tensor.
+        scales: Factors of a quantised matrix, which is read as bfloat16.
     """
 
     hf_box: Box
@@ -155,9 +155,9 @@ class TensorPart:
 
 
 def _dequantise(target: torch.Tensor, stored: StoredTensor, scales: Scales, box: Box) -> None:
-    """Numbers times the factor of their block, multiplied in fp32 and rounded to bfloat16.
+    """Multiply numbers by the factor of their block, in fp32, and round to bfloat16.
 
-    One row of blocks at a time, so that little more than the stored numbers is in memory.
+    It works on one row of blocks at a time, to keep little more than the stored numbers in memory.
 
     Source: ``weight_dequant`` of DeepSeek-V3's ``inference/kernel.py``.
     """
@@ -185,13 +185,13 @@ class Source:
     """The tensors of a checkpoint.
 
     Attributes:
-        place: the directory, for messages.
-        kind: what it is, in words.
-        shapes: whole shape of every HF tensor.
-        parts_of: where the rectangles of one lie; together they hold each element once. Asked for
-            every block.
-        files: all that is read.
-        iteration: training steps it is after; 1 where it does not say.
+        place: Directory, for messages.
+        kind: Description of the format.
+        shapes: Whole shape of every HF tensor.
+        parts_of: Function that returns the parts of a tensor, which hold each element once; it is
+            called for every block.
+        files: All files that are read.
+        iteration: Number of training steps; 1 where the checkpoint does not tell.
     """
 
     place: str
@@ -202,7 +202,7 @@ class Source:
     iteration: int = 1
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Element type of a tensor as it is read."""
+        """Return the element type of a tensor as it is read."""
         kinds = {part.dtype for part in self.parts_of(name)}
         if len(kinds) > 1:
             raise UsageError(f"{self.place}: {name} has parts of types {sorted(map(str, kinds))}")
@@ -219,7 +219,7 @@ class Source:
 
 
 def row_blocks(shape: Shape, item_bytes: int) -> Iterator[Box]:
-    """The rectangles of whole rows that a tensor is worked on in; none of an empty one."""
+    """Yield blocks of whole rows of a tensor; an empty tensor has none."""
     whole = Box.whole(shape)
     if not whole.num_elements:
         return
@@ -234,7 +234,7 @@ def row_blocks(shape: Shape, item_bytes: int) -> Iterator[Box]:
 def same_bits(
     a: Source, name: str, b: Source, dtype: torch.dtype, other_name: str | None = None
 ) -> bool:
-    """Whether two HF tensors, cast to ``dtype``, agree in every bit; of one name unless told."""
+    """Tell whether two HF tensors, by default of one name, agree in every bit as ``dtype``."""
     for box in row_blocks(a.shapes[name], dtype.itemsize):
         left, right = torch.empty(box.size, dtype=dtype), torch.empty(box.size, dtype=dtype)
         a.read(name, box, left)

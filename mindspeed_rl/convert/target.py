@@ -1,4 +1,4 @@
-"""What a conversion writes: every tensor with its place, before any number is read."""
+"""The target of a conversion: every tensor with its place, before any number is read."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class OutputTensor:
     """A tensor of an output file.
 
     Attributes:
-        name: in its file.
-        dtype: element type.
-        shape: in the coordinates of its pieces; the file may name another of the same size.
-        pieces: HF rectangles it is made of; what they leave is 0.
+        name: Name in its file.
+        dtype: Element type.
+        shape: Shape in the coordinates of its pieces; the file may name another of the same size.
+        pieces: HF rectangles that it consists of; elements outside of them are 0.
     """
 
     name: str
@@ -47,14 +47,14 @@ class OutputTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def fill(self, source: Source, block: Box, values: torch.Tensor) -> None:
-        """Read a rectangle of it from the source into ``values`` [block.size]."""
+        """Read a rectangle of the tensor from the source into ``values`` [block.size]."""
         found = [
             (piece, common)
             for piece in self.pieces
             if (common := piece.view.stored_box(piece.param_box).intersect(block)) is not None
         ]
         if sum(common.num_elements for _, common in found) < block.num_elements:
-            values.zero_()  # declared padding
+            values.zero_()  # This is the value of declared padding.
         for piece, common in found:
             place = common.moved(block, Box.whole(block.size)).slices
             view = ParamView((0,) * len(piece.view.index), piece.view.transposed)
@@ -64,12 +64,12 @@ class OutputTensor:
 
 @dataclass(frozen=True)
 class OutputFile:
-    """A file whose bytes are all known but for its tensors.
+    """A file whose bytes are all known, except those of its tensors.
 
     Attributes:
-        path: below the directory of the target.
-        tensors: what it holds.
-        frame: makes the file at a given path with all else in it; first byte of each tensor.
+        path: Path relative to the directory of the target.
+        tensors: Tensors of the file.
+        frame: Function that makes a file with all else; it returns the first byte of each tensor.
     """
 
     path: str
@@ -78,7 +78,7 @@ class OutputFile:
 
     @property
     def num_bytes(self) -> int:
-        """Of its tensors."""
+        """Size of all tensors of the file."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 
@@ -87,9 +87,9 @@ class Target:
     """All files of a checkpoint.
 
     Attributes:
-        files: with tensors.
-        small: path -> bytes of all others.
-        dtypes: element type of every HF tensor in it.
+        files: Files with tensors.
+        small: Path -> bytes of all other files.
+        dtypes: Element type of every HF tensor in the checkpoint.
     """
 
     files: tuple[OutputFile, ...]
@@ -98,12 +98,12 @@ class Target:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """Size of all tensors."""
         return sum(file.num_bytes for file in self.files)
 
 
 def safetensors_file(path: str, tensors: Sequence[OutputTensor]) -> OutputFile:
-    """A safetensors file; data begin at a multiple of 64 bytes."""
+    """Plan a safetensors file; its data begin at a multiple of 64 bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position, starts = 0, []
     for tensor in tensors:
@@ -128,9 +128,9 @@ def safetensors_file(path: str, tensors: Sequence[OutputTensor]) -> OutputFile:
 def params_of_rank(
     layout: CheckpointLayout, rank: int, dtype_of: Callable[[str], torch.dtype]
 ) -> dict[str, OutputTensor]:
-    """The parameters of a rank by their local names, each of the type of its first HF tensor.
+    """Return the parameters of a rank by local name, each of the type of its first HF tensor.
 
-    A share of padding alone is of the type of the embedding.
+    A parameter that is only padding has the type of the embedding.
     """
     pieces: dict[str, list[Piece]] = {}
     for shard in pieces_of(layout, rank):

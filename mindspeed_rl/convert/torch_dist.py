@@ -1,9 +1,9 @@
 """Checkpoints in megatron-core's distributed format (``torch_dist``).
 
-The format keeps every parameter in coordinates of the whole model, cut into chunks that need not be
-those of any layout. Chunks are archives of ``torch.save`` behind one another in ``*.distcp`` files.
-A target has one chunk for each parameter, which every layout can load, and beside the weights the
-empty states that megatron-core's linear layers ask for.
+The format keeps every parameter in coordinates of the whole model, cut into chunks that need not
+match any layout. Chunks are concatenated archives of ``torch.save`` in ``*.distcp`` files. A target
+has one chunk for each parameter, which every layout can load, and besides the weights the empty
+states that megatron-core's linear layers ask for.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ _FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-# Rows of these modules are linear layers, which keep a state besides their weight.
+# Modules that are linear layers, which keep a state besides their weight.
 _LINEAR = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "linear_q_proj",
            "linear_q_up_proj", "linear_kv_up_proj")  # fmt: skip
 _FILE_BYTES = 4 << 30
 
 
 def key_of(param: str, stacked: bool) -> tuple[str, tuple[int, ...]]:
-    """Key of a whole parameter, and its position among those that share the key.
+    """Return the key of a whole parameter, and its position among those that share the key.
 
     Args:
-        param: name in the layout of one rank, one module per expert.
-        stacked: whether all layers share a key.
+        param: Name in the layout of one rank, one module per expert.
+        stacked: Whether all layers share a key.
     """
     match = _LAYER.fullmatch(param)
     if match is None:
@@ -81,10 +81,10 @@ def key_of(param: str, stacked: bool) -> tuple[str, tuple[int, ...]]:
 
 
 def open_distributed(folder: Path, spec: ModelSpec) -> Source:
-    """The weights of a distributed checkpoint; optimizer and random states are left alone.
+    """Open the weights of a distributed checkpoint; optimizer and random states are ignored.
 
     Raises:
-        UsageError: another format, unreadable files, or weights that the model does not have.
+        UsageError: Another format, unreadable files, or weights that the model does not have.
     """
     kind = json.loads((folder / FORMAT).read_text(encoding="utf-8")).get("sharded_backend")
     if kind != "torch_dist":
@@ -139,7 +139,7 @@ def open_distributed(folder: Path, spec: ModelSpec) -> Source:
 
 
 def _places(index: Any) -> dict[str, list[tuple[Box, Any]]]:
-    """Key -> rectangles in coordinates of the whole, and which part of which file holds each."""
+    """Map each key to rectangles in whole-model coordinates, each with its place in a file."""
     sizes = {
         (key, tuple(chunk.offsets)): tuple(chunk.sizes)
         for key, entry in index.state_dict_metadata.items()
@@ -147,7 +147,7 @@ def _places(index: Any) -> dict[str, list[tuple[Box, Any]]]:
     }
     places: dict[str, list[tuple[Box, Any]]] = {}
     for place, info in index.storage_data.items():
-        if place.offset is not None:  # else it is no tensor
+        if place.offset is not None:  # Entries without an offset are not tensors.
             offsets = tuple(place.offset)
             box = Box(offsets, sizes[place.fqn, offsets])
             places.setdefault(place.fqn, []).append((box, info))
@@ -164,7 +164,7 @@ def _stored(path: Path, key: str, box: Box, info: Any) -> StoredTensor:
 def _parts(
     shard: Shard, position: tuple[int, ...], chunks: tuple[tuple[Box, StoredTensor], ...]
 ) -> Iterator[TensorPart]:
-    """What the chunks hold of a piece of a whole parameter."""
+    """Yield the parts of a whole parameter's piece that the chunks hold."""
     piece, depth = shard.piece, len(position)
     for box, stored in chunks:
         if any(not lo <= p < lo + n for p, lo, n in zip(position, box.lo, box.size, strict=False)):
@@ -187,7 +187,7 @@ def _iteration(folder: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A parameter of the whole model: its key, its position among those of one key, and it."""
+    """A parameter of the whole model, its key, and its position among those that share the key."""
 
     key: str
     position: tuple[int, ...]
@@ -195,12 +195,12 @@ class _Chunk:
 
     @property
     def offsets(self) -> torch.Size:
-        """Of it in the whole that has the key."""
+        """Offsets of the parameter in the tensor that has the key."""
         return torch.Size((*self.position, *(0 for _ in self.tensor.shape)))
 
     @property
     def shape(self) -> torch.Size:
-        """With an axis of one for each axis that parameters of a key are stacked along."""
+        """Shape with a leading axis of 1 for each axis along which parameters are stacked."""
         return torch.Size((*(1 for _ in self.position), *self.tensor.shape))
 
 
@@ -212,17 +212,17 @@ def plan_distributed(
     record: Mapping[str, Any],
     record_name: str,
 ) -> Target:
-    """``iter_<iteration>`` in the distributed format, and the tracker file.
+    """Plan ``iter_<iteration>`` in the distributed format, and the tracker file.
 
     Args:
-        layout: one rank that holds everything.
-        dtype_of: element type of an HF tensor; a parameter takes that of its first.
-        iteration: in the name of the folder and in the files.
-        arguments: of a run, for readers that look them up.
-        record: what mindspeed_rl's own trainer reads of a checkpoint; files are added.
-        record_name: its file.
+        layout: Layout of one rank that holds everything.
+        dtype_of: Element type of an HF tensor; a parameter takes that of its first HF tensor.
+        iteration: Iteration in the name of the folder and in the files.
+        arguments: Arguments of a run, for readers that look them up.
+        record: Record that mindspeed_rl's own trainer reads of a checkpoint; files are added.
+        record_name: Name of the record's file.
     """
-    # all layers share keys where they are alike: no experts, as the trainer itself saves
+    # Layers share keys where all are alike, that is, without experts; the trainer saves like this.
     stacked = layout.spec.moe is None
     params = params_of_rank(layout, 0, dtype_of)
     chunks = tuple(_Chunk(*key_of(param, stacked), tensor) for param, tensor in params.items())
@@ -259,7 +259,7 @@ def plan_distributed(
 
 
 def _counts(chunks: Sequence[_Chunk]) -> dict[str, tuple[int, ...]]:
-    """How many parameters share each key, along each axis of their positions."""
+    """Count the parameters that share each key, along each axis of their positions."""
     counts: dict[str, tuple[int, ...]] = {}
     for chunk in chunks:
         known = counts.get(chunk.key, (0,) * len(chunk.position))
@@ -268,7 +268,7 @@ def _counts(chunks: Sequence[_Chunk]) -> dict[str, tuple[int, ...]]:
 
 
 def _states(chunks: Sequence[_Chunk], counts: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """Keys of the states that linear layers keep besides their weight; they are empty."""
+    """Yield keys of the states that linear layers keep besides their weight; they are empty."""
     for chunk in chunks:
         module, _, kind = chunk.key.rpartition(".")
         if kind == "weight" and module.rpartition(".")[2] in _LINEAR:
@@ -289,7 +289,7 @@ def _describe(index: Metadata, chunk: _Chunk, count: tuple[int, ...]) -> None:
 
 
 def _files(chunks: Sequence[_Chunk], states: Sequence[str]) -> Iterator[_File]:
-    """Files of about 4 GiB; the states are in the first."""
+    """Yield files of about 4 GiB; the first one has the states."""
     groups: list[list[_Chunk]] = [[]]
     filled = 0
     for chunk in chunks:
@@ -304,14 +304,14 @@ def _files(chunks: Sequence[_Chunk], states: Sequence[str]) -> Iterator[_File]:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """Archives of one tensor each behind one another, then the states."""
+    """Concatenated archives of one tensor each, then the states."""
 
     name: str
     chunks: tuple[_Chunk, ...]
     states: tuple[str, ...]
 
     def places(self, file: IO[bytes]) -> dict[MetadataIndex, _StorageInfo]:
-        """Write the file with holes for the tensors; the archive of each tensor and state in it."""
+        """Write the file without the data of tensors; return the place of each archive in it."""
         found = {}
         entries: tuple[_Chunk | str, ...] = (*self.chunks, *self.states)
         for entry in entries:
@@ -326,7 +326,7 @@ class _File:
         return found
 
     def frame(self, path: Path) -> list[int]:
-        """Make the file with holes for the tensors; first byte of each."""
+        """Make the file without the data of tensors; return the first byte of each tensor."""
         with path.open("wb") as file:
             infos = list(self.places(file).values())[: len(self.chunks)]
         return [
@@ -336,20 +336,19 @@ class _File:
 
 
 class _Nowhere(io.BytesIO):
-    """A file that keeps the position alone: archives are planned before there is a file."""
+    """A file that records only its position: archives are planned before there is a file."""
 
     _position = 0
 
     def write(self, data: Any) -> int:
-        """Move on."""
+        """Advance the position by the size of the data."""
         self._position += len(data)
         return len(data)
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Move on, or to a place."""
+        """Change the position, relative to the present one or to the start."""
         self._position = offset + (self._position if whence else 0)
         return self._position
 
     def tell(self) -> int:
-        """Where the next byte would be."""
         return self._position

@@ -1,10 +1,10 @@
-"""Files of ``torch.save``: where their tensors lie, and files whose tensors are filled in later.
+"""Files of ``torch.save``: places of their tensors, and files whose tensors are filled in later.
 
 ``torch.load`` and ``torch.save`` do the work. Tensors are loaded to the meta device, so only names
 and places are read. A class that a file names and that is not known here becomes an inert
-:class:`Unknown`, so that the arguments of a training run are read without the libraries of that run
-and without running code. (``weights_only=True`` does the same for pickle protocol 2 alone;
-MindSpeed-LLM writes protocol 4.)
+:class:`Unknown`, so that the arguments of a training run can be read without the libraries of that
+run and without running its code. (``weights_only=True`` does the same, but only for pickle protocol
+2; MindSpeed-LLM writes protocol 4.)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mindspeed_rl.core.errors import UsageError
 
 
 class Unknown:
-    """Something that a pickle names and that is of no use to a conversion."""
+    """A stand-in for a class that a pickle names and that a conversion does not need."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -37,13 +37,13 @@ class Unknown:
         pass
 
     def append(self, value: object) -> None:
-        """As of a list."""
+        """Ignore an element, where the class is a list."""
 
     def __setitem__(self, key: object, value: object) -> None:
         pass
 
 
-_rebuild: Any = torch._utils  # untyped in torch
+_rebuild: Any = torch._utils  # The module has no type annotations.
 _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild._rebuild_tensor_v2,
     ("torch._utils", "_rebuild_parameter"): _rebuild._rebuild_parameter,
@@ -57,7 +57,7 @@ _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Tensors, element types and plain containers."""
+        """Return tensors, element types and plain containers; all else is :class:`Unknown`."""
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if name == "set" and module in ("builtins", "__builtin__"):
@@ -66,26 +66,26 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Pickle:
-    """What ``torch.load`` takes for the module ``pickle``."""
+    """The replacement of the module ``pickle`` for ``torch.load``."""
 
     Unpickler = _Unpickler
 
     @staticmethod
     def load(*args: object, **kwargs: object) -> None:
-        """Asked where a file is no archive."""
+        """Refuse a file that is not an archive."""
         raise pickle.UnpicklingError("no zip archive")
 
 
 def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> Any:
-    """The objects of a file of ``torch.save``, tensors on the meta device.
+    """Read the objects of a file of ``torch.save``, with tensors on the meta device.
 
     Args:
-        path: the file.
-        start: where the archive begins, of a file with several.
-        length: of the archive; the whole file when not given.
+        path: Path of the file.
+        start: Offset of the archive, in a file with several archives.
+        length: Length of the archive; the whole file when not given.
 
     Raises:
-        UsageError: no such archive, or a truncated one.
+        UsageError: There is no such archive, or it is truncated.
     """
     try:
         with path.open("rb") as file:
@@ -94,7 +94,7 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
                 archive, map_location="meta", pickle_module=_Pickle, weights_only=False
             )
     except (pickle.UnpicklingError, EOFError, KeyError, RuntimeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a seek before the start
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: a bad offset.
             raise
         raise UsageError(
             f"{path}: truncated, or not written by torch.save ({error}); copy it again"
@@ -102,10 +102,10 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
 
 
 def stored_tensor(path: Path, tensor: torch.Tensor, start: int = 0) -> StoredTensor:
-    """Where the bytes of a tensor of :func:`read_torch_file` are; ``start`` as given to it.
+    """Locate the bytes of a tensor of :func:`read_torch_file`, which had the same ``start``.
 
     Raises:
-        UsageError: it is not stored in row-major order.
+        UsageError: The tensor is not stored in row-major order.
     """
     if not tensor.is_contiguous():
         raise UsageError(f"{path}: a tensor of shape {tuple(tensor.shape)} is not in row-major "
@@ -120,17 +120,17 @@ def save_unfilled(
     tensors: Sequence[tuple[torch.dtype, tuple[int, ...]]],
     objects: Callable[[Sequence[torch.Tensor]], Any],
 ) -> None:
-    """``torch.save`` at the present position, with holes where the bytes of tensors belong.
+    """Run ``torch.save`` at the present position, with holes in place of the bytes of tensors.
 
-    The checksums of the archive's records are those of the holes; ``torch.load`` reads none.
+    The checksums of the archive's records are those of the holes; ``torch.load`` ignores them.
 
     Args:
-        file: open for writing.
-        tensors: element type and shape of each.
-        objects: makes what is saved of tensors without data.
+        file: File that is open for writing.
+        tensors: Element type and shape of each tensor.
+        objects: Function that makes the objects to save from tensors without data.
 
     Raises:
-        OSError: the disk is full.
+        OSError: The disk is full.
     """
     with FakeTensorMode():
         fakes = [torch.empty(shape, dtype=dtype) for dtype, shape in tensors]
@@ -139,7 +139,7 @@ def save_unfilled(
 
 
 def saved_bytes(objects: Any) -> bytes:
-    """A file of ``torch.save`` of small objects."""
+    """Return a file of ``torch.save`` with small objects."""
     buffer = io.BytesIO()
     torch.save(objects, buffer)
     return buffer.getvalue()

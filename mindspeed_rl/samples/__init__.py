@@ -1,1 +1,1 @@
-"""The samples of a step between the ranks that sample and the ranks that train."""
+"""The samples of a step, from the ranks that sample to the ranks that train."""

@@ -1,6 +1,6 @@
-"""Which sequences go together: rows that are full, ranks that have equal work.
+"""Partitions of sequences into rows that are full and ranks that have equal work.
 
-Pure functions of lengths: every rank computes the same placement for itself, nothing is sent.
+All are pure functions of lengths: every rank computes the same placement by itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-# Tries to find the shortest row into which everything fits.
+# Maximum number of steps of the search for the shortest row length into which everything fits.
 _ROW_SEARCH_STEPS = 10
 
 
@@ -20,15 +20,15 @@ class SequenceCost:
     """Work of one sequence of n tokens: ``linear n + quadratic n^2``, in FLOPs or any unit.
 
     Attributes:
-        linear: per token.
-        quadratic: of attention, per squared token.
+        linear: Work per token.
+        quadratic: Work of attention, per squared token.
     """
 
     linear: float = 1.0
     quadratic: float = 0.0
 
     def of(self, length: int) -> float:
-        """Of one sequence."""
+        """Return the work of one sequence of ``length`` tokens."""
         return length * (self.linear + self.quadratic * length)
 
 
@@ -37,16 +37,16 @@ def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
 
     The largest differencing method (Karmarkar and Karp 1982, "The differencing method of set
     partitioning", UCB/CSD 82/113), with parts of equal number (Michiels et al. 2012): items are
-    dealt in sorted blocks of ``num_parts``; again and again the two least even splits are merged,
+    dealt in sorted blocks of ``num_parts``; then the two least even splits are merged repeatedly,
     the heaviest part of one with the lightest of the other.
 
     Args:
-        costs: of each item, not negative.
-        num_parts: at least 1.
+        costs: Cost of each item, not negative.
+        num_parts: Number of parts, at least 1.
 
     Returns:
         [num_parts] lists of indices in ascending order, the parts with more items first; among
-        those of equal number the one with the smallest index first.
+        parts of equal number the one with the smallest index first.
     """
     if num_parts == 1:
         return [list(range(len(costs)))]
@@ -60,7 +60,7 @@ def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     heapq.heapify(splits)
     while len(splits) > 1:
         first = heapq.heappop(splits)
-        if splits[0][0] == 0:  # and so are all others: merging them moves no cost
+        if splits[0][0] == 0:  # All other splits are even, too: merging them moves no cost.
             for _, _, parts in sorted(splits):
                 for (_, mine), (_, other) in zip(first[2], reversed(parts), strict=True):
                     mine += other
@@ -79,17 +79,17 @@ def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     return sorted(found, key=lambda items: (-len(items), items))
 
 
-_Part = tuple[float, list[int]]  # cost and items
-_Split = tuple[float, int, list[_Part]]  # the least even first, then by number, which is its own
+_Part = tuple[float, list[int]]  # The cost and the items.
+_Split = tuple[float, int, list[_Part]]  # The least even sorts first; the number is unique.
 
 
 def _split(parts: list[_Part], number: int) -> _Split:
-    """Of ``parts`` by falling cost."""
+    """Make a split of ``parts``, which are sorted by falling cost."""
     return parts[-1][0] - parts[0][0], number, parts
 
 
 def _joined(some: list[int], more: list[int]) -> list[int]:
-    """Both, in the longer of the two lists, which are not used again."""
+    """Join two lists in the longer one; neither list is used again by the caller."""
     if len(some) < len(more):
         some, more = more, some
     some.extend(more)
@@ -102,18 +102,18 @@ _cost = itemgetter(0)
 def fill_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Put sequences into as few rows as best-fit decreasing finds.
 
-    It needs at most 11/9 of the least number of rows, plus one (Johnson 1974), and much less
-    where lengths vary.
+    It needs at most 11/9 of the least number of rows, plus one (Johnson 1974), and much less where
+    lengths vary.
 
     Args:
-        lengths: tokens of each sequence, none above ``capacity``.
-        capacity: tokens of a row.
+        lengths: Tokens of each sequence, none above ``capacity``.
+        capacity: Tokens of a row.
 
     Returns:
         Indices of each row in ascending order, rows by their smallest index.
     """
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, row), sorted
+    room: list[tuple[int, int]] = []  # Pairs of (tokens left, row), sorted.
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         place = bisect_left(room, (lengths[i], 0))
         if place == len(room):
@@ -127,23 +127,23 @@ def fill_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def rows_for_ranks(lengths: Sequence[int], max_tokens: int, multiple: int) -> list[list[int]]:
-    """Rows of at most ``max_tokens``, as short as a number of them that ranks can share allows.
+    """Make rows of at most ``max_tokens`` tokens, in a number that ranks can divide equally.
 
     Packing all sequences of a step at once and dealing rows to ranks afterwards wastes less than
-    packing on every rank. Rows travel through the model at the length of the longest, so a number
-    of rows that must be rounded up anyway is used to shorten it.
+    packing on every rank. All rows are padded to the longest one, so a number of rows that must be
+    rounded up anyway is used to shorten it.
 
     Args:
-        lengths: tokens of each sequence, none above ``max_tokens``.
-        max_tokens: tokens of a row.
-        multiple: the number of rows is a multiple of this.
+        lengths: Tokens of each sequence, none above ``max_tokens``.
+        max_tokens: Tokens of a row.
+        multiple: Divisor of the number of rows.
 
     Returns:
         Indices of each row; empty rows at the end.
     """
     best = fill_rows(lengths, max_tokens)
     count = max(1, -(-len(best) // multiple)) * multiple
-    low = max(max(lengths, default=0), -(-sum(lengths) // count)) - 1  # not shown to suffice
+    low = max(max(lengths, default=0), -(-sum(lengths) // count)) - 1  # This length is too short.
     high = max((sum(lengths[i] for i in row) for row in best), default=0)
     for _ in range(_ROW_SEARCH_STEPS):
         if high - low <= 1:

@@ -1,4 +1,4 @@
-"""The samples of one optimizer step as the micro-batches of this rank."""
+"""The cutting of an optimizer step's samples into the micro-batches of this rank."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from mindspeed_rl.samples.routes import Ints
 
 @dataclass(frozen=True, slots=True)
 class BatchRules:
-    """How samples are cut into micro-batches and dealt to the data-parallel ranks.
+    """Rules by which samples are cut into micro-batches and dealt to the data-parallel ranks.
 
     Attributes:
-        dp: data-parallel size.
-        dp_rank: of this rank.
-        micro_batch_size: sequences per micro-batch, used when ``max_tokens`` is 0.
-        max_tokens: tokens per micro-batch.
-        row_multiple: the length of a row is rounded up to a multiple of this.
-        sequence_multiple: each sequence is padded to a multiple of this: context parallelism cuts
-            it into so many chunks.
-        count_multiple: the number of micro-batches is rounded up to a multiple of this.
-        cost: the work of a sequence, of which all ranks get equal shares.
+        dp: Data-parallel size.
+        dp_rank: Data-parallel rank of this process.
+        micro_batch_size: Sequences per micro-batch, used when ``max_tokens`` is 0.
+        max_tokens: Tokens per micro-batch.
+        row_multiple: The length of a row is rounded up to a multiple of this.
+        sequence_multiple: Each sequence is padded to a multiple of this, the number of chunks that
+            context parallelism cuts it into.
+        count_multiple: The number of micro-batches is rounded up to a multiple of this.
+        cost: Work of a sequence; all ranks get equal amounts of work.
     """
 
     dp: int
@@ -38,12 +38,12 @@ class BatchRules:
     cost: SequenceCost = field(default_factory=SequenceCost)
 
     def plan(self, lengths: Sequence[int], moved: Ints | None = None) -> MicroBatchPlan:
-        """Who trains on what in one optimizer step, the same on all ranks. Pure.
+        """Decide which rank trains on what in one optimizer step, the same on all ranks. Pure.
 
         Args:
-            lengths: tokens of each sample.
-            moved: [samples, data-parallel ranks] what moves if a sample trains there; samples stay
-                where they are as far as balance leaves a choice.
+            lengths: Tokens of each sample.
+            moved: [samples, data-parallel ranks] bytes, or any unit, that move if a sample trains
+                there; samples stay where they are as far as balance allows.
         """
         plan = plan_micro_batches(
             lengths,
@@ -60,15 +60,15 @@ class BatchRules:
         return minimize_moves(plan, [padded(n, self.sequence_multiple) for n in lengths], moved)
 
     def mine(self, plan: MicroBatchPlan) -> list[int]:
-        """Positions of the samples that this rank trains on, in the order of its micro-batches."""
+        """Return positions of this rank's samples, in the order of its micro-batches."""
         return [i for micro in plan.assignment[self.dp_rank] for i in micro]
 
     def pack(self, plan: MicroBatchPlan, samples: Mapping[int, TrainSample]) -> list[MicroBatch]:
-        """The micro-batches of this rank. Local.
+        """Pack the micro-batches of this rank. Local.
 
         Args:
-            plan: of one optimizer step.
-            samples: of this rank at least, by position in the plan.
+            plan: Plan of one optimizer step.
+            samples: Samples by position in the plan; at least those of this rank.
         """
         return [
             pack([samples[i] for i in micro], plan.padded_length, self.sequence_multiple)
@@ -78,9 +78,9 @@ class BatchRules:
     def pack_own(
         self, samples: Sequence[TrainSample], lengths: Sequence[int] | None = None
     ) -> list[MicroBatch]:
-        """This rank's micro-batches of samples that every rank has in the same order. Local.
+        """Pack this rank's micro-batches of samples that all ranks have in the same order. Local.
 
-        Where ``lengths`` (tokens of each) are given, only the samples of this rank are looked at.
+        Where ``lengths`` (tokens of each sample) are given, only the samples of this rank are read.
         """
         plan = self.plan([s.length for s in samples] if lengths is None else lengths)
         return self.pack(plan, {i: samples[i] for i in self.mine(plan)})

@@ -1,9 +1,8 @@
-"""What is known of every token of a response: each fact is declared here, once.
+"""Declarations of everything that is known of every token of a response.
 
-A column of :data:`RESPONSE_COLUMNS` or :func:`experts_column` is filled from what the engine
-returns. It is kept on the device that sampled it, moves to the ranks that train on it, and is
-packed, without another line of code. A column of :data:`TRAINING_COLUMNS` is added to packed
-micro-batches by a later stage of the step.
+A column of :func:`response_columns` is filled from what the engine returns. It is kept on the
+device that sampled it, moves to the ranks that train on it and is packed, without further code. A
+column of :data:`TRAINING_COLUMNS` is added to packed micro-batches by a later stage of the step.
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ class Column:
     """A tensor with one row for each token of a response.
 
     Attributes:
-        name: of it.
-        dtype: of its elements.
-        filled_by: who knows it.
-        width: elements per token.
-        read: of one completion, in the order of its tokens: numbers, or bytes of this dtype.
+        name: Name of the column.
+        dtype: Element type.
+        filled_by: Description of what computes the values, for messages.
+        width: Elements per token.
+        read: Function that returns the values of one completion, in the order of its tokens:
+            numbers, or bytes of this dtype. None: the column does not come from completions.
     """
 
     name: str
@@ -40,25 +40,25 @@ class Column:
         assert self.dtype.itemsize <= WORD_BYTES, "samples travel as 32-bit words"
 
     def num_bytes(self, num_tokens: int) -> int:
-        """Of a sample of so many tokens."""
+        """Return the bytes of a sample with ``num_tokens`` tokens."""
         return num_tokens * self.width * self.dtype.itemsize
 
     def num_words(self, num_tokens: int) -> int:
-        """32-bit words that hold them."""
+        """Return the 32-bit words that hold a sample with ``num_tokens`` tokens."""
         return -(-self.num_bytes(num_tokens) // WORD_BYTES)
 
     def gather(self, completions: Sequence[Completion]) -> torch.Tensor:
-        """[sum of tokens x width] of several completions, one after the other, on the host."""
+        """Concatenate the values of several completions, on the host: [sum of tokens x width]."""
         assert self.read is not None, f"{self.name} does not come from completions"
         parts = [self.read(c) for c in completions]
         if any(isinstance(p, bytes) for p in parts):
             raw = bytearray(b"".join(bytes(p) for p in parts))  # type: ignore[arg-type]
-            # torch refuses to look at an empty buffer
+            # torch.frombuffer refuses an empty buffer.
             return torch.frombuffer(raw, dtype=self.dtype) if raw else self.empty()
         return torch.tensor([value for part in parts for value in part], dtype=self.dtype)
 
     def empty(self) -> torch.Tensor:
-        """No tokens at all."""
+        """Return a tensor without tokens."""
         return torch.zeros(0, dtype=self.dtype)
 
 
@@ -75,23 +75,23 @@ LOSS_MASK = Column(
 
 
 def experts_column(num_experts: int, width: int) -> Column:
-    """The experts that the engine chose for each token.
+    """Make the column of the experts that the engine chose for each token.
 
     Args:
-        num_experts: of the model; their ids are bytes where that is enough.
-        width: layers with experts times experts per token.
+        num_experts: Number of experts of the model; ids are single bytes where that is enough.
+        width: Number of layers with experts times experts per token.
     """
     dtype = torch.uint8 if num_experts <= 256 else torch.int16
     return Column("experts", dtype, "the engine", width, read=lambda c: c.experts or b"")
 
 
 def response_columns(*, has_environment: bool, experts: Column | None) -> tuple[Column, ...]:
-    """What a run keeps of every token of a response."""
+    """Return the columns that a run keeps for every token of a response."""
     mask = (LOSS_MASK,) if has_environment else ()
     return (TOKEN_IDS, ROLLOUT_LOGPROBS, *mask, *((experts,) if experts else ()))
 
 
-#: by name: added to packed micro-batches, one row for each trained token
+#: Columns of packed micro-batches by name, with one row for each trained token.
 TRAINING_COLUMNS = {
     column.name: column
     for column in (

@@ -1,7 +1,7 @@
-"""Ragged tensors of samples on the device of the rank that made or received them.
+"""A cache of ragged sample tensors on the device of the rank that made or received them.
 
-Nothing is padded and nothing comes back to the host: what a stage makes of a sample stays where it
-is, under the sample's key, until the step is over or a redistribution takes it along.
+Nothing is padded and nothing is copied back to the host. What a stage computes for a sample stays
+on the device, under the sample's key, until the step is over or a redistribution moves it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from mindspeed_rl.samples.rollout_info import SampleKey
 
 
 class SamplePart(NamedTuple):
-    """The tensor of one sample within one that holds those of several.
+    """The tensor of one sample within a buffer that holds those of several samples.
 
-    Views are made when they are read: there are many more samples than readers.
+    Views are made when they are read, because there are many more samples than reads.
 
     Attributes:
-        buffer: flat; 32-bit words, or of the column's type if its elements are of another size.
-        start: first element in it.
-        num_tokens: of the sample.
+        buffer: Flat; 32-bit words, or of the column's type if its elements are of another size.
+        start: Index of the sample's first element in the buffer.
+        num_tokens: Tokens of the sample.
     """
 
     buffer: torch.Tensor
@@ -32,7 +32,7 @@ class SamplePart(NamedTuple):
     num_tokens: int
 
     def of(self, column: Column) -> torch.Tensor:
-        """A view."""
+        """Return a view of the sample's elements."""
         size = self.num_tokens * column.width
         if self.buffer.dtype is column.dtype:
             return self.buffer[self.start : self.start + size]
@@ -40,7 +40,7 @@ class SamplePart(NamedTuple):
         return words.view(column.dtype)[:size]
 
     def words_of(self, column: Column) -> torch.Tensor:
-        """As words, zeros behind the last element; a view where the buffer is of words."""
+        """Return the sample as words, padded with zeros; a view where the buffer is of words."""
         if self.buffer.dtype is torch.int32:
             return self.buffer[self.start : self.start + column.num_words(self.num_tokens)]
         total = column.num_words(self.num_tokens) * WORD_BYTES
@@ -50,9 +50,9 @@ class SamplePart(NamedTuple):
 
 
 def as_words(column: Column, parts: Iterable[SamplePart]) -> list[torch.Tensor]:
-    """The words of samples in order, in as few views as their places allow.
+    """Return the words of samples in order, in as few views as their places allow.
 
-    Samples that lie behind each other are one view: of what an engine sampled most do.
+    Samples that are adjacent in a buffer become one view, as most samples of one engine do.
     """
     if column.dtype.itemsize != WORD_BYTES:
         return [part.words_of(column) for part in parts]
@@ -68,7 +68,7 @@ def as_words(column: Column, parts: Iterable[SamplePart]) -> list[torch.Tensor]:
 
 
 def join(column: Column, parts: Sequence[SamplePart], device: torch.device) -> torch.Tensor:
-    """[sum of tokens x width] of several samples, those of one after those of another."""
+    """Concatenate the values of several samples, one after another: [sum of tokens x width]."""
     if not parts:
         return torch.empty(0, dtype=column.dtype, device=device)
     if column.dtype.itemsize == WORD_BYTES:
@@ -79,18 +79,18 @@ def join(column: Column, parts: Sequence[SamplePart], device: torch.device) -> t
 class TensorCache:
     """The tensors of samples on this rank, by step and sample. Local.
 
-    An entry is written once and never changed: a key that exists is refused, and whoever reads
-    names the version of the weights that the entry must come from, so that neither a tensor of an
-    earlier step nor one of earlier weights can be taken for a present one.
+    An entry is written once and never changed, and a key that exists is refused. A reader names the
+    version of the weights that the entry must come from, so that a tensor of an earlier step or of
+    earlier weights cannot be taken for a present one.
 
     Args:
-        device: where tensors are kept.
+        device: Device that keeps the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.step = 0
-        #: bytes of all entries
+        #: Bytes of all entries.
         self.num_bytes = 0
         self._columns: dict[str, Column] = {}
         self._entries: dict[str, dict[SampleKey, dict[int, SamplePart]]] = {}
@@ -101,7 +101,7 @@ class TensorCache:
         ``keep`` may name samples of other ranks: every rank keeps those that it has.
 
         Raises:
-            RuntimeError: the step is not a later one.
+            RuntimeError: The step is not a later one.
         """
         if step <= self.step:
             raise RuntimeError(f"step {step} cannot begin after step {self.step}")
@@ -124,17 +124,17 @@ class TensorCache:
         lengths: Sequence[int],
         versions: Sequence[int],
     ) -> None:
-        """Store a tensor of several samples: one copy to the device.
+        """Store a tensor of several samples, with one copy to the device.
 
         Args:
-            column: which tensor.
-            keys: of the samples.
-            values: [sum of tokens x width], those of one sample after those of another.
-            lengths: tokens of each sample.
-            versions: of the weights that each comes from.
+            column: Column that the values belong to.
+            keys: Keys of the samples.
+            values: [sum of tokens x width], sample after sample.
+            lengths: Tokens of each sample.
+            versions: Version of the weights that each sample comes from.
 
         Raises:
-            RuntimeError: a sample has this tensor already, or is of a step that is over.
+            RuntimeError: A sample has this tensor already, or belongs to a step that has not begun.
         """
         moved = _as_kept(column, values.to(self.device, column.dtype))
         sizes = (length * column.width for length in lengths)
@@ -150,7 +150,7 @@ class TensorCache:
         versions: Sequence[int],
         parts: Sequence[SamplePart],
     ) -> None:
-        """Store what is on the device already; see :meth:`put`."""
+        """Store tensors that are on the device already; see :meth:`put`."""
         known = self._columns.setdefault(column.name, column)
         assert known is column or known == column, "two columns of one name"
         entries = self._entries.setdefault(column.name, {})
@@ -170,22 +170,22 @@ class TensorCache:
             self.num_bytes += column.num_bytes(part.num_tokens)
 
     def _alone(self, column: Column, part: SamplePart) -> SamplePart:
-        """A copy: the tensors that came with it can be freed."""
+        """Copy a part, so that the rest of its buffer can be freed."""
         self.num_bytes += column.num_bytes(part.num_tokens)
         return SamplePart(_as_kept(column, part.of(column).clone()), 0, part.num_tokens)
 
     def read(self, column: Column, key: SampleKey, version: int) -> torch.Tensor:
-        """[tokens x width] of one sample. Do not write to it.
+        """Return one sample's values: [tokens x width]. They must not be written to.
 
         Raises:
-            RuntimeError: it is not here: of a step that is over, of other weights, of other ranks.
+            RuntimeError: It is missing: of a step that is over, of other weights, of other ranks.
         """
         return self.find(column, key, version).of(column)
 
     def find_all(
         self, column: Column, entries: Iterable[tuple[SampleKey, int]]
     ) -> list[SamplePart]:
-        """Where the tensors of several samples are; see :meth:`read`."""
+        """Return where the tensors of several samples are; see :meth:`read`."""
         known, none = self._entries.get(column.name, {}), dict[int, SamplePart]()
         return [
             known.get(key, none).get(version) or self.find(column, key, version)
@@ -193,7 +193,7 @@ class TensorCache:
         ]
 
     def find(self, column: Column, key: SampleKey, version: int) -> SamplePart:
-        """Where the tensor of one sample is; see :meth:`read`."""
+        """Return where the tensor of one sample is; see :meth:`read`."""
         entry = self._entries.get(column.name, {}).get(key, {})
         if version in entry:
             return entry[version]

@@ -1,7 +1,7 @@
-"""Samples from the ranks that have them to those that train on them, as the hops of a plan say.
+"""The exchange of samples between ranks, as the hops of a plan prescribe.
 
 On each hop all tensors of all samples for a rank travel as one message of 32-bit words, and all
-messages of a group in one all-to-all-v. How long they are follows from the sample table.
+messages of a group in one all-to-all-v. The lengths of messages follow from the sample table.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from mindspeed_rl.samples.routes import Hop
 
 
 class GroupWire:
-    """One all-to-all-v over a process group.
+    """All-to-all-v over process groups of this rank, with counters.
 
     Args:
-        group_of: the group of an axis that this rank is in.
+        group_of: Function that returns this rank's process group along an axis.
     """
 
     def __init__(self, group_of: Callable[[str], dist.ProcessGroup | None]) -> None:
         self._group_of = group_of
-        #: what went to other ranks, and in how many collectives, since the beginning
+        #: Bytes sent to other ranks, and number of collectives, from the beginning.
         self.sent_bytes = 0
         self.num_collectives = 0
 
     def exchange(
         self, hop: Hop, outgoing: torch.Tensor, sent: Sequence[int], received: Sequence[int]
     ) -> torch.Tensor:
-        """All messages from the hop's peers, one after the other. Collective: the peers.
+        """Return the messages of all peers of a hop, concatenated. Collective: the peers.
 
         Args:
-            hop: which.
-            outgoing: [words] int32, the messages to all peers, one after the other.
-            sent: words for each peer.
-            received: words from each peer.
+            hop: The hop.
+            outgoing: [words] int32, the messages to all peers, concatenated.
+            sent: Words for each peer.
+            received: Words from each peer.
         """
         incoming = outgoing.new_empty(sum(received))
         group = self._group_of(hop.axis)
@@ -53,10 +53,10 @@ class Redistribution:
     """The part of one rank in a redistribution.
 
     Args:
-        cache: what this rank has.
-        samples: all of them, in the order of the plan.
-        columns: what of them is moved.
-        hops: of this rank.
+        cache: Cache with the samples that this rank has.
+        samples: All samples, in the order of the plan.
+        columns: Columns that are moved.
+        hops: Hops of this rank.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Redistribution:
         self._samples = samples
         self._columns = columns
         self.hops = hops
-        #: of each column, what has come on a hop
+        #: For each column, the samples that have arrived.
         self._arrived: dict[str, dict[int, SamplePart]] = {column.name: {} for column in columns}
         sizes = {n: num_words(columns, n) for n in {s.num_tokens for s in samples}}
         self._num_words = [sizes[s.num_tokens] for s in samples]
@@ -83,10 +83,10 @@ class Redistribution:
             self.take(hop, wire.exchange(hop, outgoing, sent, received))
 
     def outgoing(self, hop: Hop) -> tuple[torch.Tensor, list[int]]:
-        """The messages to all peers, and the words of each. Local.
+        """Return the messages to all peers, and the words of each. Local.
 
         Raises:
-            RuntimeError: a sample is not here, or not of the length that the table says.
+            RuntimeError: A sample is missing, or differs in length from the sample table.
         """
         views: list[torch.Tensor] = []
         for peer in hop.peers:
@@ -99,7 +99,7 @@ class Redistribution:
         return torch.cat(views), sizes
 
     def take(self, hop: Hop, incoming: torch.Tensor) -> None:
-        """Note what has arrived: from each peer one column of all samples after another. Local."""
+        """Record what has arrived: from each peer all samples, column after column. Local."""
         start = 0
         for peer in hop.peers:
             for column in self._columns:
@@ -112,11 +112,11 @@ class Redistribution:
         assert start == incoming.numel(), f"{incoming.numel()} words arrived, {start} expected"
 
     def read(self, item: int, column: Column) -> torch.Tensor:
-        """[tokens x width] of a sample that this rank had or received. Do not write to it."""
+        """Return a sample that this rank had or received: [tokens x width]. Do not write to it."""
         return self._parts([item], column)[0].of(column)
 
     def read_all(self, items: Sequence[int], column: Column) -> torch.Tensor:
-        """[sum of tokens x width] of several samples, one after the other; see :meth:`read`."""
+        """Concatenate several samples: [sum of tokens x width]; see :meth:`read`."""
         return join(column, self._parts(items, column), self._cache.device)
 
     def keep(self) -> None:
@@ -129,10 +129,10 @@ class Redistribution:
             arrived.clear()
 
     def _parts(self, items: Sequence[int], column: Column) -> list[SamplePart]:
-        """Where the tensors of samples are.
+        """Return where the tensors of samples are.
 
         Raises:
-            RuntimeError: one is not here, or not of the length that the table says.
+            RuntimeError: A sample is missing, or differs in length from the sample table.
         """
         arrived = self._arrived[column.name]
         here = [self._samples[item] for item in items if item not in arrived]
@@ -149,10 +149,10 @@ class Redistribution:
         return [arrived[item] if item in arrived else next(of_cache) for item in items]
 
     def _sizes(self, hop: Hop, items: Mapping[int, Sequence[int]]) -> list[int]:
-        """Words of the message of each peer."""
+        """Return the words of each peer's message."""
         return [sum(self._num_words[i] for i in items.get(peer, ())) for peer in hop.peers]
 
 
 def num_words(columns: Sequence[Column], num_tokens: int) -> int:
-    """32-bit words of a sample on the wire. Pure."""
+    """Return the 32-bit words that a sample has on the wire. Pure."""
     return sum(column.num_words(num_tokens) for column in columns)

@@ -1,9 +1,9 @@
-"""How long responses will be, from how long they were.
+"""Prediction of response lengths from the lengths of earlier responses.
 
 Three facts are kept: the mean length of the last step; how the responses of each prompt compare
-with the mean of their step, which outlives the drift of lengths in training; and how lengths spread
-around what was foretold. All ranks know the lengths of all samples, so all keep the same history
-without a message.
+with the mean of their step, which outlives the drift of lengths in training; and the spread of
+lengths relative to their prediction. All ranks know the lengths of all samples, so all keep the
+same history without communication.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from mindspeed_rl.samples.balance import partition
 
 # Weight of the newest step in the relative length of a prompt.
 _NEWEST = 0.5
-# A prompt starts as if it had had so many responses of mean length: a few siblings say little.
+# Number of assumed responses of mean length per new prompt: a few siblings say little.
 _PRIOR = 1.0
 _DIGITS = 4
 
 
 @dataclass(slots=True)
 class LengthSpread:
-    """Lengths over what was foretold for them, sorted."""
+    """Ratios of lengths to their predictions, sorted."""
 
     ratios: list[float] = field(default_factory=list)
     _sums: list[float] = field(default_factory=lambda: [0.0])
 
     def replace(self, ratios: Sequence[float]) -> None:
-        """Those of a new step."""
+        """Replace the ratios by those of a new step."""
         self.ratios, self._sums = sorted(ratios), [0.0]
         for ratio in self.ratios:
             self._sums.append(self._sums[-1] + ratio)
 
     def mean_beyond(self, ratio: float) -> float | None:
-        """The mean of those above ``ratio``; ``None`` where none is."""
+        """Return the mean of the ratios above ``ratio``; ``None`` where there are none."""
         place = bisect_right(self.ratios, ratio)
         above = len(self.ratios) - place
         return (self._sums[-1] - self._sums[place]) / above if above else None
 
 
 class LengthHistory:
-    """Lengths of earlier responses; nothing is known before the first step."""
+    """Lengths of earlier responses; empty (false) before the first step."""
 
     def __init__(self) -> None:
         self._mean = 0.0
@@ -56,11 +56,11 @@ class LengthHistory:
 
     @property
     def num_prompts(self) -> int:
-        """Prompts that were sampled so far."""
+        """Number of prompts that have been sampled so far."""
         return len(self._relative)
 
     def observe(self, lengths: Mapping[int, Sequence[int]]) -> None:
-        """The finished responses of a step, in tokens, by prompt."""
+        """Record the finished responses of a step, in tokens, by prompt."""
         count = sum(map(len, lengths.values()))
         if not count:
             return
@@ -83,15 +83,15 @@ class LengthHistory:
                 spread.replace(new)
 
     def expected(self, prompt: int, generated: int, limit: int) -> int:
-        """Expected length of a response that has ``generated`` tokens and goes on.
+        """Return the expected length of an unfinished response that has ``generated`` tokens.
 
-        The mean of what was longer than that, as the spread of the last lengths has it; half way to
-        ``limit`` where nothing was.
+        It is the mean of the lengths above ``generated`` in the recorded spread, or half way to
+        ``limit`` where no length was above it.
 
         Args:
-            prompt: index in the data set.
-            generated: tokens so far.
-            limit: of a response.
+            prompt: Index of the prompt in the data set.
+            generated: Tokens so far.
+            limit: Limit of a response, in tokens.
 
         Returns:
             Tokens, above ``generated`` and at most ``limit``.
@@ -104,7 +104,7 @@ class LengthHistory:
         return max(generated + 1, min(limit, round(guess)))
 
     def state_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the history as JSON values."""
         return {
             "mean": self._mean,
             "relative": [[prompt, value] for prompt, value in self._relative.items()],
@@ -113,7 +113,7 @@ class LengthHistory:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What :meth:`state_dict` gave."""
+        """Restore what :meth:`state_dict` returned."""
         self._mean = float(state["mean"])
         self._relative = {int(prompt): float(value) for prompt, value in state["relative"]}
         self._known.replace(state["known"])
@@ -123,20 +123,20 @@ class LengthHistory:
 def assign_to_engines(
     prompts: Sequence[int], num_groups: int, history: LengthHistory | None, limit: int
 ) -> list[list[int]]:
-    """The samples of a step for each group of ranks that generates: equal numbers, equal work.
+    """Divide the samples of a step among the groups that generate, in number and work.
 
-    With a history they are dealt by expected length (:func:`.balance.partition`),
-    so that the siblings of a hard prompt are spread; without one, in order: neighbours share the
-    prefix of their prompt in the cache.
+    With a history, samples are divided by expected length (:func:`.balance.partition`), which
+    spreads the siblings of a hard prompt. Without one they are divided in order: neighbours share
+    the prefix of their prompt in the cache.
 
     Args:
-        prompts: index of the prompt of each sample.
-        num_groups: groups that generate.
-        history: of lengths; ``None`` or empty: nothing is known.
-        limit: tokens of a response.
+        prompts: Index of the prompt of each sample.
+        num_groups: Number of groups of ranks that generate.
+        history: History of lengths; ``None`` or empty: nothing is known.
+        limit: Limit of a response, in tokens.
 
     Returns:
-        [num_groups] sample ids, ascending; every sample once.
+        [num_groups] lists of sample ids, ascending; every sample once.
     """
     count = len(prompts)
     if not history or num_groups == 1:

@@ -1,7 +1,7 @@
-"""Which of equally balanced placements moves the fewest bytes.
+"""The choice, among equally balanced placements, of the one that moves the fewest bytes.
 
-Pure functions of the sample table: every rank computes the same placement for itself. Two changes
-leave every row as long and every rank as busy as before: data-parallel ranks swap all that they
+All are pure functions of the sample table: every rank computes the same placement by itself. Two
+changes preserve the lengths of rows and the work of ranks: data-parallel ranks swap all that they
 train on, and samples of equal length swap places.
 """
 
@@ -18,20 +18,20 @@ from mindspeed_rl.samples.routes import Ints
 
 Assignment = tuple[tuple[tuple[int, ...], ...], ...]
 
-# Above, ranks keep the parts that packing dealt them: seconds grow with the third power, and what
-# little a part is worth to one rank more than to another does not.
+# With more parts, each stays on the rank that packing dealt it to: the search takes time of the
+# third power, and the difference between ranks is too small to be worth it.
 _MOST_PARTS = 256
 
 
 def minimize_moves(plan: MicroBatchPlan, lengths: Sequence[int], moved: Ints) -> MicroBatchPlan:
-    """The placement with samples on ranks that have them, as far as balance leaves a choice. Pure.
+    """Place samples on ranks that have them, as far as balance leaves a choice. Pure.
 
-    Up to 256 ranks it is the best that the two changes can reach where no sample is on several
-    data-parallel ranks; it is never worse than ``plan``.
+    Up to 256 ranks the result is the best that the two changes can reach where no sample is on
+    several data-parallel ranks; it is never worse than ``plan``.
 
     Args:
-        plan: of one optimizer step.
-        lengths: of each sample, as it was placed by; samples of equal length are exchangeable.
+        plan: Plan of one optimizer step.
+        lengths: Length that each sample was placed by; samples of equal length are exchangeable.
         moved: [samples, data-parallel ranks] bytes that move if it trains there, or any unit.
     """
     saved = moved.max(1, keepdims=True) - moved
@@ -50,7 +50,7 @@ def minimize_moves(plan: MicroBatchPlan, lengths: Sequence[int], moved: Ints) ->
 
 
 def bytes_moved(assignment: Assignment, moved: Ints) -> int:
-    """Of all samples, in the unit of ``moved``. Pure."""
+    """Return what moves for all samples, in the unit of ``moved``. Pure."""
     return sum(int(moved[_items(rows), dp].sum()) for dp, rows in enumerate(assignment))
 
 
@@ -60,14 +60,14 @@ def _items(rows: Iterable[Sequence[int]]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Savings:
-    """Samples that save something on a rank: arrays of equal length.
+    """Pairs of a sample and a rank on which it saves something: arrays of equal length.
 
     Attributes:
-        items: the samples.
-        ranks: where each saves.
-        saved: how much.
-        classes: of their lengths.
-        places: how many of the class save more on the rank.
+        items: Positions of the samples.
+        ranks: Data-parallel rank on which each saves.
+        saved: Amount saved.
+        classes: Class of the sample's length.
+        places: Number of samples of the same class that save more on the same rank.
     """
 
     items: Ints
@@ -78,7 +78,7 @@ class _Savings:
 
 
 def _savings(classes: Ints, saved: Ints) -> _Savings:
-    """By rank, by class, the greatest savings first."""
+    """List savings by rank, then by class, the greatest first."""
     items, ranks = np.nonzero(saved)
     value = saved[items, ranks]
     order = np.lexsort((items, -value, classes[items], ranks))
@@ -93,13 +93,13 @@ def _savings(classes: Ints, saved: Ints) -> _Savings:
 
 
 def _counts(assignment: Assignment, classes: Ints) -> Ints:
-    """[parts, classes] samples."""
+    """Count the samples of each class in each part: [parts, classes]."""
     size = int(classes.max()) + 1
     return np.stack([np.bincount(classes[_items(rows)], minlength=size) for rows in assignment])
 
 
 def _reachable(savings: _Savings, counts: Ints) -> Ints:
-    """[parts, ranks] what is saved when a part goes to a rank and then takes the best equals."""
+    """Return the savings if a part goes to a rank and takes the best equals: [parts, ranks]."""
     taken = np.where(counts[:, savings.classes] > savings.places, savings.saved, 0)
     sums = np.cumsum(np.hstack([np.zeros_like(taken[:, :1]), taken]), axis=1)
     borders = np.searchsorted(savings.ranks, np.arange(len(counts) + 1))
@@ -107,7 +107,7 @@ def _reachable(savings: _Savings, counts: Ints) -> Ints:
 
 
 def _swap_equals(assignment: Assignment, classes: Ints, savings: _Savings) -> Assignment:
-    """Samples of equal length on the ranks that save most by them, the greatest savings first."""
+    """Swap samples of equal length to the ranks where they save most, the best ones first."""
     left = _counts(assignment, classes)
     places = savings.ranks * left.shape[1] + savings.classes
     filled = np.flatnonzero(left)
@@ -122,7 +122,7 @@ def _swap_equals(assignment: Assignment, classes: Ints, savings: _Savings) -> As
     taken = np.fromiter(chosen.values(), dtype=np.int64)
     at[list(chosen)] = taken // left.shape[1]
     np.subtract.at(left.reshape(-1), taken, 1)
-    # the rest, class by class, into the places that are left, rank by rank
+    # The remaining samples fill the remaining places, class by class and rank by rank.
     rest = np.flatnonzero(at < 0)
     rest = rest[np.argsort(classes[rest], kind="stable")]
     ranks = np.broadcast_to(np.arange(len(left)), left.T.shape)
@@ -131,7 +131,7 @@ def _swap_equals(assignment: Assignment, classes: Ints, savings: _Savings) -> As
 
 
 def _refilled(assignment: Assignment, classes: Ints, at: Ints) -> Assignment:
-    """The rows with other samples of the same lengths: those that are to be ``at`` each rank."""
+    """Fill the rows with other samples of the same lengths, each on the rank that ``at`` names."""
     before = np.array([i for rows in assignment for i in _items(rows)], dtype=np.int64)
     rank = np.repeat(np.arange(len(assignment)), [len(_items(rows)) for rows in assignment])
     items = np.empty_like(before)
@@ -143,15 +143,15 @@ def _refilled(assignment: Assignment, classes: Ints, at: Ints) -> Assignment:
 
 
 def best_assignment(gain: Ints) -> list[int]:
-    """The row of each column so that the sum of ``gain`` [n, n] is largest.
+    """Choose the row of each column so that the sum of ``gain`` [n, n] is largest.
 
     The Hungarian method with shortest augmenting paths (Jonker and Volgenant 1987), O(n^3).
     """
-    cost = gain.max() - gain.T  # rows of it are columns of gain
+    cost = gain.max() - gain.T  # The rows of ``cost`` are the columns of ``gain``.
     size = len(cost)
     none, far = -1, np.iinfo(np.int64).max // 4
     row_price, column_price = np.zeros(size, np.int64), np.zeros(size, np.int64)
-    owner = np.full(size, none)  # of each column
+    owner = np.full(size, none)  # The row that owns each column.
     for start in range(size):
         nearest, before = np.full(size, far), np.full(size, none)
         done = np.zeros(size, dtype=bool)
@@ -175,7 +175,7 @@ def best_assignment(gain: Ints) -> list[int]:
             row_price[other] += reached - nearest[at]
         closer = done & (nearest < reached)
         column_price[closer] -= reached - nearest[closer]
-        while column != none:  # the path takes its columns over
+        while column != none:  # Shift the ownership of columns along the path that was found.
             previous = int(before[column])
             owner[column] = owner[previous] if previous != none else start
             column = previous

@@ -2,9 +2,9 @@
 
 Shapes: T packed tokens of a micro-batch, S sequences in it, N trained tokens in it.
 
-A micro-batch is one row of T tokens. Position t carries the token t and everything about the token
-t + 1 of the same sequence: ``targets[t]`` is that token and ``loss_mask[t]`` says whether it is
-trained on. Shifting happens here, before any split of the row.
+A micro-batch is one row of T tokens. Position t holds token t and everything about token t + 1 of
+the same sequence: ``targets[t]`` is that token and ``loss_mask[t]`` is true where it is trained on.
+This shift is made here, before any split of the row.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class TrainSample:
     """One sequence to train on: local, on the host or a device.
 
     Attributes:
-        sample_id: equal on all ranks.
+        sample_id: Id of the sample, equal on all ranks.
         token_ids: [length] int64, prompt and response.
-        num_prompt_tokens: tokens that are read but not trained on; at least 1.
-        columns: of the trained tokens, [num_trained, ...] by name.
-        token_after: the token behind the last, which is trained on but not read; ``None`` where
-            the sequence ends.
-        loss_mask: [length - num_prompt_tokens] bool, which tokens behind the prompt are trained on;
+        num_prompt_tokens: Number of tokens that are read but not trained on; at least 1.
+        columns: Columns of the trained tokens, [num_trained, ...] by name.
+        token_after: Token after the last one, which is trained on but not read; ``None`` where the
+            sequence ends.
+        loss_mask: [length - num_prompt_tokens] bool, which tokens after the prompt are trained on;
             ``None``: all.
     """
 
@@ -44,12 +44,12 @@ class TrainSample:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and response."""
+        """Number of tokens of prompt and response."""
         return int(self.token_ids.numel())
 
     @property
     def num_trained(self) -> int:
-        """Tokens that are trained on."""
+        """Number of tokens that are trained on."""
         behind = self.length - self.num_prompt_tokens
         if self.loss_mask is not None:
             assert self.loss_mask.numel() == behind, "one entry per token behind the prompt"
@@ -61,24 +61,24 @@ class TrainSample:
 class MicroBatch:
     """A packed micro-batch: one row of tokens, and columns of its trained tokens.
 
-    Every pass over it uses the same object; a stage that knows more of its tokens adds a column.
+    Every pass uses the same object; a stage that computes more about its tokens adds a column.
 
     Attributes:
         token_ids: [T] int64; padding at the end is token 0.
-        positions: [T] int64, position within the own sequence.
+        positions: [T] int64, position within the token's own sequence.
         targets: [T] int64, the next token of the same sequence, 0 where there is none.
         loss_mask: [T] bool, true where the target is a trained token.
-        lengths: tokens of each of the S sequences, in order, with the padding behind each; the
-            rest of T is padding as well.
-        sample_ids: S ids.
+        lengths: Tokens of each of the S sequences, in order, with the padding after each; the rest
+            of T is padding as well.
+        sample_ids: Ids of the S samples.
         sequence_of: [N] int64, which of the S sequences a trained token belongs to.
-        num_trained: trained tokens of each of the S whole sequences.
+        num_trained: Number of trained tokens of each of the S whole sequences.
         trained_index: [N] int64, which of the trained tokens of the whole row each one is.
         columns: [N, ...] by name, at the masked positions in order: see ``samples/columns.py``.
         row_index: [T] int64, after :func:`split_context`: the position of each token in the whole
             row.
-        attention: the borders between sequences, as the trainer's attention wants them.
-        routes: the experts of the first pass, where routing is replayed.
+        attention: Borders between sequences, in the form that the trainer's attention needs.
+        routes: Experts of the first pass, where routing is replayed.
     """
 
     token_ids: torch.Tensor
@@ -97,14 +97,14 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """T, padding included."""
+        """Number of tokens T, padding included."""
         return int(self.token_ids.numel())
 
     def column(self, name: str) -> torch.Tensor:
-        """[N, ...] of a column that must be there.
+        """Return a column that must exist: [N, ...].
 
         Raises:
-            RuntimeError: it was not filled.
+            RuntimeError: The column was not filled.
         """
         found = self.columns.get(name)
         if found is None:
@@ -116,7 +116,7 @@ class MicroBatch:
         return found
 
     def with_column(self, name: str, values: torch.Tensor | None) -> MicroBatch:
-        """The same with a column of :data:`TRAINING_COLUMNS`; unchanged for ``None``."""
+        """Return a copy with a column of :data:`TRAINING_COLUMNS`; unchanged for ``None``."""
         if values is None:
             return self
         dtype = TRAINING_COLUMNS[name].dtype
@@ -125,7 +125,7 @@ class MicroBatch:
         return replace(self, columns={**self.columns, name: values})
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on a device."""
+        """Move the micro-batch to a device."""
         tensors = {name: getattr(self, name).to(device) for name in _ROW_TENSORS}
         columns = {name: values.to(device) for name, values in self.columns.items()}
         return replace(self, columns=columns, **tensors)
@@ -136,11 +136,11 @@ _ROW_TENSORS = ("token_ids", "positions", "targets", "loss_mask", "sequence_of",
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The tokens of samples, one after the other.
+    """The tokens of samples, one sample after another.
 
     Attributes:
-        owner: [tokens of samples with their padding] int64, which sample each belongs to.
-        token_ids: [T] int64, as the other three in :class:`MicroBatch`.
+        owner: [tokens of samples with their padding] int64, the sample that each token belongs to.
+        token_ids: [T] int64, like the next three fields as in :class:`MicroBatch`.
         positions: [T] int64.
         targets: [T] int64.
         loss_mask: [T] bool.
@@ -156,7 +156,7 @@ class _Row:
 def pack(
     samples: Sequence[TrainSample], padded_length: int, sequence_multiple: int = 1
 ) -> MicroBatch:
-    """Pack samples into one row of ``padded_length`` tokens, where the samples are. Local.
+    """Pack samples into one row of ``padded_length`` tokens, on the device of the samples. Local.
 
     Each sample is padded to a multiple of ``sequence_multiple``. An empty list gives a well-formed
     micro-batch that trains on nothing.
@@ -187,13 +187,13 @@ def pack(
 def _columns_of(
     samples: Sequence[TrainSample], num_trained: Sequence[int]
 ) -> dict[str, torch.Tensor]:
-    """The columns of all samples, one sample after the other.
+    """Concatenate the columns of all samples.
 
-    Without samples the engine's log-probs are there all the same, with no tokens: the passes over
-    a step compare with them in every micro-batch, and only samples say which columns there are.
+    Without samples there is still an empty column of the engine's log-probs: the passes over a step
+    compare with it in every micro-batch, and only samples tell which columns there are.
 
     Raises:
-        RuntimeError: a sample lacks a column that others have, or has another number of rows.
+        RuntimeError: A sample lacks a column that others have, or has another number of rows.
     """
     if not samples:
         return {ROLLOUT_LOGPROBS.name: ROLLOUT_LOGPROBS.empty()}
@@ -216,7 +216,7 @@ def _row_of(
     padded_length: int,
     device: torch.device,
 ) -> _Row:
-    """Tokens and what stands behind each; ``lengths`` are ``sizes`` of samples with padding."""
+    """Lay out the samples in one row; ``lengths`` are their ``sizes`` with padding."""
     total = sum(lengths)
 
     def of_samples(values: Sequence[int]) -> torch.Tensor:
@@ -244,7 +244,7 @@ def _row_of(
     mask = torch.zeros(padded_length, dtype=torch.bool, device=device)
     mask[:total] = has_target & (position >= (num_prompt - 1)[owner])
     for sample, start in zip(samples, accumulate(lengths, initial=0), strict=False):
-        if sample.loss_mask is not None:  # position t carries the token t + 1
+        if sample.loss_mask is not None:  # The mask of token t + 1 belongs to position t.
             first = start + sample.num_prompt_tokens - 1
             mask[first : first + sample.loss_mask.numel()] &= sample.loss_mask
     return _Row(owner, token_ids, positions, targets, mask)
@@ -255,16 +255,16 @@ def _cat(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 
 def context_index(lengths: Sequence[int], row_length: int, cp: int, rank: int) -> torch.Tensor:
-    """Which positions of a row a context-parallel rank holds, in its own order.
+    """Return the positions of a row that a context-parallel rank holds, in its own order.
 
-    Every sequence, and the padding behind the last, is cut into ``2 cp`` chunks; rank ``r`` takes
-    chunks ``r`` and ``2 cp - 1 - r``, so that all ranks attend to equally many keys.
+    Every sequence, and the padding after the last one, is cut into ``2 cp`` chunks; rank ``r``
+    takes chunks ``r`` and ``2 cp - 1 - r``, so that all ranks attend to equally many keys.
 
     Args:
-        lengths: tokens of each sequence, multiples of ``2 cp``.
+        lengths: Tokens of each sequence, multiples of ``2 cp``.
         row_length: T, a multiple of ``2 cp``.
-        cp: context-parallel size.
-        rank: position in the group.
+        cp: Context-parallel size.
+        rank: Position in the group.
 
     Returns:
         [row_length / cp] int64.
@@ -280,10 +280,10 @@ def context_index(lengths: Sequence[int], row_length: int, cp: int, rank: int) -
 
 
 def split_context(batch: MicroBatch, cp: int, rank: int) -> MicroBatch:
-    """The share of a micro-batch that a context-parallel rank computes. Local.
+    """Return the part of a micro-batch that a context-parallel rank computes. Local.
 
-    Targets were shifted before, so no token loses its successor at a border. ``lengths`` stay
-    those of the whole row.
+    Targets are already shifted, so no token loses its successor at a border. ``lengths`` stay those
+    of the whole row.
     """
     if cp == 1:
         return batch

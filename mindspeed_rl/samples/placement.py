@@ -1,4 +1,4 @@
-"""Which samples form which micro-batch on which data-parallel rank."""
+"""The assignment of samples to micro-batches and data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mindspeed_rl.samples.balance import SequenceCost, partition, rows_for_ranks
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchPlan:
-    """Which samples form which micro-batch on each data-parallel rank.
+    """The samples of each micro-batch on each data-parallel rank.
 
-    The same plan serves the reference, old-policy and update passes. Every rank has the same
-    number of micro-batches, of the same padded length.
+    The same plan serves the reference, old-policy and update passes. Every rank has the same number
+    of micro-batches, of the same padded length.
 
     Attributes:
         assignment: [dp][micro-batch] -> positions in the list of samples.
@@ -26,7 +26,7 @@ class MicroBatchPlan:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of each data-parallel rank."""
+        """Number of micro-batches of each data-parallel rank."""
         return len(self.assignment[0])
 
 
@@ -43,21 +43,21 @@ def plan_micro_batches(
 ) -> MicroBatchPlan:
     """Pack samples into micro-batches and deal them to ranks of equal work. Pure.
 
-    Equal on all ranks, from lengths alone.
+    The plan is equal on all ranks and depends on the lengths alone.
 
     Args:
-        lengths: tokens of each sample.
-        dp: data-parallel size.
-        micro_batch_size: sequences per micro-batch, used when ``max_tokens`` is 0.
-        max_tokens: tokens per micro-batch.
+        lengths: Tokens of each sample.
+        dp: Data-parallel size.
+        micro_batch_size: Sequences per micro-batch, used when ``max_tokens`` is 0.
+        max_tokens: Tokens per micro-batch.
         multiple: T is rounded up to a multiple of this.
-        sequence_multiple: each sample is padded to a multiple of this.
-        count_multiple: the number of micro-batches is rounded up to a multiple of this, with empty
+        sequence_multiple: Each sample is padded to a multiple of this.
+        count_multiple: The number of micro-batches is rounded up to a multiple of this, with empty
             ones.
-        cost: of a sequence, what ranks get equal shares of; its tokens when not given.
+        cost: Work of a sequence, which ranks get equal amounts of; its tokens when not given.
 
     Raises:
-        UsageError: a sample is longer than ``max_tokens``.
+        UsageError: A sample is longer than ``max_tokens``.
     """
     cost = cost or SequenceCost()
     if max_tokens and max(lengths, default=0) > max_tokens:
@@ -68,7 +68,7 @@ def plan_micro_batches(
     lengths = [padded(length, sequence_multiple) for length in lengths]
     work = [cost.of(length) for length in lengths]
     if max_tokens:
-        # a sample that is padded beyond the limit has a row of its own
+        # A sample that is longer than the limit with its padding has a row of its own.
         capacity = max(max_tokens, max(lengths, default=0))
         rows = rows_for_ranks(lengths, capacity, dp * count_multiple)
     else:
@@ -82,11 +82,11 @@ def plan_micro_batches(
 
 
 def _rows_by_count(work: Sequence[float], size: int, multiple: int) -> list[list[int]]:
-    """Micro-batches of at most ``size`` samples and nearly equal work."""
+    """Make micro-batches of at most ``size`` samples and nearly equal work."""
     count = padded(max(1, -(-len(work) // size)), multiple)
     return partition(work, count)
 
 
 def padded(size: int, multiple: int) -> int:
-    """The next multiple."""
+    """Round ``size`` up to the next multiple."""
     return -(-size // multiple) * multiple

@@ -1,8 +1,8 @@
-"""The sample table: what every rank knows of every sample of a step, but not its tokens.
+"""The sample table: what every rank knows of every sample of a step, except its tokens.
 
-Advantages, filters and placement are computed from it, alike on every rank and without a further
-message. The tokens stay in the :class:`~mindspeed_rl.samples.device_cache.TensorCache` of the
-ranks that made them until a plan moves them. Prompt tokens never travel: every rank has the data.
+Advantages, filters and placement are computed from it on every rank without more communication. The
+tokens stay in the :class:`~mindspeed_rl.samples.device_cache.TensorCache` of the ranks that made
+them until a plan moves them. Prompt tokens never travel: every rank has the data.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import torch
 from mindspeed_rl.core.types import Rollout
 from mindspeed_rl.parallel.small_collectives import sum_over_ranks
 
-# prompt index, tokens, trained tokens, stopped, weights version, group of ranks, times seen,
+# prompt index, tokens, sampled tokens, stopped, weights version, group of ranks, times seen,
 # checksum, sum of the checksums of all copies
 _INTEGERS = 9
 _SEEN, _CHECKSUM, _COPIES = 6, 7, 8
 
 
 class SampleKey(NamedTuple):
-    """The name of a sample for as long as it lives: a tuple, which is hashed in C.
+    """The identity of a sample during its whole life. As a tuple it has a fast hash.
 
     Attributes:
-        step: that sampled it.
-        number: unique among all that were sampled in the step.
+        step: Step that sampled it.
+        number: Number that is unique among all samples of the step.
     """
 
     step: int
     number: int
 
 
-#: of samples that no cache keeps, such as those of an evaluation
+#: Key of samples that no cache keeps, such as those of an evaluation.
 UNCACHED = SampleKey(-1, 0)
 
 
@@ -45,18 +45,18 @@ class RolloutInfo:
     """A finished sample as every rank knows it.
 
     Attributes:
-        sample_id: position in the step, equal everywhere.
-        prompt_index: row of the data set.
-        num_tokens: of the response.
-        num_sampled: those of them that the model sampled; an environment wrote the others.
-        stopped: ended by a stop token rather than by the limit.
-        weights_version: of the weights that sampled it.
-        group: engine ranks that have its tokens: see ``EngineLayout.group_of``.
-        reward: NaN when it abstained.
-        parts: scores of the single reward functions, NaN where one abstained.
-        verdicts: further numbers that its group found out about it.
-        key: under which the ranks of its group keep its tokens.
-        spans: (version, tokens) of what other passes of generation sampled, from the start of the
+        sample_id: Position in the step, equal on all ranks.
+        prompt_index: Row of the data set.
+        num_tokens: Number of tokens of the response.
+        num_sampled: Number of those that the model sampled; an environment wrote the others.
+        stopped: Whether a stop token ended the response, and not the limit.
+        weights_version: Version of the weights that sampled it.
+        group: Engine ranks that have its tokens: see ``EngineLayout.group_of``.
+        reward: Reward; NaN when the reward abstained.
+        parts: Scores of the single reward functions, NaN where one abstained.
+        verdicts: Further numbers that its group determined about it.
+        key: Key under which the ranks of its group keep its tokens.
+        spans: (version, tokens) of what earlier passes of generation sampled, from the start of the
             response; the rest is of ``weights_version``.
     """
 
@@ -74,11 +74,11 @@ class RolloutInfo:
     spans: tuple[tuple[int, int], ...] = ()
 
     def goes_on(self, limit: int) -> bool:
-        """Whether the response neither stopped nor reached the limit of responses."""
+        """Tell whether the response neither stopped nor reached the limit of responses."""
         return not self.stopped and self.num_tokens < limit
 
     def num_stale(self, version: int) -> int:
-        """Tokens at the start of the response that other weights than ``version`` sampled."""
+        """Count tokens at the start of the response that other weights than ``version`` sampled."""
         if self.weights_version != version:
             return self.num_tokens
         return sum(tokens for sampled_by, tokens in self.spans if sampled_by != version)
@@ -90,7 +90,7 @@ class RolloutInfo:
         return earlier + [self.weights_version] * (self.num_tokens - len(earlier))
 
     def grown_from(self, before: RolloutInfo | None) -> RolloutInfo:
-        """This sample with the spans of what there was of it before its last pass."""
+        """Add the spans of the sample as it was before its last pass of generation."""
         if before is None:
             return self
         known = sum(tokens for _, tokens in before.spans)
@@ -110,24 +110,24 @@ def exchange_table(
     copies: Sequence[Rollout] = (),
     num_copies: int = 1,
 ) -> list[RolloutInfo]:
-    """The table of ``num_samples`` samples on every rank, by sample id. Collective: the world.
+    """Build the table of all samples on every rank, by sample id. Collective: the world.
 
-    One sum over the ranks of a table on the host, 8 bytes for each number of a sample, to which
-    each rank gives the rows that it knows.
+    It is one sum over ranks of a table on the host, 8 bytes for each number of a sample, to which
+    each rank adds the rows that it knows.
 
     Args:
-        rollouts: of this rank's engine, on the one rank that speaks for it.
-        group: of this rank.
-        part_names: names of the reward functions, equal on all ranks.
-        num_samples: how many there must be in all.
-        key_of: of the sample 0; numbers of the others follow.
-        verdicts: further numbers of each of ``rollouts``, by sample id.
-        num_verdicts: how many numbers those are, equal on all ranks.
-        copies: the same rollouts, where another rank speaks for them.
-        num_copies: ranks of an engine that have each sample.
+        rollouts: Rollouts of this rank's engine, on the one rank that reports for the engine.
+        group: Group of this rank.
+        part_names: Names of the reward functions, equal on all ranks.
+        num_samples: Number of samples that there must be in all.
+        key_of: Key of sample 0; the numbers of the others follow it.
+        verdicts: Further numbers of each of ``rollouts``, by sample id.
+        num_verdicts: Number of verdicts of each sample, equal on all ranks.
+        copies: The same rollouts, on the other ranks of the engine.
+        num_copies: Number of ranks of an engine that have each sample.
 
     Raises:
-        RuntimeError: a sample is missing or there twice, or the ranks of an engine have different
+        RuntimeError: A sample is missing or there twice, or the ranks of an engine have different
             tokens or log-probs for it.
     """
     width = _INTEGERS + 1 + len(part_names) + num_verdicts
@@ -139,7 +139,7 @@ def exchange_table(
         ]
         bits = torch.tensor(scores, dtype=torch.float32).view(torch.int32)
         mine = torch.cat([torch.tensor([_facts(r, group) for r in rollouts]), bits], dim=1)
-        # ids that cannot be are counted in a row of their own, for the message below
+        # Invalid ids are counted in a row of their own, for the error message.
         ids = [r.sample_id if 0 <= r.sample_id < num_samples else num_samples for r in rollouts]
         rows.index_add_(0, torch.tensor(ids), mine)
     if copies:
@@ -151,7 +151,7 @@ def exchange_table(
 
 
 def _check_table(rows: torch.Tensor, num_samples: int, num_copies: int) -> None:
-    """Every sample once, and its copies alike: [num_samples + 1, numbers] int64, summed. Local."""
+    """Check sums over ranks, [num_samples + 1, numbers] int64: all samples once, copies equal."""
     seen = rows[:, _SEEN].tolist()
     if seen != [1] * num_samples + [0]:
         missing = [i for i, times in enumerate(seen[:-1]) if not times]
@@ -169,7 +169,7 @@ def _check_table(rows: torch.Tensor, num_samples: int, num_copies: int) -> None:
 
 
 def _samples_of(rows: torch.Tensor, key_of: SampleKey, num_parts: int) -> list[RolloutInfo]:
-    """The rows of a checked table. Local."""
+    """Convert the rows of a checked table to samples. Local."""
     floats = rows[:-1, _INTEGERS:].to(torch.int32).view(torch.float32).tolist()
     end = 1 + num_parts
     return [
@@ -206,7 +206,7 @@ def _facts(rollout: Rollout, group: int) -> list[int]:
 
 
 def _checksum(rollout: Rollout) -> int:
-    """Of the bits of tokens, log-probs and experts; 32 bits: sums over ranks stay exact."""
+    """Checksum the bits of tokens, log-probs and experts; 32 bits, so that sums stay exact."""
     done = rollout.completion
     of_tokens = zlib.crc32(array("q", done.token_ids).tobytes())
     of_logprobs = zlib.crc32(array("d", done.logprobs).tobytes(), of_tokens)

@@ -1,10 +1,10 @@
-"""The way of every sample from the ranks that have it to the ranks that train on it.
+"""Routes of samples from the ranks that have them to the ranks that train on them.
 
-Pure functions of the sample table: every rank finds its own part, and nothing is negotiated. A
-sample goes along one axis of the training grid at a time, so each hop is one collective of a group
-that training uses anyway: first to a data-parallel rank, once, then to the pipeline stages, context
-and tensor ranks of it that lack it. On one node it goes straight, in one collective of the world.
-A hop on which a group moves nothing does not exist.
+All functions are pure functions of the sample table: every rank computes its own part, without
+communication. A sample moves along one axis of the training grid at a time, so each hop is one
+collective of a group that training uses anyway: first one copy goes to a data-parallel rank, then
+it goes to those of its pipeline stages, context and tensor ranks that lack it. On one node samples
+go directly, in one collective of the world. A hop in which a group moves nothing is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mindspeed_rl.core.layout import ParallelLayout
 
-#: axes of hops, in order; ``dp-cp`` are the ranks of a stage that hold the same dense weights
+#: Axes of hops, in order; ``dp-cp`` are the ranks of a stage that hold the same dense weights.
 AXES = ("dp-cp", "pp", "cp", "tp")
 
 Ints = NDArray[np.int64]
@@ -29,10 +29,10 @@ class Hop:
     """What one rank sends and receives in one collective.
 
     Attributes:
-        axis: of the training grid, or ``world``.
-        peers: global ranks of the group, ascending.
-        sends: by global rank, positions in the list of samples, ascending.
-        receives: the same.
+        axis: Axis of the training grid, or ``world``.
+        peers: Global ranks of the group, ascending.
+        sends: Positions in the list of samples, ascending, by the global rank that they go to.
+        receives: Positions in the list of samples, ascending, by the global rank that sends them.
     """
 
     axis: str
@@ -43,11 +43,11 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class OwnerRanks:
-    """Where samples are: on ``count`` consecutive ranks each.
+    """The ranks that have each sample: ``count`` consecutive ranks.
 
     Attributes:
-        first: of each sample, the first rank that has it.
-        count: ranks that have it.
+        first: First rank that has each sample.
+        count: Number of ranks that have it.
     """
 
     first: Sequence[int]
@@ -63,16 +63,16 @@ def plan_hops(
     *,
     one_node: bool = False,
 ) -> tuple[Hop, ...]:
-    """The hops of one rank, in the order of :data:`AXES`; on one node a single one. Pure.
+    """Plan the hops of one rank, in the order of :data:`AXES`; on one node a single hop. Pure.
 
     Args:
-        owner_ranks: where each sample is.
-        destinations: the data-parallel rank that trains on each.
-        layout: of training.
-        stages: pipeline stages that need samples.
-        rank: whose part.
-        one_node: all ranks are on one: no way is shorter than another, so every copy goes straight
-            to its place, and one collective of the world does it.
+        owner_ranks: Ranks that have each sample.
+        destinations: Data-parallel rank that trains on each sample.
+        layout: Training layout.
+        stages: Pipeline stages that need samples.
+        rank: Rank to plan for.
+        one_node: Whether all ranks are on one node. No route is shorter than another there, so
+            every copy goes directly to its place, in one collective of the world.
     """
     first = np.asarray(owner_ranks.first, dtype=np.int64).reshape(-1, 1)
     ranks = first + np.arange(owner_ranks.count)
@@ -92,18 +92,18 @@ def plan_hops(
 def copies_moved(
     owner_ranks: OwnerRanks, num_samples: int, layout: ParallelLayout, stages: Collection[int]
 ) -> Ints:
-    """How many copies of each sample go from rank to rank, by the rank that it trains on. Pure.
+    """Count the copies of each sample that move, for each rank that could train on it. Pure.
 
-    What the hops of all ranks move in all: a copy to every place of the data-parallel rank that
-    needs the sample and lacks it, and one more where the first copy comes to a stage between. On
-    one node that one does not move; it counts all the same, so that who trains on what does not
-    depend on how many nodes there are.
+    The hops of all ranks move a copy to every place of the data-parallel rank that needs the sample
+    and lacks it, and one more where the first copy arrives at a stage that does not need it. On one
+    node that one does not move; it is counted all the same, so that the placement does not depend
+    on the number of nodes.
 
     Args:
-        owner_ranks: where each sample is.
-        num_samples: of them.
-        layout: of training.
-        stages: pipeline stages that need samples.
+        owner_ranks: Ranks that have each sample.
+        num_samples: Number of samples.
+        layout: Training layout.
+        stages: Pipeline stages that need samples.
 
     Returns:
         [samples, data-parallel ranks] int64.
@@ -123,7 +123,7 @@ def copies_moved(
 
 
 def plan_gather(owner_ranks: OwnerRanks, to: int, world: int, rank: int) -> tuple[Hop, ...]:
-    """The hop over the world that brings every sample to rank ``to``. Pure."""
+    """Plan the hop over the world that brings every sample to rank ``to``. Pure."""
     first = np.asarray(owner_ranks.first, dtype=np.int64)
     away = np.flatnonzero(~((first <= to) & (to < first + owner_ranks.count)))
     moves = _Moves(away, first[away], np.full(len(away), to))
@@ -133,7 +133,7 @@ def plan_gather(owner_ranks: OwnerRanks, to: int, world: int, rank: int) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class _Moves:
-    """Some samples, each from one rank to another: three arrays of equal length."""
+    """Moves of samples, each from one rank to another: three arrays of equal length."""
 
     items: Ints
     sources: Ints
@@ -141,7 +141,7 @@ class _Moves:
 
 
 def _hop(axis: str, peers: Sequence[int], rank: int, moves: Sequence[_Moves]) -> Hop | None:
-    """The part of ``rank``; ``None`` when nothing moves between its peers."""
+    """Return the part of ``rank`` in some moves; ``None`` when nothing moves between its peers."""
     among = [np.isin(m.sources, peers) for m in moves]
     if not any(a.any() for a in among):
         return None
@@ -162,7 +162,7 @@ def _ordered(items: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:
 
 
 def _to_blocks(ranks: Ints, wanted: Ints, layout: ParallelLayout) -> _Moves:
-    """One copy of each sample that no rank of its data-parallel rank has, to the same place there.
+    """Move a copy of each sample that its data-parallel rank lacks to the same place there.
 
     Where several ranks have a sample they take turns in sending.
     """
@@ -173,7 +173,7 @@ def _to_blocks(ranks: Ints, wanted: Ints, layout: ParallelLayout) -> _Moves:
 
 
 def _straight(ranks: Ints, wanted: Ints, layout: ParallelLayout, stages: Collection[int]) -> _Moves:
-    """A copy of each sample to every place that needs and lacks it; its owner ranks take turns."""
+    """Copy each sample to every place that needs and lacks it; owner ranks take turns."""
     own = layout.tp * layout.cp
     place = np.add.outer(layout.ranks_per_stage * np.array(sorted(stages)), np.arange(own)).ravel()
     targets = own * wanted[:, None] + place
@@ -184,17 +184,17 @@ def _straight(ranks: Ints, wanted: Ints, layout: ParallelLayout, stages: Collect
 
 
 class _Block:
-    """Which ranks of one data-parallel rank have its samples, hop after hop.
+    """The ranks of one data-parallel rank, and which of them have its samples, hop after hop.
 
     Places of the block are numbered like ranks: tensor ranks are neighbours, then context ranks,
     then stages.
 
     Args:
-        arrived: the first hop of all ranks.
-        ranks: [samples, owner ranks] before it.
-        wanted: [samples] data-parallel rank.
-        layout: of training.
-        dp: which data-parallel rank.
+        arrived: Moves of the first hop of all ranks.
+        ranks: [samples, owner ranks] before that hop.
+        wanted: [samples] data-parallel rank that trains on each.
+        layout: Training layout.
+        dp: Data-parallel rank of the block.
     """
 
     def __init__(
@@ -221,19 +221,19 @@ class _Block:
         self._have: Bools = have
 
     def peers(self, axis: str, rank: int) -> list[int]:
-        """The ranks that differ from ``rank``, which is one of the block, along one axis only."""
+        """Return ``rank`` and the ranks of the block that differ from it only along ``axis``."""
         here = int(np.flatnonzero(self._rank_of == rank)[0])
         others = [name for name in self._coords if name != axis]
         same = np.all([self._coords[o] == self._coords[o][here] for o in others], axis=0)
         return [int(r) for r in self._rank_of[same]]
 
     def serve(self, axis: str, stages: Sequence[int]) -> list[_Moves]:
-        """The moves of one hop between all ranks of the block; they are done afterwards."""
+        """Return the moves of one hop between all ranks of the block, and record them as done."""
         before = self._have.copy()
         return [self._supply(before, axis, target) for target in self._targets(axis, stages)]
 
     def _targets(self, axis: str, stages: Sequence[int]) -> Iterator[dict[str, int]]:
-        """The parts of the block that must have every sample once a hop is done."""
+        """Yield the parts of the block that must have every sample after a hop."""
         for stage in stages:
             for cp in range(self._layout.cp if axis != "pp" else 1):
                 for tp in range(self._layout.tp if axis == "tp" else 1):
@@ -241,7 +241,7 @@ class _Block:
                     yield {name: at[name] for name in AXES[1 : AXES.index(axis) + 1]}
 
     def _supply(self, before: Bools, axis: str, target: Mapping[str, int]) -> _Moves:
-        """To a part that lacks a sample, from a rank that is elsewhere along ``axis`` only."""
+        """Move samples to a part that lacks them, from ranks that differ along ``axis`` only."""
         part = self._places(target)
         rows = np.flatnonzero(~self._have[:, part].any(1))
         near = self._places({name: at for name, at in target.items() if name != axis})
@@ -254,7 +254,7 @@ class _Block:
         return _Moves(self._items[rows], self._rank_of[sources], self._rank_of[targets])
 
     def _places(self, at: Mapping[str, int]) -> Bools:
-        """The places with these coordinates."""
+        """Return the places with these coordinates, as a mask."""
         found = np.ones(len(self._rank_of), dtype=bool)
         for axis, value in at.items():
             found &= self._coords[axis] == value

@@ -1,7 +1,7 @@
 """The tokens of a step's samples on this rank: kept where they were sampled, moved, packed.
 
-Every rank knows the sample table, so every rank computes the same plans: who trains on what, and
-which way each sample goes. Tokens move once, from the rank that sampled them to the ranks that
+Every rank knows the sample table, so every rank computes the same plans: which rank trains on what,
+and the route of each sample. Tokens move once, from the rank that sampled them to the ranks that
 train on them.
 """
 
@@ -35,11 +35,11 @@ class PlacedSamples:
     """The samples of an RL step on the ranks that train on them.
 
     Attributes:
-        samples: of the step.
-        plans: of each optimizer step, for consecutive ``samples_per_update`` samples.
-        destinations: the data-parallel rank that trains on each sample.
-        moved: has the tokens of this rank's.
-        metrics: what moving them took.
+        samples: Samples of the step.
+        plans: Plan of each optimizer step, for consecutive ``samples_per_update`` samples.
+        destinations: Data-parallel rank that trains on each sample.
+        moved: Redistribution that has the tokens of this rank's samples.
+        metrics: Bytes and collectives that moving them took.
     """
 
     samples: Sequence[RolloutInfo]
@@ -49,7 +49,7 @@ class PlacedSamples:
     metrics: MetricSet
 
     def keys_on(self, dp: int) -> set[SampleKey]:
-        """The samples that the ranks of a data-parallel rank have now."""
+        """Return the keys of the samples that the ranks of a data-parallel rank have now."""
         pairs = zip(self.samples, self.destinations, strict=True)
         return {sample.key for sample, of in pairs if of == dp}
 
@@ -59,19 +59,19 @@ class SampleStore:
     """Keeps, moves and packs the tokens of samples on this rank.
 
     Attributes:
-        rank: global rank.
-        parallel: the training layout.
-        engine: the engine's layout.
-        prompts: the data set; every rank has it, so prompt tokens never travel.
-        rules: how samples become micro-batches.
-        samples_per_update: samples of one optimizer step.
-        cache: the tokens that this rank's engine sampled, and those that came here.
-        num_copies: ranks of an engine that have each sample.
-        stages: pipeline stages that look at tokens.
-        one_node: all ranks are on one node.
-        columns: what is kept of every token of a response.
-        drop_truncated: nothing of a response that was cut at the limit is trained on.
-        group_along: process group of an axis of the training grid that this rank is in.
+        rank: Global rank.
+        parallel: Training layout.
+        engine: Layout of the engine.
+        prompts: The data set; every rank has it, so prompt tokens never travel.
+        rules: Rules by which samples become micro-batches.
+        samples_per_update: Number of samples of one optimizer step.
+        cache: Tokens that this rank's engine sampled, and those that other ranks sent.
+        num_copies: Number of ranks of an engine that have each sample.
+        stages: Pipeline stages that read tokens.
+        one_node: Whether all ranks are on one node.
+        columns: Columns that are kept for every token of a response.
+        drop_truncated: Whether responses cut at the limit are excluded from training.
+        group_along: Function that returns this rank's process group along a training-grid axis.
     """
 
     rank: int
@@ -89,7 +89,7 @@ class SampleStore:
     group_along: Callable[[str], dist.ProcessGroup | None]
 
     def begin_step(self, step: int, carried: Sequence[RolloutInfo]) -> None:
-        """Drop the tokens of earlier steps, but for those of ``carried`` samples. Local."""
+        """Drop the tokens of earlier steps, except those of ``carried`` samples. Local."""
         self.cache.begin_step(step, [s.key for s in carried])
 
     def keep(self, rollouts: Sequence[Rollout], samples: Sequence[RolloutInfo]) -> None:
@@ -99,7 +99,7 @@ class SampleStore:
     def keep_responses(
         self, responses: Sequence[ResponseTensors], samples: Sequence[RolloutInfo]
     ) -> None:
-        """Keep the responses, one for each sample, of which this rank is a holder. Local."""
+        """Keep those of the responses, one for each sample, that this rank owns. Local."""
         owner_ranks = self.owner_ranks(samples)
         mine = [
             i
@@ -114,32 +114,31 @@ class SampleStore:
             _put(self.cache, self.columns, [samples[i] for i in mine], values)
 
     def owner_ranks(self, samples: Sequence[RolloutInfo]) -> OwnerRanks:
-        """Where the tokens of samples are: on all tensor ranks of an engine, or on its first.
+        """Return the ranks that have samples: all tensor ranks of an engine, or its first.
 
-        Conversations are held by the rank that leads the engine alone.
+        Conversations are held only by the rank that leads the engine.
         """
         first = [s.group * self.engine.tp * self.engine.pp for s in samples]
         return OwnerRanks(first, self.num_copies)
 
     def num_prompt_tokens(self, sample: RolloutInfo) -> int:
-        """Tokens of the prompt of a sample."""
         return len(self.prompts[sample.prompt_index].token_ids)
 
     def num_trained(self, sample: RolloutInfo) -> int:
-        """Tokens of a sample in the loss, as all ranks know them. Local."""
+        """Return the number of a sample's tokens in the loss, as all ranks know it. Local."""
         return 0 if self.drop_truncated and not sample.stopped else sample.num_sampled
 
     def place(
         self, samples: Sequence[RolloutInfo], cache: TensorCache | None = None
     ) -> PlacedSamples:
-        """Decide who trains on what, and move the tokens there. Collective: the training grid.
+        """Decide which rank trains on what, and move the tokens. Collective: the training grid.
 
-        Balance comes first, then as few bytes as that allows. All optimizer steps of the RL step
-        move together.
+        Balance has priority; among balanced placements few bytes are moved. All optimizer steps of
+        the RL step move together.
 
         Args:
-            samples: of the step.
-            cache: where their tokens are, if not in this store's.
+            samples: Samples of the step.
+            cache: Cache that has their tokens, if not that of this store.
         """
         size = self.samples_per_update
         lengths = [self.num_prompt_tokens(s) + s.num_tokens for s in samples]
@@ -170,13 +169,13 @@ class SampleStore:
         placed: PlacedSamples | None = None,
         columns: Sequence[Column] | None = None,
     ) -> list[ResponseTensors]:
-        """The responses of samples on rank 0, on the host; nothing elsewhere. Collective: world.
+        """Bring responses to the host of rank 0; other ranks get an empty list. Collective: world.
 
         Args:
-            samples: whose.
-            placed: samples that it brought to rank 0, the first of the first stage, do not move
+            samples: Samples whose responses are wanted.
+            placed: Samples that it brought to rank 0, the first of the first stage, do not move
                 again.
-            columns: what is wanted of them; all columns by default.
+            columns: Columns that are wanted; all columns by default.
         """
         wanted = self.columns if columns is None else columns
         there = placed.keys_on(self.parallel.coords(0).dp) if placed else ()
@@ -210,12 +209,13 @@ class SampleStore:
     def pack(
         self, placed: PlacedSamples, *, drop_truncated: bool = False, at_the_end: bool = False
     ) -> list[list[MicroBatch]]:
-        """The micro-batches of this rank for every optimizer step. Local.
+        """Pack the micro-batches of this rank for every optimizer step. Local.
 
         Args:
-            placed: the samples.
-            drop_truncated: leave out responses that were cut, where the run asks for that.
-            at_the_end: the one place of interest is behind the last token of each sequence.
+            placed: Samples on the ranks that train on them.
+            drop_truncated: Exclude responses that were cut, if the run asks for that.
+            at_the_end: Mark only the end of each sequence as trained: a reward model scores it
+                there.
         """
         result = []
         for number, plan in enumerate(placed.plans):
@@ -231,7 +231,7 @@ class SampleStore:
         samples = [placed.samples[i] for i in items]
         prompts = self._prompt_tokens(samples)
         if self.parallel.coords(self.rank).pp not in self.stages:
-            # only lengths matter to a stage between
+            # Stages that read no tokens need only the lengths.
             return [
                 TrainSample(
                     s.sample_id, p.new_zeros(p.numel() + s.num_tokens), num_prompt_tokens=p.numel()
@@ -247,7 +247,7 @@ class SampleStore:
         return as_train_samples(samples, prompts, responses, drop_truncated and self.drop_truncated)
 
     def _prompt_tokens(self, samples: Sequence[RolloutInfo]) -> list[torch.Tensor]:
-        """[n] int64 token ids of the prompt of each sample, in one copy to the device. Local."""
+        """Return [n] int64 token ids of each sample's prompt, copied to the device once. Local."""
         indices = sorted({s.prompt_index for s in samples})
         ids = [self.prompts[i].token_ids for i in indices]
         flat = torch.tensor([t for prompt in ids for t in prompt], dtype=torch.int64)
@@ -262,16 +262,16 @@ def responses_in(
     samples: Sequence[RolloutInfo],
     columns: Sequence[Column],
 ) -> list[ResponseTensors]:
-    """Responses that were here or have arrived, on the device: views of one tensor each. Local.
+    """Return responses that this rank had or received, as views of one tensor per column. Local.
 
     Args:
-        moved: what has arrived.
-        items: positions in its plan.
-        samples: their rows of the sample table.
-        columns: what is wanted of them.
+        moved: Redistribution with what has arrived.
+        items: Positions in its plan.
+        samples: Rows of the sample table at these positions.
+        columns: Columns that are wanted.
 
     Raises:
-        RuntimeError: one is not here.
+        RuntimeError: A response is not on this rank.
     """
     sizes = [s.num_tokens for s in samples]
     parts: dict[str, Sequence[torch.Tensor]] = {}
@@ -294,10 +294,10 @@ def keep_rollouts(
     """Keep what this rank's engine sampled: one copy to the device for each column. Local.
 
     Args:
-        cache: of this rank.
-        columns: what is kept of every token.
-        rollouts: of this rank's engine.
-        samples: the table of all, by sample id.
+        cache: Cache of this rank.
+        columns: Columns that are kept for every token.
+        rollouts: Rollouts of this rank's engine.
+        samples: Table of all samples, by sample id.
     """
     completions = [r.completion for r in rollouts]
     values = {column.name: column.gather(completions) for column in columns}
@@ -326,9 +326,9 @@ def as_train_samples(
     responses: Sequence[ResponseTensors],
     drop_truncated: bool = False,
 ) -> list[TrainSample]:
-    """Prompts and responses as sequences to train on. Local.
+    """Join prompts and responses into sequences to train on. Local.
 
-    With ``drop_truncated`` nothing of a response that was cut is trained on.
+    With ``drop_truncated``, nothing of a response that was cut is trained on.
     """
     result = []
     joined = _joined(prompts, responses)
@@ -347,7 +347,7 @@ def as_train_samples(
 def _joined(
     prompts: Sequence[torch.Tensor], responses: Sequence[ResponseTensors]
 ) -> Sequence[torch.Tensor]:
-    """[prompt + response] int64 of each sample: views of one tensor."""
+    """Join prompt and response of each sample into [n] int64, as views of one tensor."""
     if not prompts:
         return []
     parts = [ids for p, r in zip(prompts, responses, strict=True) for ids in (p, r[TOKEN_IDS.name])]

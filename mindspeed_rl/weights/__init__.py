@@ -1,1 +1,1 @@
-"""The trainer's weights into the engine: layouts, plans, transfers and the proof."""
+"""Transfer of the trainer's weights into the engine: layouts, plans, rounds and checksums."""

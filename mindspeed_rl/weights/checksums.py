@@ -1,4 +1,4 @@
-"""Layout-invariant checksums of HF tensors: the proof that both sides hold the same bits.
+"""Layout-invariant checksums of HF tensors, which prove that both sides hold the same bits.
 
 The checksum of a tensor is the sum over its elements of (bit pattern x odd hash of the element's
 global index) modulo 2^64. It does not depend on how the tensor is cut or ordered, so trainer and
@@ -26,13 +26,13 @@ _MULTIPLIER_2 = -7723592293110705685  # 0x94d049bb133111eb
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-# Hashes of rectangles up to this size are kept: 8 bytes per element, the same in every sync.
+# Index hashes of rectangles up to this size are cached for all syncs: 8 bytes per element.
 _CACHED_ELEMENTS = 1 << 16
-_CHUNK_ELEMENTS = 1 << 20  # whose hashes, 36 bytes per element with all that is on the way, exist
+_CHUNK_ELEMENTS = 1 << 20  # Elements hashed at a time; each needs 36 bytes with all temporaries.
 
 
 def _index_hash(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """splitmix64's mixer of the row-major global index of each element, made odd: [box.size]."""
+    """Hash each element's row-major global index with splitmix64, made odd: [box.size]."""
     if box.num_elements <= _CACHED_ELEMENTS:
         return _small_index_hash(box, shape, device)
     return _hash_indices(box, shape, device)
@@ -57,13 +57,13 @@ def _hash_indices(box: Box, shape: tuple[int, ...], device: torch.device) -> tor
 def box_checksum(
     values: torch.Tensor, box: Box, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """The share of one rectangle in its tensor's checksum, in slices of about 40 MB of memory.
+    """Return what one rectangle adds to the checksum of its tensor, using about 40 MB at a time.
 
     Args:
         values: [box.size], any floating type.
-        box: its place in the HF tensor.
-        shape: of the whole HF tensor.
-        dtype: values are cast to it first.
+        box: Place of the values in the HF tensor.
+        shape: Shape of the whole HF tensor.
+        dtype: Element type that the values are cast to first.
 
     Returns:
         0-d int64 (modulo 2^64), on the device of the values.
@@ -124,7 +124,7 @@ def _sum_shares(
         found.setdefault(value.device, []).append((share.row, value))
     total = torch.zeros(count, dtype=torch.int64)
     for rows, values in (zip(*pairs, strict=True) for pairs in found.values()):
-        # one transfer to the host per device
+        # The values of a device are stacked first, so that each device needs one copy to the host.
         total.index_add_(0, torch.tensor(rows), torch.stack(values).cpu())
     return total
 
@@ -137,15 +137,16 @@ def local_checksums(
     *,
     primary_only: bool,
 ) -> torch.Tensor:
-    """This rank's share in the checksum of every HF tensor of ``layout``. Local.
+    """Compute what this rank adds to the checksum of every HF tensor of ``layout``. Local.
 
     Args:
-        layout: where the rank keeps what.
-        rank: global rank.
-        params: its parameters by local name.
-        dtype: values are cast to it first, as on the wire.
-        primary_only: count each element on one rank only, so that the sum over all ranks is the
-            checksum; else every copy counts, and the sum is the checksum times the copies.
+        layout: Layout that says what the rank holds.
+        rank: Global rank.
+        params: Parameters of the rank by local name.
+        dtype: Element type that values are cast to first, as on the wire.
+        primary_only: Count each element on one rank only, so that the sum over all ranks is the
+            checksum; otherwise every copy counts, and the sum is the checksum times the number of
+            copies.
 
     Returns:
         [number of HF tensors] int64, in the order of ``layout.hf_shapes``.
@@ -156,7 +157,7 @@ def local_checksums(
 
 
 def copies_held(layout: ShardLayout, names: Sequence[str] = ()) -> torch.Tensor:
-    """How many ranks hold each element of each HF tensor, of all or of ``names``: [n] int64."""
+    """Count the ranks that hold each element of all HF tensors or of ``names``: [n] int64."""
     copies = []
     for name in names or layout.hf_shapes:
         held = sum(s.piece.hf_box.num_elements * len(s.owner_ranks) for s in layout.shards(name))
@@ -165,13 +166,13 @@ def copies_held(layout: ShardLayout, names: Sequence[str] = ()) -> torch.Tensor:
 
 
 class WeightVerifier:
-    """Compares the bits of two layouts again and again; what is constant is computed once.
+    """Compares the bits of two layouts after each sync; what is constant is computed only once.
 
     Args:
-        source: the layout that was read; each element counts once.
-        target: the layout that was written; every copy counts.
-        rank: global rank.
-        dtype: element type on the wire.
+        source: Layout that was read; each element counts once.
+        target: Layout that was written; every copy counts.
+        rank: Global rank.
+        dtype: Element type on the wire.
     """
 
     def __init__(
@@ -191,9 +192,9 @@ class WeightVerifier:
         write: Mapping[str, torch.Tensor],
         group: dist.ProcessGroup | None = None,
     ) -> list[str]:
-        """HF tensors whose bits differ between the two sides on any rank. Collective: the world.
+        """Find the HF tensors whose bits differ between the two sides. Collective: the world.
 
-        Two int64 per tensor go to every rank.
+        Every rank gets the same list. Two int64 per tensor go to every rank.
         """
         count = len(self._names)
         sums = torch.stack(
@@ -212,7 +213,7 @@ class WeightVerifier:
         read: Mapping[str, torch.Tensor],
         write: Mapping[str, torch.Tensor],
     ) -> Difference | None:
-        """Rank, parameter and element of what :meth:`differing_tensors` found. Collective."""
+        """Locate the first differing element of a tensor: rank, parameter and index. Collective."""
         device = next(iter((*write.values(), *read.values()))).device
         return first_difference(
             *self._layouts, hf_name, self._rank, read, write, self._dtype, device

@@ -1,7 +1,7 @@
-"""Where two sides differ: rank, parameter and first element of a tensor that failed the proof.
+"""Search for the first element of a tensor in which the two sides of a weight sync differ.
 
-Shares nothing with the planner: owner ranks of the source broadcast what they hold, and every rank
-compares its own copy of the target with that.
+It is used after a checksum failed. It shares no code with the planner: owner ranks of the source
+broadcast what they hold, and every rank compares its own copy of the target with that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True, order=True)
 class Difference:
-    """The first element in row-major order of an HF tensor that a rank has wrong."""
+    """The first element of an HF tensor, in row-major order, that is wrong on a rank."""
 
     index: tuple[int, ...]
     rank: int
@@ -49,17 +49,18 @@ def first_difference(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Difference | None:
-    """The first element of a tensor that differs on any rank. Collective: the world.
+    """Find the first element of a tensor that differs on any rank. Collective: the world.
 
     Args:
-        source: layout of ``read``; of several owner ranks the first is believed.
-        target: layout of ``write``.
-        hf_name: the tensor.
-        rank: global rank.
-        read: this rank's source parameters.
-        write: this rank's target parameters.
-        dtype: element type on the wire of tensors that have none of their own.
-        device: where broadcasts live.
+        source: Layout of ``read``; where several ranks own a rectangle, the first one is the
+            reference.
+        target: Layout of ``write``.
+        hf_name: Name of the tensor.
+        rank: Global rank.
+        read: Source parameters of this rank.
+        write: Target parameters of this rank.
+        dtype: Element type on the wire of tensors that declare none.
+        device: Device of the broadcast buffers.
     """
     dtype = wire_dtype(source.dtype_of(hf_name), dtype)
     mine = [shard for shard in target.shards(hf_name) if rank in shard.owner_ranks]
@@ -83,7 +84,7 @@ def first_difference(
 
 
 def _values(shard: Shard, box: Box, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A rectangle of the HF tensor out of the parameter that holds it."""
+    """Return a rectangle of the HF tensor as a view of the parameter that holds it."""
     piece = shard.piece
     shown: torch.Tensor = piece.view.of(params[piece.param].detach())
     return shown[box.moved(piece.hf_box, piece.param_box).slices]

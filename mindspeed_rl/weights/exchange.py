@@ -1,4 +1,8 @@
-"""One round on its way: what is packed, and what travels from and into the parameters."""
+"""Execution of one round of a reshard: packing, sending, receiving and unpacking its messages.
+
+An :class:`Exchange` packs small rectangles into staging memory. Large contiguous rectangles are
+sent directly from, and received directly into, the parameters.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +17,32 @@ from mindspeed_rl.weights.transports import Pending, Tensors, Transport
 
 Messages = Mapping[int, tuple[Transfer, ...]]
 Params = Mapping[str, torch.Tensor]
-# What is to be copied into or out of it, and the memory that travels.
+# The transfers to copy into or out of the memory that travels, and this memory.
 Message = tuple[Sequence[Transfer], torch.Tensor]
 
-ALIGNMENT_BYTES = 16  # between what is sent and what is received
-ALONE_BYTES = 256 << 10  # from here on a rectangle is a message of its own, where these may be many
+ALIGNMENT_BYTES = 16  # Alignment of the received part of the staging memory, after the sent part.
+ALONE_BYTES = 256 << 10  # From this size on, a rectangle is a message of its own if possible.
 
 
 @dataclass(frozen=True, slots=True)
 class RankMessages:
-    """One rank's messages of one exchange, by ascending peer."""
+    """Messages that one rank sends and receives in one exchange, by ascending peer."""
 
     sends: Messages
     receives: Messages
 
     @property
     def send_sizes(self) -> dict[int, int]:
-        """Elements for each peer."""
+        """Number of elements sent to each peer."""
         return _sizes(self.sends)
 
     @property
     def receive_sizes(self) -> dict[int, int]:
-        """Elements from each peer."""
+        """Number of elements received from each peer."""
         return _sizes(self.receives)
 
     def staging_bytes(self, item_bytes: int) -> int:
-        """What both directions take when everything is packed."""
+        """Return the bytes that both directions need when every message is packed."""
         sent, received = (sum(s.values()) for s in (self.send_sizes, self.receive_sizes))
         return _aligned(sent * item_bytes) + received * item_bytes
 
@@ -48,11 +52,11 @@ class Round:
     """One rank's part of one round; its tensors have one element type.
 
     Attributes:
-        hops: one exchange, or two with a relay.
-        copies: what the rank has itself.
-        repeats: what it keeps twice, once it has arrived.
-        names: the HF tensors that are complete after this round.
-        dtype: declared element type; empty: that of the model.
+        hops: One exchange, or two with a relay.
+        copies: Transfers within the rank, from the source to the target parameters.
+        local_duplicates: Copies within the target of rectangles that the rank keeps twice.
+        names: HF tensors that are complete after this round.
+        dtype: Declared element type; empty: that of the model.
     """
 
     hops: tuple[RankMessages, ...]
@@ -63,14 +67,14 @@ class Round:
 
 
 class Exchange:
-    """One round on its way, with the staging it lives in.
+    """A round in flight, together with its staging memory.
 
     Args:
-        part: the round.
-        staging: [bytes] memory of its messages.
-        dtype: element type on the wire.
-        transport: moves them.
-        write: the target parameters; messages may arrive in them from the beginning.
+        part: The round.
+        staging: [bytes] memory for the packed messages.
+        dtype: Element type on the wire.
+        transport: Transport that moves the messages.
+        write: Target parameters; messages may arrive in them as soon as the round is posted.
     """
 
     def __init__(
@@ -90,7 +94,7 @@ class Exchange:
         self._arriving: list[Message] = []
 
     def post(self, hop: int, read: Params) -> None:
-        """Pack the messages of a hop and send them."""
+        """Pack the messages of a hop and start sending them."""
         part, item = self._round.hops[hop], self._dtype.itemsize
         sent, received = (sum(s.values()) * item for s in (part.send_sizes, part.receive_sizes))
         start = _aligned(sent)
@@ -110,11 +114,12 @@ class Exchange:
         buffer: torch.Tensor,
         view_of: Callable[[Transfer], torch.Tensor],
     ) -> dict[int, list[Message]]:
-        """The messages of each peer: what is still to be copied, and the memory that travels.
+        """Cut the transfers of each peer into messages.
 
-        A large rectangle that is one run of memory of the right type travels as it is, where the
-        transport can; then nothing is left to be copied. Both ends cut alike, and each looks at its
-        own memory.
+        A message lists the transfers that still have to be copied into or out of its memory, and
+        that memory. Where the transport allows it, a large rectangle that is contiguous and has the
+        right type travels without packing; its list of transfers is then empty. Both ends cut
+        alike, but each looks at its own memory.
         """
         result: dict[int, list[Message]] = {}
         used = 0
@@ -133,7 +138,7 @@ class Exchange:
         return result
 
     def finish(self, after_round: Callable[[Round], None] | None) -> None:
-        """Take what arrives; with a relay pass it on and take that, too."""
+        """Receive and unpack all messages, including the second hop of a relay."""
         self._take()
         for hop in range(1, len(self._round.hops)):
             self.post(hop, self._write)
@@ -151,17 +156,18 @@ class Exchange:
 
 
 def shared_view(memory: torch.Tensor, what: torch.dtype | tuple[int, ...]) -> torch.Tensor:
-    """Memory without gaps as another element type or shape: never a copy.
+    """View contiguous memory as another element type or shape, and refuse to copy it.
 
-    MindSpeed replaces ``torch.Tensor.view`` by one that copies memory with gaps and says nothing;
-    a message would be packed into the copy, or stay there when it has arrived.
+    MindSpeed replaces ``torch.Tensor.view`` by a function that silently copies memory with gaps. A
+    message would then be packed into the copy, or would arrive in it and be lost.
 
     Args:
-        memory: contiguous; of bytes aligned to the element type, where that changes.
-        what: element type, or sizes, as for ``torch.Tensor.view``.
+        memory: Contiguous tensor; if the element type changes, bytes that are aligned to the new
+            type.
+        what: Element type, or sizes, as for ``torch.Tensor.view``.
 
     Raises:
-        RuntimeError: what ``torch.Tensor.view`` returns lies elsewhere.
+        RuntimeError: The result of ``torch.Tensor.view`` lies in other memory.
     """
     shown = memory.view(what)
     if shown.data_ptr() != memory.data_ptr():
@@ -174,7 +180,7 @@ def shared_view(memory: torch.Tensor, what: torch.dtype | tuple[int, ...]) -> to
 
 
 def copy_within(transfers: Iterable[Transfer], read: Params, write: Params) -> int:
-    """From parameter to parameter of this rank; the bytes that were written."""
+    """Copy from parameter to parameter of this rank and return the number of bytes written."""
     num_bytes = 0
     for t in transfers:
         target = target_view(write, t)
@@ -184,12 +190,12 @@ def copy_within(transfers: Iterable[Transfer], read: Params, write: Params) -> i
 
 
 def source_view(params: Params, transfer: Transfer) -> torch.Tensor:
-    """What a transfer reads (shares the parameter's memory)."""
+    """Return a view of the rectangle that a transfer reads."""
     return _view(params, transfer.src_param, transfer.src_view, transfer.src_box)
 
 
 def target_view(params: Params, transfer: Transfer) -> torch.Tensor:
-    """What a transfer writes (shares the parameter's memory)."""
+    """Return a view of the rectangle that a transfer writes."""
     return _view(params, transfer.dst_param, transfer.dst_view, transfer.dst_box)
 
 
@@ -199,7 +205,7 @@ def _view(params: Params, name: str, view: ParamView, box: Box) -> torch.Tensor:
 
 
 def _cut(transfers: Sequence[Transfer], alone: int | None) -> list[Sequence[Transfer]]:
-    """What travels together: everything, or the small ones and each large one."""
+    """Group transfers into messages: all together, or the small ones and each large one."""
     if alone is None:
         return [transfers]
     small = [t for t in transfers if t.num_elements < alone]
@@ -218,7 +224,7 @@ def _sizes(messages: Messages) -> dict[int, int]:
 def _spans(
     buffer: torch.Tensor, transfers: Sequence[Transfer]
 ) -> Iterable[tuple[Transfer, torch.Tensor]]:
-    """Every transfer with its part of a buffer, in its shape."""
+    """Yield every transfer with its part of a buffer, in the shape of the transfer."""
     start = 0
     for t in transfers:
         yield t, shared_view(buffer[start : start + t.num_elements], t.hf_box.size)

@@ -1,4 +1,4 @@
-"""Carries out reshard plans round by round, two rounds on their way."""
+"""Execution of reshard plans round by round, with two rounds in flight."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ROUNDS_IN_FLIGHT = 2
 
 
 def round_bytes(bucket_bytes: int) -> int:
-    """The budget of one round: the rounds on their way share the bucket."""
+    """Return the budget of one round: the rounds in flight share the bucket."""
     return max(0, bucket_bytes // ROUNDS_IN_FLIGHT - ALIGNMENT_BYTES)
 
 
 def wire_dtype(declared: str, default: torch.dtype) -> torch.dtype:
-    """The element type on the wire of a tensor with a declared type (``""``: none of its own)."""
+    """Return the element type on the wire of a tensor; ``declared`` is ``""`` where it has none."""
     if not declared:
         return default
     dtype: torch.dtype = getattr(torch, declared)
@@ -56,7 +56,8 @@ def split_rounds(
 
     sends, receives, copies = map(by_round, (plan.sends, plan.receives, plan.copies))
     local_duplicates: list[list[Transfer]] = [[] for _ in range(count)]
-    for transfer in plan.local_duplicates:  # whole: the slices of what arrives are others
+    # Duplicates are copied whole, after the last slice: their slices may differ from what arrives.
+    for transfer in plan.local_duplicates:
         local_duplicates[schedule.slots_of(source, transfer.hf_name)[-1].round].append(transfer)
     return tuple(
         Round(
@@ -89,22 +90,21 @@ def _by_peer(
 class Resharder:
     """A prepared reshard from one layout to another on this rank.
 
-    Every rank plans alone, so before anything moves all ranks compare what they planned from.
+    Every rank plans alone, so all ranks compare digests of their plans before the first transfer.
 
     Args:
-        source: the layout to read.
-        target: the layout to write.
-        rank: global rank.
-        ranks_per_node: for the choice of near sources.
-        transport: moves the messages.
-        dtype: element type on the wire of tensors that have none of their own: the target's.
-        bucket_bytes: bound of all staging of this rank: what is sent and received of the rounds on
-            their way.
-        relay: send each rectangle once to a node and pass it on there.
+        source: Layout to read.
+        target: Layout to write.
+        rank: Global rank.
+        ranks_per_node: Number of ranks per node; sources on the same node are preferred.
+        transport: Transport that moves the messages.
+        dtype: Element type on the wire of tensors that declare none: that of the target.
+        bucket_bytes: Bound of all staging of this rank: what the rounds in flight send and receive.
+        relay: Send each rectangle to a node once and forward it there.
 
     Raises:
-        RuntimeError: the layouts speak of different tensors.
-        UsageError: the budget is too small.
+        RuntimeError: The layouts have different tensors.
+        UsageError: The budget is too small.
     """
 
     def __init__(
@@ -142,19 +142,19 @@ class Resharder:
         write: Mapping[str, torch.Tensor],
         after_round: Callable[[Round], None] | None = None,
     ) -> SyncTraffic:
-        """Move everything. Collective over the transport's ranks.
+        """Move all weights. Collective over the transport's ranks.
 
         Args:
-            read: this rank's source parameters by name.
-            write: this rank's target parameters by name; a round's targets must exist when it
+            read: Source parameters of this rank by name.
+            write: Target parameters of this rank by name; the targets of a round must exist when it
                 runs.
-            after_round: called when a round's targets are complete.
+            after_round: Function that is called when the targets of a round are complete.
 
         Returns:
-            What this rank moved.
+            The bytes that this rank moved.
 
         Raises:
-            RuntimeError: on all ranks, before the first round: some have another plan.
+            RuntimeError: Some ranks have another plan; raised on all ranks, before the first round.
         """
         if not self._compared:
             self._compare_plans()
@@ -179,7 +179,7 @@ class Resharder:
         )
 
     def staging_bytes(self) -> int:
-        """What :meth:`run` allocates besides the parameters."""
+        """Return the bytes that :meth:`run` allocates besides the parameters."""
         return self._slot_bytes() * self._num_slots
 
     @property
@@ -200,7 +200,10 @@ class Resharder:
         return torch.empty(self._slot_bytes(), dtype=torch.uint8, device=self._transport.device)
 
     def _compare_plans(self) -> None:
-        """32 bytes per rank, once: messages that do not fit together would hang or mix tensors."""
+        """Check once that all ranks have the same plan, with 32 bytes from each rank.
+
+        Messages of different plans would hang or mix up tensors.
+        """
         state = hashlib.blake2b(self.plan.digest.encode(), digest_size=32)
         transport = type(self._transport).__name__
         state.update(repr((self._dtype, self._budget, transport)).encode())

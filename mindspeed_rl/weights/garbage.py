@@ -1,4 +1,4 @@
-"""Planning without garbage collection."""
+"""A decorator that pauses garbage collection while a plan is made."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Result = TypeVar("Result")
 
 
 def without_collection(plan: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The same function with the collector of reference cycles paused.
+    """Return the same function with the collector of reference cycles paused.
 
-    Plans are hundreds of thousands of small objects without cycles. Looking through all of them
-    again and again takes a quarter of the time and frees nothing.
+    Plans are hundreds of thousands of small objects without cycles. Repeated scans of all of them
+    would take a quarter of the time and free nothing.
     """
 
     @wraps(plan)

@@ -1,9 +1,10 @@
-"""Which rank sends which rectangle to whom: pure arithmetic, each rank alone.
+"""The plan of a reshard: which rank sends which rectangle to which rank.
 
 HF tensors are the common coordinates. A destination needs the intersection of its own piece with
 each rectangle that the source layout cuts a tensor into; among the ranks that hold that rectangle
-exactly one sends (:mod:`~mindspeed_rl.weights.sources`). A rank looks only at tensors of which
-it holds something on either side, so a plan costs O(own transfers).
+exactly one sends (:mod:`~mindspeed_rl.weights.sources`). Planning is pure arithmetic that each rank
+does alone. A rank looks only at tensors of which it holds something on either side, so a plan costs
+O(own transfers).
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from mindspeed_rl.weights.sources import SourceAssignment, Wanted, share_out
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One rectangle from one rank's parameter to another's (or the same rank's).
+    """A rectangle that is copied from one rank's parameter to that of another or the same rank.
 
-    ``hop`` 1 reads the source layout; hop 2 passes on, after it, what the sender itself received in
+    Hop 1 reads the source layout. Hop 2 follows it and forwards what the sender itself received in
     hop 1: ``src_param`` is then a parameter of the target layout.
     """
 
@@ -42,11 +43,10 @@ class Transfer:
 
     @property
     def num_elements(self) -> int:
-        """Elements that travel."""
         return self.hf_box.num_elements
 
     def parts(self, count: int) -> tuple[Transfer | None, ...]:
-        """``count`` slices, ``None`` where one is empty."""
+        """Cut the transfer into ``count`` slices; an empty slice is ``None``."""
         if count == 1:
             return (self,)
         slices = _slices((self.hf_box, self.src_box, self.dst_box), count)
@@ -72,7 +72,7 @@ class Transfer:
 
 @lru_cache(maxsize=1 << 12)
 def _slices(boxes: tuple[Box, ...], count: int) -> tuple[tuple[Box, ...] | None, ...]:
-    """Slices of rectangles of one size; layers and experts are sliced alike."""
+    """Slice rectangles of one size; cached, because layers and experts are sliced alike."""
     slices = (tuple(box.slice(index, count) for box in boxes) for index in range(count))
     return tuple(several if several[0].num_elements else None for several in slices)
 
@@ -81,10 +81,10 @@ def _slices(boxes: tuple[Box, ...], count: int) -> tuple[tuple[Box, ...] | None,
 class ReshardPlan:
     """Everything that one rank does in a reshard.
 
-    ``sends``, ``receives`` and ``copies`` are in one order on all ranks, so that both ends of a
+    ``sends``, ``receives`` and ``copies`` have the same order on all ranks, so that both ends of a
     message list its rectangles alike. ``local_duplicates`` copy within the target what the rank
-    keeps twice (a redundant expert beside itself) once it has arrived. ``digest`` is equal on all
-    ranks of a reshard.
+    keeps twice (a redundant expert next to its original) once it has arrived. ``digest`` is equal
+    on all ranks of a reshard.
     """
 
     rank: int
@@ -105,20 +105,20 @@ class Cell:
 
     @classmethod
     def of(cls, shards: tuple[Shard, ...]) -> Cell:
-        """Shards of one rectangle, replicas included."""
+        """Make the cell of all shards of one rectangle, replicas included."""
         return cls(shards[0].piece.hf_box, shards, tuple(shard.owner_ranks for shard in shards))
 
     def is_held_by(self, rank: int) -> bool:
-        """Whether ``rank`` holds it."""
+        """Tell whether ``rank`` holds the rectangle."""
         return any(rank in several for several in self.owner_ranks)
 
     def piece_of(self, rank: int) -> Piece:
-        """Where ``rank`` holds it."""
+        """Return the piece in which ``rank`` holds the rectangle."""
         return next(shard.piece for shard in self.shards if rank in shard.owner_ranks)
 
 
 def cells_of(source: ShardLayout, hf_name: str) -> list[Cell]:
-    """The rectangles that hold every element of a tensor exactly once, with their owner ranks."""
+    """Return the rectangles that together hold every element of a tensor exactly once."""
     shards = source.shards(hf_name)
     if len(shards) == 1:
         return [Cell.of(shards)]
@@ -129,7 +129,7 @@ def cells_of(source: ShardLayout, hf_name: str) -> list[Cell]:
 
 
 def local_duplicates_of(target: ShardLayout, hf_name: str) -> dict[Shard, Shard]:
-    """Shards whose rectangle the same ranks keep in another shard already: that one by this one."""
+    """Map each shard that the same ranks already keep in another shard to that other shard."""
     shards = target.shards(hf_name)
     if len(shards) == 1:
         return {}
@@ -143,9 +143,9 @@ def local_duplicates_of(target: ShardLayout, hf_name: str) -> dict[Shard, Shard]
 
 
 def needs_of(target: ShardLayout, hf_name: str) -> list[Cell]:
-    """The rectangles of a tensor that have to arrive, each with all ranks that need it.
+    """Return the rectangles of a tensor that have to arrive, each with all ranks that need it.
 
-    What a rank keeps twice arrives once (:func:`repeats_of`).
+    What a rank keeps twice arrives once (:func:`local_duplicates_of`).
     """
     shards = target.shards(hf_name)
     if len(shards) == 1:
@@ -164,7 +164,10 @@ def _turn_of_pattern(pattern: str) -> int:
 
 
 def rotation_of(hf_name: str, experts_per_rank: int = 1) -> int:
-    """Whose turn it is among equal sources: experts and layers of one rank follow each other."""
+    """Return the number that rotates the choice among equal sources of a tensor.
+
+    Experts and layers of one rank have consecutive numbers.
+    """
     pattern, layer, expert = locate(hf_name)
     return _turn_of_pattern(pattern) + layer * experts_per_rank + expert
 
@@ -172,12 +175,13 @@ def rotation_of(hf_name: str, experts_per_rank: int = 1) -> int:
 def overlaps(
     source: ShardLayout, target: ShardLayout, hf_name: str, ranks_per_node: int, relay: bool
 ) -> Iterator[tuple[Cell, Cell, Box, SourceAssignment]]:
-    """Every rectangle of a tensor that has to arrive somewhere, and who serves whom.
+    """Yield every rectangle of a tensor that has to arrive somewhere, with its sources.
 
-    With ``relay`` rectangles are sliced so that every destination on a node without a holder
-    receives one slice from afar and passes it on to the others. Each rectangle has a rotation of
-    its own, so that all owner ranks of a tensor serve its shards. Where a stage has too few layers
-    to even out what its ranks send, matrices are sliced.
+    With ``relay``, rectangles are sliced so that every destination on a node without a holder
+    receives one slice from another node and forwards it to the other destinations on its node. Each
+    rectangle has a rotation of its own, so that all owner ranks of a tensor send some of its
+    shards. Matrices are also sliced where a stage has too few layers to even out what its ranks
+    send.
     """
     num_layers, num_experts = source.num_placed_alike(hf_name)
     rotation = rotation_of(hf_name, num_experts)
@@ -187,7 +191,7 @@ def overlaps(
         if not found:
             continue
         wanted = tuple(Wanted(d.owner_ranks, b.num_elements, len(b.size) > 1) for d, b in found)
-        # not the experts: some of a rank's may be needed where they are, and then take no turn
+        # Only layers count as turns: some experts are needed where they are and are not sent.
         shared = share_out(cell.owner_ranks, wanted, ranks_per_node, rotation, num_layers, relay)
         for (dst, box), slices in zip(found, shared, strict=True):
             for i, assigned in enumerate(slices):
@@ -222,15 +226,14 @@ def plan_reshard(
     *,
     relay: bool = False,
 ) -> ReshardPlan:
-    """The plan of one rank. Local and pure: every rank may call it alone.
+    """Make the plan of one rank. Local and pure: every rank may call it alone.
 
     Args:
-        source: the layout that is read.
-        target: the layout that is written; it has the source's HF tensors
-            (:func:`check_same_tensors`).
-        rank: whose plan.
-        ranks_per_node: size of a node: near sources are preferred.
-        relay: send each rectangle once to a node and pass it on there (two hops).
+        source: Layout that is read.
+        target: Layout that is written; it has the source's HF tensors (:func:`check_same_tensors`).
+        rank: Rank to plan for.
+        ranks_per_node: Number of ranks per node; sources on the same node are preferred.
+        relay: Send each rectangle to a node once and forward it there (two hops).
     """
     sends: list[Transfer] = []
     receives: list[Transfer] = []
@@ -260,10 +263,10 @@ def plan_reshard(
 
 
 def check_same_tensors(source: ShardLayout, target: ShardLayout) -> None:
-    """Both sides must speak of the same HF tensors. O(model).
+    """Check that both sides have the same HF tensors. O(model).
 
     Raises:
-        RuntimeError: naming those that differ.
+        RuntimeError: Some tensors differ; the message names them.
     """
     if source.hf_shapes == target.hf_shapes:
         return
@@ -279,7 +282,7 @@ def check_same_tensors(source: ShardLayout, target: ShardLayout) -> None:
 def layout_digest(
     source: ShardLayout, target: ShardLayout, ranks_per_node: int, relay: bool = False
 ) -> str:
-    """A hex digest of everything that a plan depends on; equal on all ranks or nobody sends."""
+    """Return a hex digest of everything that a plan depends on, to compare between ranks."""
     state = hashlib.blake2b(repr((ranks_per_node, relay)).encode(), digest_size=32)
     for layout in (source, target):
         for text in layout.fingerprint():

@@ -1,9 +1,10 @@
 """Rounds of a reshard: which slices of which tensors travel together, under a byte budget.
 
-A pure function of the two layouts, so all ranks agree without talking. Tensors queue up by pipeline
-stage of the source, and every round takes the next slice of every queue, each in proportion to its
-length: all stages send from the first round to the last, and the sum over rounds of the busiest
-rank stays close to what the busiest rank moves in all.
+The schedule is a pure function of the two layouts, so all ranks agree without communication.
+Tensors queue up by pipeline stage of the source, and every round takes the next slice of every
+queue, in proportion to the length of the queue. All stages thus send from the first round to the
+last, and the sum over rounds of the busiest rank's bytes stays close to the bytes that the busiest
+rank moves in all.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ _ITEM_BYTES = {"float32": 4}
 _MAX_PARTS = 1 << 16
 
 Loads = NDArray[np.float64]
-# Units that travel side by side.
+# Units whose slices travel in the same rounds.
 Batch = tuple[Unit, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One slice of a tensor's rectangles: ``part`` of ``parts`` travels in ``round``."""
+    """A slice of a tensor's rectangles: ``part`` of ``parts`` travels in ``round``."""
 
     round: int
     part: int
@@ -40,13 +41,13 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When everything travels.
+    """The rounds in which all tensors travel.
 
     Attributes:
-        slots: by key of a unit or by tensor, in order; see :meth:`slots_of`.
-        completed: by round, the tensors that are whole after it.
-        dtypes: by round, the declared element type of its tensors; empty: that of the model.
-        staging_bytes: bound of what one rank sends plus receives in one hop of one round.
+        slots: Slots in order, by key of a unit or by name of a tensor; see :meth:`slots_of`.
+        completed: For each round, the tensors that are complete after it.
+        dtypes: For each round, the declared element type of its tensors; empty: that of the model.
+        staging_bytes: Bound of the bytes that one rank sends plus receives in one hop of one round.
     """
 
     slots: Mapping[str, tuple[Slot, ...]]
@@ -55,24 +56,23 @@ class Schedule:
     staging_bytes: int
 
     def slots_of(self, source: ShardLayout, hf_name: str) -> tuple[Slot, ...]:
-        """When the slices of a tensor travel."""
+        """Return the slots in which the slices of a tensor travel."""
         return self.slots.get(hf_name) or self.slots[source.unit_of(hf_name)]
 
     @property
     def num_rounds(self) -> int:
-        """Rounds."""
         return len(self.completed)
 
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """Bounds of one unit.
+    """Bounds of what the ranks move for one unit.
 
     Attributes:
-        loads: [hops, world] bytes that each rank sends plus receives, if all of the unit travels.
-        most: the largest of them.
-        narrowest: the least extent of its rectangles along what slices cut: into more parts they do
-            not go.
+        loads: [hops, world] bytes that each rank sends plus receives if the whole unit travels.
+        most: The largest of ``loads``.
+        narrowest: The least extent of the unit's rectangles along the sliced dimension, which
+            bounds the number of slices.
     """
 
     loads: Loads
@@ -82,7 +82,7 @@ class _Cost:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One slice of a unit."""
+    """A slice of a unit."""
 
     unit: Unit
     cost: _Cost
@@ -91,7 +91,7 @@ class _Item:
 
     @property
     def loads(self) -> Loads:
-        """Bound of the slice: slices of n rows into k parts have at most n / k + 1 of them."""
+        """Bound of the slice: slices of n rows into k parts have at most n / k + 1 rows."""
         if self.parts == 1:
             return self.cost.loads
         return self.cost.loads * (1 / self.parts + 1 / self.cost.narrowest)
@@ -107,18 +107,18 @@ def plan_schedule(
     ranks_per_node: int,
     relay: bool = False,
 ) -> Schedule:
-    """The rounds of a reshard, the same on every rank. A round has one element type.
+    """Make the rounds of a reshard, the same on every rank. A round has one element type.
 
     Args:
-        source: the sending layout.
-        target: the receiving layout.
-        bucket_bytes: bound of send plus receive staging of one round on one rank.
-        item_bytes: bytes of one element on the wire, for tensors without a type of their own.
-        ranks_per_node: as in the plans.
-        relay: as in the plans.
+        source: Layout that is read.
+        target: Layout that is written.
+        bucket_bytes: Bound of send plus receive staging of one round on one rank.
+        item_bytes: Bytes of one element on the wire, for tensors that declare no type.
+        ranks_per_node: Number of ranks per node, the same as in the plans.
+        relay: Whether rectangles are forwarded within nodes, the same as in the plans.
 
     Raises:
-        UsageError: the budget is too small for the narrowest slices.
+        UsageError: The budget is too small for the narrowest slices.
     """
     if bucket_bytes < 1:
         raise UsageError(f"--reshard-bucket-mb gives {bucket_bytes} bytes; must be positive")
@@ -153,10 +153,10 @@ def plan_schedule(
 
 
 def _tensors(source: ShardLayout, unit: Unit, elements: int) -> Iterator[Batch]:
-    """Every tensor as a unit of its own; those of several owner ranks travel side by side.
+    """Yield every tensor as a unit of its own, in batches over all of their owner ranks.
 
-    Else the experts of one rank would come one after another and the other ranks wait. A batch has
-    one tensor, or at most ``elements``: until its end it lies about in parts.
+    Otherwise the experts of one rank would come one after another while the other ranks wait. A
+    batch has one tensor or at most ``elements``, because its tensors stay incomplete until it ends.
     """
     width = max(1, elements // prod(source.shape_of(unit.names[0])))
     of_owners: dict[range, list[Unit]] = {}
@@ -186,7 +186,7 @@ class _Costs:
         self._known: dict[Hashable, _Cost] = {}
 
     def of(self, unit: Unit) -> _Cost:
-        """The bounds of a unit."""
+        """Return the bounds of a unit."""
         first = unit.names[0]
         expert = locate(first)[2]
         key = (
@@ -200,10 +200,12 @@ class _Costs:
         return self._known[key]
 
     def _measure(self, unit: Unit) -> _Cost:
-        """Every source is charged with what the busiest of its peers sends, every destination with
-        all that it needs: both whatever the turn of the tensor is. In hop 2 of n destinations each
-        receives what it needs and sends less than that, n - 1 copies of one slice of n; where nodes
-        differ in n, less than twice that.
+        """Bound the bytes of each rank, independently of the rotation of the tensors.
+
+        Every source is charged with what the busiest of the owner ranks sends, every destination
+        with all that it needs. In hop 2 each of n destinations receives what it needs and sends
+        less than that, n - 1 copies of one slice of n; where nodes differ in n, less than twice
+        that.
         """
         loads: dict[tuple[int, range], float] = {}
         narrowest = _MAX_PARTS
@@ -230,7 +232,7 @@ class _Costs:
 def _fill(
     stages: list[list[Batch]], costs: _Costs, bucket_bytes: int
 ) -> tuple[list[list[_Item]], float]:
-    """The items of every round, and the largest load of a rank in one of them."""
+    """Return the items of every round, and the largest load of a rank in any round."""
     _check_budget(stages, costs, bucket_bytes)
     quantum = bucket_bytes / (2 * len(stages))
     queues = [[i for batch in stage for i in _slices(batch, costs, quantum)] for stage in stages]
@@ -250,7 +252,7 @@ def _fill(
 
 
 def _check_budget(stages: list[list[Batch]], costs: _Costs, bucket_bytes: int) -> None:
-    """Refuse a budget that the narrowest slice of some unit exceeds, before any is made."""
+    """Refuse a budget that the narrowest slice of some unit exceeds, before any slice is made."""
     narrowest = [
         max(_Item(u, cost, 0, cost.narrowest).loads.max(initial=0.0) for u, cost in priced)
         for priced in ([(u, costs.of(u)) for batch in stage for u in batch] for stage in stages)
@@ -268,7 +270,7 @@ def _too_small(bucket_bytes: int, needed: float) -> ValueError:
 
 
 def _slices(batch: Batch, costs: _Costs, quantum: float) -> Iterator[_Item]:
-    """The first slices of all units of a batch, then the second ones, ..."""
+    """Yield the first slices of all units of a batch, then the second ones, and so on."""
     priced = [(unit, costs.of(unit)) for unit in batch]
     counts = [max(1, min(ceil(cost.most / quantum), cost.narrowest)) for _, cost in priced]
     for part in range(max(counts)):
@@ -278,7 +280,7 @@ def _slices(batch: Batch, costs: _Costs, quantum: float) -> Iterator[_Item]:
 
 
 def _total(items: list[_Item], world: int) -> Loads:
-    """[world] load of every rank in the busier hop."""
+    """Return the load of every rank in its busier hop: [world]."""
     amounts: dict[tuple[int, int], tuple[_Item, int]] = {}
     for item in items:
         key = (id(item.cost), item.parts)
@@ -292,7 +294,7 @@ def _total(items: list[_Item], world: int) -> Loads:
 
 
 def _spread(queues: list[list[_Item]], progress: list[Loads], count: int) -> list[list[_Item]]:
-    """Every queue over ``count`` rounds, in proportion to its progress."""
+    """Spread every queue over ``count`` rounds, in proportion to its progress."""
     rounds: list[list[_Item]] = [[] for _ in range(count)]
     for queue, middles in zip(queues, progress, strict=True):
         for item, number in zip(queue, (middles * count).astype(int).tolist(), strict=True):
@@ -301,9 +303,10 @@ def _spread(queues: list[list[_Item]], progress: list[Loads], count: int) -> lis
 
 
 def _progress(queue: list[_Item], world: int) -> Loads:
-    """[items] share of the busiest rank's load that has travelled by the middle of each item.
+    """Return how far the busiest rank's load has got by the middle of each item: [items], 0 to 1.
 
-    Of large worlds some ranks are looked at, an odd number apart: all positions in turn.
+    In large worlds only every k-th rank is considered, with k odd so that all positions in a node
+    occur.
     """
     some = slice(None, None, world // 512 | 1)
     load = np.zeros((2, len(range(world)[some])))

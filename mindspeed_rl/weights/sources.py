@@ -1,8 +1,8 @@
-"""Who serves whom: the choice of a source for every destination of a rectangle.
+"""Choice of a source for every destination of a rectangle.
 
-Pure arithmetic on the ranks that hold a rectangle and the ranks that need it. Every rank evaluates
-the whole (small) assignment of the rectangles that concern it, so the sender's view is the inverse
-of the receiver's by construction; it never looks at another rank.
+It is pure arithmetic on the ranks that hold a rectangle and the ranks that need it. Every rank
+evaluates the whole (small) assignment of the rectangles that concern it, without asking another
+rank. The sender's view is therefore the inverse of the receiver's by construction.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class SourceAssignment:
     """The sources of one rectangle.
 
     Attributes:
-        destinations: [D] ranks that need it, ascending.
-        source: [D] who serves each; itself where it holds the rectangle.
+        destinations: [D] ranks that need the rectangle, ascending.
+        source: [D] source of each destination; the destination itself where it holds the rectangle.
         hop: [D] 0 where nothing travels, 1 where a holder sends, 2 where a destination on the same
-            node passes on what it received in hop 1.
-        most_sent: the largest number of destinations that one rank serves in hop 1.
-        fan_out: the largest number of destinations on a node without a holder.
-        even: all such nodes have equally many.
-        level: no other turn gives any source another load.
+            node forwards what it received in hop 1.
+        most_sent: The largest number of destinations that one rank serves in hop 1.
+        fan_out: The largest number of destinations on a node without a holder.
+        even: Whether all nodes without a holder have equally many destinations.
+        level: Whether every rotation gives the sources the same loads.
     """
 
     destinations: Ranks
@@ -43,12 +43,12 @@ class SourceAssignment:
     level: bool
 
     def served_by(self, rank: int) -> list[tuple[int, int]]:
-        """(destination, hop) of everything that ``rank`` sends, ascending."""
+        """Return (destination, hop) of everything that ``rank`` sends, ascending."""
         found = np.flatnonzero((self.source == rank) & (self.hop > 0))
         return [(int(self.destinations[i]), int(self.hop[i])) for i in found]
 
     def source_of(self, rank: int) -> tuple[int, int]:
-        """(source, hop) of a destination."""
+        """Return the source of a destination, and the hop."""
         i = int(np.searchsorted(self.destinations, rank))
         return int(self.source[i]), int(self.hop[i])
 
@@ -57,9 +57,9 @@ class Wanted(NamedTuple):
     """A rectangle that some ranks need.
 
     Attributes:
-        destinations: these ranks.
-        size: its elements: what sending it once costs.
-        may_slice: whether it may be cut to even out what its owner ranks send.
+        destinations: Ranks that need it.
+        size: Number of its elements, the cost of sending it once.
+        may_slice: Whether it may be cut to even out what its owner ranks send.
     """
 
     destinations: tuple[range, ...]
@@ -71,8 +71,8 @@ class Shared(NamedTuple):
     """The sources of some rectangles that the same ranks hold.
 
     Attributes:
-        slices: of each rectangle, the sources of each of its slices.
-        level: no other turn gives any source another load.
+        slices: For each rectangle, the sources of each of its slices.
+        level: Whether every rotation gives the sources the same loads.
     """
 
     slices: tuple[tuple[SourceAssignment, ...], ...]
@@ -86,7 +86,7 @@ def assign_sources(
     rotation: int = 0,
     relay: bool = False,
 ) -> SourceAssignment:
-    """:func:`share_out` of the first slice of one rectangle."""
+    """Choose the sources of one rectangle, in one slice; see :func:`share_out`."""
     return share_out(sources, (Wanted(destinations),), ranks_per_node, rotation, relay=relay)[0][0]
 
 
@@ -100,23 +100,24 @@ def share_out(
 ) -> tuple[tuple[SourceAssignment, ...], ...]:
     """Choose a source for every destination of rectangles.
 
-    A destination that holds a rectangle takes its own. Others take a holder of their node, evenly.
-    What is left is spread over the owner ranks so that the largest number of destinations of one of
-    them is as small as it can be after the first two rules. Where several would do, those go first
-    that send least of the rectangles before.
+    A destination that holds a rectangle uses its own copy. Other destinations take a holder on
+    their node, evenly. The remaining ones are spread over the owner ranks so that the largest
+    number of destinations of one owner rank is as small as the first two rules allow. Where several
+    owner ranks would do, those that send least of the rectangles before are preferred.
 
     Args:
-        sources: the ranks that hold the rectangles.
-        wanted: the rectangles.
-        ranks_per_node: size of a node.
-        rotation: shifts every choice between equals; give neighbouring tensors consecutive
-            rotations, or the first of several owner ranks serves them all.
-        alike: how many tensors take turns. Where these are too few, rectangles are sliced.
-        relay: let one rank of each node without a holder receive for the others of its node, a
-            slice each.
+        sources: Ranks that hold the rectangles.
+        wanted: The rectangles and the ranks that need them.
+        ranks_per_node: Number of ranks per node.
+        rotation: Shift of every choice between equals; give neighbouring tensors consecutive
+            rotations, otherwise the first of several owner ranks serves them all.
+        alike: Number of tensors that are placed alike. Where it is too small for rotations to even
+            out the loads, rectangles are sliced.
+        relay: Let the destinations on each node without a holder receive one slice each and forward
+            it to the others on the node.
 
     Returns:
-        For each rectangle the sources of each of its slices.
+        For each rectangle, the sources of each of its slices.
     """
     usual = _share_out(sources, wanted, ranks_per_node, 0, alike, relay)
     if usual.level:
@@ -134,7 +135,7 @@ def _share_out(
     alike: int,
     relay: bool,
 ) -> Shared:
-    """:func:`share_out`, once for every turn that matters."""
+    """Compute :func:`share_out`, cached for every rotation that makes a difference."""
     one = len(wanted) == len(sources) == len(sources[0]) == 1
     if one and len(destinations := wanted[0].destinations) == len(destinations[0]) == 1:
         only = _one_to_one(sources[0][0], destinations[0][0], ranks_per_node)
@@ -149,7 +150,7 @@ def _share_out(
     ]
     order = _Order(known, parts, relayed, rotation)
     sizes = [rectangle.size / count for rectangle, count in zip(wanted, parts, strict=True)]
-    # on nodes of owner ranks there is no other choice: what is left goes by what these then send
+    # Nodes with owner ranks leave no other choice, so the rest is balanced against their loads.
     near = [
         [order.near_choice(fixed, size) for _ in range(count)]
         for fixed, size, count in zip(known, sizes, parts, strict=True)
@@ -164,12 +165,12 @@ def _share_out(
     return Shared(slices, all(a.level for several in slices for a in several))
 
 
-# More messages of one matrix gain little, nor does more evenness.
+# More slices of one matrix would gain little, and so would an unevenness below this.
 _MAX_SLICES, _EVEN = 8, 1.1
 
 
 def _shares(known: Sequence[_Fixed]) -> frozenset[tuple[int, int]]:
-    """(destinations, sources) of each run of sources that shares some out, over rectangles."""
+    """Return (destinations, sources) of each group of sources, summed over rectangles."""
     destinations: Counter[tuple[int, int]] = Counter()
     for fixed in known:
         runs = zip(fixed.near.first.tolist(), fixed.near.count.tolist(), strict=True)
@@ -180,9 +181,9 @@ def _shares(known: Sequence[_Fixed]) -> frozenset[tuple[int, int]]:
 
 @lru_cache(maxsize=1 << 12)
 def _num_slices(shares: frozenset[tuple[int, int]], num_turns: int) -> int:
-    """Slices of a matrix with which rotations even out what its owner ranks send.
+    """Return the number of slices of a matrix that lets rotations even out its owner ranks' loads.
 
-    When n destinations are shared out among h owner ranks t times, each owner serves t n / h of
+    When n destinations are divided among h owner ranks t times, each owner rank serves t n / h of
     them, rounded up at most.
     """
 
@@ -195,10 +196,10 @@ def _num_slices(shares: frozenset[tuple[int, int]], num_turns: int) -> int:
 
 
 class _Order:
-    """Which owner ranks of some rectangles go first: those that send least so far.
+    """Preference among the owner ranks of some rectangles: those that have sent least come first.
 
-    Among equals the order rotates, by as much as a turn shares out: the next tensor goes on where
-    this one ends.
+    Owner ranks that have sent equally much are rotated by as many places as one rotation assigns,
+    so that the next tensor starts where this one ends.
     """
 
     def __init__(
@@ -220,7 +221,7 @@ class _Order:
         self._load = np.zeros(size)
 
     def near_choice(self, fixed: _Fixed, size: float) -> Ranks:
-        """[near] which source each destination takes that has some on its node."""
+        """Choose a source for each destination that has one on its node: [near] indices."""
         near = fixed.near
         in_order = np.lexsort((self._near_tie, self._load, self._node))
         choice: Ranks = in_order[near.first + near.position % near.count]
@@ -228,19 +229,19 @@ class _Order:
         return choice
 
     def last(self, takers: Ranks, count: int) -> Ranks:
-        """[count] those of some sources that come last."""
+        """Return the ``count`` sources among ``takers`` that come last in the order."""
         found: Ranks = takers[np.lexsort((self._far_tie[takers], self._load[takers]))]
         return found[found.size - count :]
 
     def add(self, loads: Ranks, size: float) -> None:
-        """Note what each source sends of a slice."""
+        """Add what each source sends of a slice to its load."""
         self._load = self._load + loads * size
 
 
 def _assign(
     fixed: _Fixed, order: _Order, choice: Ranks, size: float, rotation: int | None
 ) -> SourceAssignment:
-    """The sources of one slice, relayed where it has a ``turn``."""
+    """Assign the sources of one slice; a slice with a ``rotation`` is relayed."""
     src, dst, far, hop = fixed.src, fixed.dst, fixed.far, fixed.hop
     source = fixed.source.copy()
     source[fixed.near.index] = src[choice]
@@ -268,7 +269,7 @@ def _assign(
 
 
 def _one_to_one(src: int, dst: int, ranks_per_node: int) -> SourceAssignment:
-    """What is left of it for whole experts on one rank each, which are most of all tensors."""
+    """Assign one source to one destination: whole experts, which are most of all tensors."""
     hop = int(src != dst)
     far = src // ranks_per_node != dst // ranks_per_node
     return SourceAssignment(
@@ -284,14 +285,14 @@ def _one_to_one(src: int, dst: int, ranks_per_node: int) -> SourceAssignment:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _ReplicaGroup:
-    """Some destinations, and for each the run that its choice rotates in.
+    """Some destinations, and for each the run of ranks that its choice rotates in.
 
     Attributes:
-        index: [n] which destinations.
-        node: [n] their nodes.
-        first: [n] where the run begins: in the sources (near), or in this group (far).
-        count: [n] its length.
-        position: [n] of the destination among those of its node.
+        index: [n] indices of the destinations.
+        node: [n] nodes of the destinations.
+        first: [n] start of the run: in the sources (near), or in this group (far).
+        count: [n] length of the run.
+        position: [n] position of the destination among the group's destinations on its node.
     """
 
     index: Ranks
@@ -303,19 +304,19 @@ class _ReplicaGroup:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Fixed:
-    """What no turn changes.
+    """The part of an assignment that no rotation changes.
 
     Attributes:
-        src: [S] the sources, ascending.
-        src_node: [S] their nodes.
-        dst: [D] the destinations, ascending.
-        source: [D] themselves where they are sources, else -1.
-        hop: [D] 0 there, else 1.
-        near: destinations with a source on their node; runs of sources.
-        far: the others; runs of destinations.
-        near_is_level: every source of a node serves equally many of it.
-        fan_out: as in :class:`SourceAssignment`.
-        even: as in :class:`SourceAssignment`.
+        src: [S] sources, ascending.
+        src_node: [S] nodes of the sources.
+        dst: [D] destinations, ascending.
+        source: [D] the destination itself where it is a source, otherwise -1.
+        hop: [D] 0 where the destination is a source, otherwise 1.
+        near: Destinations with a source on their node; the runs are runs of sources.
+        far: All other destinations without a copy of their own; the runs are runs of destinations.
+        near_is_level: Whether all sources of a node serve equally many destinations on it.
+        fan_out: As in :class:`SourceAssignment`.
+        even: As in :class:`SourceAssignment`.
     """
 
     src: Ranks
@@ -355,26 +356,27 @@ def _fixed(
 
 
 def _ranks(several: tuple[range, ...]) -> Ranks:
-    """Each once, ascending."""
+    """Return each rank of several ranges once, ascending."""
     parts = [np.arange(ranks.start, ranks.stop, ranks.step) for ranks in several]
     return parts[0] if len(parts) == 1 else np.unique(np.concatenate(parts))
 
 
 def _runs(values: Ranks) -> tuple[Ranks, Ranks]:
-    """Of every entry of sorted values: how many equal ones are before it, and how many in all."""
+    """Count, for each entry of sorted values, the equal entries before it and in all."""
     first = np.searchsorted(values, values, "left")
     length = np.searchsorted(values, values, "right") - first
     return np.arange(values.size) - first, length
 
 
 def _level(loads: Ranks, extra: int, order: _Order) -> tuple[Ranks, int]:
-    """How much of ``extra`` each source takes on top of its load so that the largest is least.
+    """Divide ``extra`` destinations among sources so that the largest load is as small as possible.
 
-    Up to a level L the k smallest loads take k L less their sum, and no choice of sources takes
-    more than the best k: the level is the least that is enough for some k.
+    Filling the k smallest loads up to a level L takes k L less their sum, and no other choice of k
+    sources takes more. The level is the least one that is enough for some k.
 
     Returns:
-        The shares, and how many sources take one less than others could.
+        How many destinations each source takes, and how many sources take one less to match
+        ``extra``.
     """
     if not extra:
         return np.zeros_like(loads), 0

@@ -1,8 +1,8 @@
-"""Whole HF tensors, one after another, on the ranks that ask for them.
+"""A stream of whole HF tensors to the ranks that ask for them.
 
-The way into an engine's own loading code, and out into files: wherever parameters cannot be written
-in place. Every tensor travels whole to every receiver, so it costs receivers x model bytes where
-the direct path costs each rank its own share.
+It feeds an engine's own loading code and the writers of files, wherever parameters cannot be
+written in place. Every tensor travels whole to every receiver, so the stream costs receivers x
+model bytes, where the direct path sends each rank only what it needs.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class TensorStream:
     """A prepared stream on this rank.
 
     Args:
-        source: the layout to read.
-        receivers: the ranks that get every tensor.
-        rank: global rank.
-        ranks_per_node: for the choice of near sources.
-        transport: moves the messages.
-        dtype: element type of tensors that have none of their own.
-        bucket_bytes: bound of the staging of a rank; the whole tensors of the two rounds on their
-            way come on top.
+        source: Layout to read.
+        receivers: Ranks that get every tensor.
+        rank: Global rank.
+        ranks_per_node: Number of ranks per node; sources on the same node are preferred.
+        transport: Transport that moves the messages.
+        dtype: Element type of tensors that declare none.
+        bucket_bytes: Bound of the staging of a rank; the whole tensors of the two rounds in flight
+            come on top.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class TensorStream:
         read: Mapping[str, torch.Tensor],
         deliver: Callable[[str, torch.Tensor], None] | None,
     ) -> SyncTraffic:
-        """Call ``deliver(name, tensor)`` on every receiver for every HF tensor, as they come.
+        """Call ``deliver(name, tensor)`` on every receiver for every HF tensor, as tensors arrive.
 
         Collective over the transport's ranks. The tensor belongs to ``deliver``, which only the
-        receivers have. Returns what this rank moved.
+        receivers have. Returns the bytes that this rank moved.
         """
         if deliver is None:
             assert not self._receives, "a receiver must take its tensors"
@@ -81,7 +81,7 @@ class TensorStream:
 
 
 class _WholeTensors(dict[str, torch.Tensor]):
-    """Tensors that exist from their first rectangle until they are delivered."""
+    """Tensors that are allocated for their first rectangle and removed when they are delivered."""
 
     def __init__(self, layout: HfFileLayout, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The trainer's weights into the engine: the ways, and the proof that they arrived."""
+"""The weight sync, which moves the trainer's weights into the engine and verifies them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mindspeed_rl.weights.executor import Resharder
 from mindspeed_rl.weights.stream import TensorStream
 from mindspeed_rl.weights.sync_metrics import SyncTraffic, sync_metrics
 
-# The checksums differ, and yet the engine holds what the first source of every rectangle holds.
+# Reported when the checksums differ but every element equals that of its first source.
 NOT_LOCATED = "every rank holds what the first source has: a checksum itself went wrong"
 
 
 class WeightReceiver(Protocol):
-    """The side of an engine that weights go to. All of it is local to the rank."""
+    """The engine's side of a weight sync. Its methods are local to the rank."""
 
     @property
     def weights_version(self) -> int:
@@ -28,7 +28,7 @@ class WeightReceiver(Protocol):
         ...
 
     def weight_views(self) -> Mapping[str, torch.Tensor]:
-        """The parameters that a reshard writes, by the engine's names."""
+        """Return the parameters that a reshard writes, by the engine's names."""
         ...
 
     def load_tensor(self, hf_name: str, tensor: torch.Tensor) -> None:
@@ -36,20 +36,20 @@ class WeightReceiver(Protocol):
         ...
 
     def begin_update(self) -> None:
-        """Weights are about to change: generating is refused until :meth:`finish_update`."""
+        """Prepare for new weights: the engine refuses to generate until :meth:`finish_update`."""
         ...
 
     def finish_update(self, version: int) -> None:
-        """All weights are those of ``version``: derived state and caches are refreshed."""
+        """Refresh derived state and caches, now that all weights are those of ``version``."""
         ...
 
 
 class WeightTransfer(Protocol):
-    """A way of the trainer's weights into the engine."""
+    """A path of the trainer's weights into the engine."""
 
     @property
     def name(self) -> str:
-        """In metrics."""
+        """Name of the path in metrics."""
         ...
 
     def move(self, read: Mapping[str, torch.Tensor], engine: WeightReceiver) -> SyncTraffic:
@@ -59,41 +59,40 @@ class WeightTransfer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReshardTransfer:
-    """Rectangles straight into the engine's live parameters."""
+    """The direct path: each rank receives only the rectangles that its live parameters need."""
 
     resharder: Resharder
     name: str = "direct"
 
     def move(self, read: Mapping[str, torch.Tensor], engine: WeightReceiver) -> SyncTraffic:
-        """Each rank receives what it needs, and nothing else."""
         return self.resharder.run(read, engine.weight_views())
 
 
 @dataclass(frozen=True, slots=True)
 class StreamTransfer:
-    """Whole tensors through the engine's own loading code."""
+    """The path of whole tensors through the engine's own loading code, on every rank."""
 
     stream: TensorStream
     name: str = "stream"
 
     def move(self, read: Mapping[str, torch.Tensor], engine: WeightReceiver) -> SyncTraffic:
-        """Every rank receives every tensor, one after another."""
         return self.stream.run(read, engine.load_tensor)
 
 
 class WeightSync:
-    """Moves a version of the weights and proves it.
+    """Moves one version of the weights into the engine and verifies it.
 
     Args:
-        path: from trainer to engine.
-        proof: compares the bits of both sides.
-        read: the trainer's parameters.
-        verify_interval: syncs between proofs; 0: the first only. The first sync after one that
-            failed is proven in any case.
-        synchronize: waits for the device, so that the time of a sync is its own.
+        path: Path from trainer to engine.
+        proof: Verifier that compares the bits of both sides.
+        read: Function that returns the trainer's parameters.
+        verify_interval: Number of syncs between verifications; 0: only the first sync is verified.
+            The first sync after a failed one is always verified.
+        synchronize: Function that waits for the device, so that the measured time of a sync is its
+            own.
 
     Attributes:
-        metrics: bytes and speed of the latest sync on this rank.
+        metrics: Bytes and speed of the latest sync on this rank.
     """
 
     def __init__(
@@ -113,11 +112,11 @@ class WeightSync:
         self._num_syncs = 0
 
     def run(self, engine: WeightReceiver, version: int) -> None:
-        """Bring the engine to ``version``; no effect when it is there. Collective: the world.
+        """Bring the engine to ``version``; no effect if it is there already. Collective: the world.
 
         Raises:
-            RuntimeError: the proof found a difference. As after any other error, the engine refuses
-                to generate until a whole update has succeeded.
+            RuntimeError: The weights differ. As after any other error, the engine refuses to
+                generate until a whole update has succeeded.
         """
         if engine.weights_version == version:
             return

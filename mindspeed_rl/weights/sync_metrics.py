@@ -1,4 +1,4 @@
-"""What a weight sync moved, as metrics of the step."""
+"""Bytes and speed of a weight sync, as metrics of the step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 
 @dataclass(frozen=True, slots=True)
 class SyncTraffic:
-    """What one rank moved in one sync, counted where it was moved.
+    """The bytes that one rank moved in one sync, counted by the code that moved them.
 
     Attributes:
-        received_bytes: from other ranks.
-        sent_bytes: to other ranks.
-        copied_bytes: from its own parameters of the trainer.
+        received_bytes: Bytes from other ranks.
+        sent_bytes: Bytes to other ranks.
+        copied_bytes: Bytes from the rank's own trainer parameters.
     """
 
     received_bytes: int
@@ -24,19 +24,20 @@ class SyncTraffic:
 
     @property
     def written_bytes(self) -> int:
-        """All that arrived, with a relay also what was passed on."""
+        """All bytes that arrived; with a relay also those that were forwarded."""
         return self.received_bytes + self.copied_bytes
 
 
 def sync_metrics(traffic: Mapping[str, SyncTraffic], seconds: float) -> MetricSet:
-    """One rank's metrics of a sync: the same names on all ranks that know the same paths. Local.
+    """Return one rank's metrics of a sync. Local.
 
-    Bytes are those of the busiest rank, the speed is the mean over ranks. Speed counts the busier
-    direction: links are full duplex.
+    The names are the same on all ranks that have the same paths. Bytes are those of the busiest
+    rank, the speed is the mean over ranks. The speed counts the busier direction, because links are
+    full duplex.
 
     Args:
-        traffic: by path (``direct``, ``stream``).
-        seconds: that moving took on this rank, its device waited for.
+        traffic: Traffic by path (``direct``, ``stream``).
+        seconds: Time that moving took on this rank, including the wait for its device.
     """
     received = sum(t.received_bytes for t in traffic.values())
     sent = sum(t.sent_bytes for t in traffic.values())

@@ -1,7 +1,8 @@
-"""What a reshard moves, and the least that any reshard could move: counted, not timed.
+"""Bytes that a reshard moves, and the least that any reshard could move: counted, not timed.
 
-Floors are sets of elements: what a rank needs and does not hold must arrive there; what no rank of
-a node holds and some rank of it needs must arrive at the node. Units are bytes on the wire.
+The lower bounds ("floors") follow from sets of elements: what a rank needs and does not hold must
+arrive there; what some rank of a node needs and no rank of it holds must arrive at the node. Units
+are bytes on the wire.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from mindspeed_rl.weights.layouts.base import ShardLayout, Unit
 from mindspeed_rl.weights.planner import ReshardPlan, Transfer
 from mindspeed_rl.weights.schedule import Schedule
 
-# HF tensor -> bytes of one of its elements.
+# A function from HF tensor to the bytes of one of its elements.
 ElementBytes = Callable[[str], int]
 
 _DECLARED_BYTES = {"float32": 4}
 
 
 def element_bytes_of(layout: ShardLayout, default: int) -> ElementBytes:
-    """Bytes of an element of each HF tensor; ``default`` where it has the model's type."""
+    """Return a function from HF tensor to element size; ``default`` is for the model's type."""
     return lambda name: _DECLARED_BYTES.get(layout.dtype_of(name), default)
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficSpread:
-    """Smallest, mean and largest of some ranks."""
+    """Smallest, mean and largest value of some ranks."""
 
     min: int
     mean: float
@@ -37,23 +38,23 @@ class TrafficSpread:
 
     @classmethod
     def of(cls, values: Sequence[int]) -> TrafficSpread:
-        """The spread of at least one value."""
+        """Compute the spread of at least one value."""
         return cls(min(values), sum(values) / len(values), max(values))
 
 
 @dataclass(frozen=True, slots=True)
 class RankTraffic:
-    """What one rank moves in a reshard.
+    """The bytes that one rank moves in a reshard.
 
     Attributes:
-        rank: whose traffic it is.
-        receive_bytes: from other ranks.
-        send_bytes: to other ranks.
-        copy_bytes: from its own training shard to its own inference shard.
-        inter_node_receive_bytes: the part of ``receive_bytes`` from other nodes.
-        inter_node_send_bytes: the part of ``send_bytes`` to other nodes.
-        num_senders: ranks that it receives from.
-        num_receivers: ranks that it sends to.
+        rank: The rank.
+        receive_bytes: Bytes from other ranks.
+        send_bytes: Bytes to other ranks.
+        copy_bytes: Bytes from its own training shard to its own inference shard.
+        inter_node_receive_bytes: The part of ``receive_bytes`` that comes from other nodes.
+        inter_node_send_bytes: The part of ``send_bytes`` that goes to other nodes.
+        num_senders: Number of ranks that it receives from.
+        num_receivers: Number of ranks that it sends to.
     """
 
     rank: int
@@ -67,17 +68,17 @@ class RankTraffic:
 
     @property
     def busiest_bytes(self) -> int:
-        """The larger direction: links are full duplex."""
+        """Bytes of the busier direction: links are full duplex."""
         return max(self.receive_bytes, self.send_bytes)
 
     @property
     def busiest_inter_node_bytes(self) -> int:
-        """The larger direction of what crosses nodes."""
+        """Bytes of the busier direction between nodes."""
         return max(self.inter_node_receive_bytes, self.inter_node_send_bytes)
 
 
 def rank_traffic(plan: ReshardPlan, bytes_of: ElementBytes, ranks_per_node: int) -> RankTraffic:
-    """The traffic of one rank's plan. Local and pure."""
+    """Count the traffic of one rank's plan. Local and pure."""
     node = plan.rank // ranks_per_node
 
     def size(transfers: Iterable[Transfer]) -> int:
@@ -102,12 +103,12 @@ def rank_traffic(plan: ReshardPlan, bytes_of: ElementBytes, ranks_per_node: int)
 
 @dataclass(frozen=True, slots=True)
 class RoundTraffic:
-    """What one rank moves in each exchange of a schedule: the hops of round 0, of round 1, ...
+    """The bytes that one rank moves in each exchange: the hops of round 0, of round 1, and so on.
 
     Attributes:
-        receive_bytes: by exchange.
-        send_bytes: by exchange.
-        num_messages: received messages of all exchanges: one per sender and exchange.
+        receive_bytes: Received bytes by exchange.
+        send_bytes: Sent bytes by exchange.
+        num_messages: Received messages of all exchanges: one per sender and exchange.
     """
 
     receive_bytes: tuple[int, ...]
@@ -116,26 +117,26 @@ class RoundTraffic:
 
     @property
     def peak_bytes(self) -> int:
-        """Sent plus received in the largest exchange: its staging."""
+        """Sent plus received bytes of the largest exchange, which its staging has to hold."""
         return max(map(sum, zip(self.receive_bytes, self.send_bytes, strict=True)))
 
 
 def round_traffic(
     plan: ReshardPlan, schedule: Schedule, source: ShardLayout, bytes_of: ElementBytes
 ) -> RoundTraffic:
-    """The traffic of one rank's plan by exchanges. Local and pure.
+    """Count the traffic of one rank's plan by exchanges. Local and pure.
 
     Args:
-        plan: of one rank, with a relay or without.
-        schedule: of the same reshard.
-        source: its sending layout.
-        bytes_of: bytes of an element of each tensor.
+        plan: Plan of one rank, with or without a relay.
+        schedule: Schedule of the same reshard.
+        source: Layout that the reshard reads.
+        bytes_of: Function that returns the bytes of an element of each tensor.
     """
     num_hops = max((t.hop for t in (*plan.sends, *plan.receives)), default=1)
     num_exchanges = num_hops * schedule.num_rounds
 
     def parts(transfers: Iterable[Transfer]) -> Iterator[tuple[int, int, int]]:
-        """(exchange, bytes, sender)."""
+        """Yield (exchange, bytes, sender) of every slice."""
         for t in transfers:
             size = bytes_of(t.hf_name)
             for slot in schedule.slots_of(source, t.hf_name):
@@ -154,7 +155,7 @@ def round_traffic(
 
 
 def critical_bytes(ranks: Iterable[RoundTraffic]) -> int:
-    """Sum over exchanges of the largest max(sent, received) of any of the ranks."""
+    """Sum the bytes of the busiest rank, max(sent, received), over exchanges."""
     busiest = (
         [max(pair) for pair in zip(r.receive_bytes, r.send_bytes, strict=True)] for r in ranks
     )
@@ -165,7 +166,7 @@ def critical_bytes(ranks: Iterable[RoundTraffic]) -> int:
 
 
 def _without(box: Box, hole: Box) -> Iterator[Box]:
-    """Disjoint rectangles that cover ``box`` but not ``hole``."""
+    """Yield disjoint rectangles that cover ``box`` but not ``hole``."""
     common = box.intersect(hole)
     if common is None:
         yield box
@@ -183,7 +184,7 @@ def _without(box: Box, hole: Box) -> Iterator[Box]:
 
 @lru_cache(maxsize=1 << 16)
 def missing_elements(wanted: tuple[Box, ...], present: tuple[Box, ...]) -> int:
-    """Elements in the union of ``wanted`` that no rectangle of ``present`` holds."""
+    """Count elements in the union of ``wanted`` that no rectangle of ``present`` holds."""
     holes, count = list(present), 0
     for box in wanted:
         parts = [box]
@@ -195,7 +196,7 @@ def missing_elements(wanted: tuple[Box, ...], present: tuple[Box, ...]) -> int:
 
 
 def rank_floor(source: ShardLayout, target: ShardLayout, rank: int, bytes_of: ElementBytes) -> int:
-    """Bytes that a rank needs and does not hold. Local, pure, O(what the rank needs)."""
+    """Count bytes that a rank needs and does not hold. Local, pure, O(what the rank needs)."""
 
     def boxes(layout: ShardLayout, name: str) -> tuple[Box, ...]:
         return tuple(s.piece.hf_box for s in layout.shards(name) if rank in s.owner_ranks)
@@ -212,9 +213,9 @@ def node_floors(
     bytes_of: ElementBytes,
     ranks_per_node: int,
 ) -> dict[int, int]:
-    """Bytes that each node needs and does not hold, counted once per node.
+    """Count the bytes that each node needs and does not hold, once per node.
 
-    Tensors that are placed alike are looked at once.
+    Tensors that are placed alike are counted together.
     """
 
     def boxes(layout: ShardLayout, name: str) -> dict[int, dict[Box, None]]:

@@ -1,4 +1,4 @@
-"""How the flat messages of a round travel. Transports count what they put on the wire."""
+"""Transports, which move the flat messages of a round and count the bytes on the wire."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-# Flat messages by peer, in order.
+# Flat messages by peer, each peer's in order.
 Tensors = Mapping[int, Sequence[torch.Tensor]]
 
 
 class Pending(Protocol):
-    """A round on its way."""
+    """A round in flight."""
 
     def wait(self) -> None:
-        """Return when what is received may be read and what was sent may be overwritten."""
+        """Wait until received messages may be read and sent ones may be overwritten."""
         ...
 
 
 class Transport(Protocol):
     """Moves the messages of rounds. ``device`` is where buffers must be.
 
-    ``sent_bytes`` and ``received_bytes`` count since the beginning. With ``many_messages`` a peer
-    may be sent several, from and into any memory.
+    ``sent_bytes`` and ``received_bytes`` count from the beginning. With ``many_messages`` a peer
+    may be sent several messages, from and into any memory.
     """
 
     many_messages: bool
@@ -34,27 +34,27 @@ class Transport(Protocol):
     device: torch.device
 
     def start(self, sends: Tensors, receives: Tensors, dtype: torch.dtype) -> Pending:
-        """Post one round; several may be on their way, in the same order on all ranks.
+        """Post one round; several may be in flight, in the same order on all ranks.
 
         Collective over the transport's ranks, including those that move nothing.
 
         Args:
             sends: [elements] flat messages for each peer, ascending, of one element type.
-            receives: memory for those from each peer, ascending, of the sizes that it sends.
-                Without ``many_messages`` each peer has at most one, and all of a direction follow
-                each other in one buffer.
-            dtype: element type of the round, on ranks that move nothing as well: device
-                collectives may compare it.
+            receives: Memory for the messages from each peer, ascending, of the sizes that it sends.
+                Without ``many_messages`` each peer has at most one, and all of a direction are
+                adjacent in one buffer.
+            dtype: Element type of the round, also on ranks that move nothing: device collectives
+                may compare it.
         """
         ...
 
     def all_gather(self, message: bytes) -> list[bytes]:
-        """Every rank's message, by rank; all have the same length. Collective."""
+        """Return every rank's message, by rank; all have the same length. Collective."""
         ...
 
 
 class _GroupTransport:
-    """What transports over a process group share."""
+    """The common part of transports over a process group."""
 
     def __init__(self, world: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self._world = world
@@ -68,7 +68,6 @@ class _GroupTransport:
         self.received_bytes += _bytes_of(receives)
 
     def all_gather(self, message: bytes) -> list[bytes]:
-        """Every rank's message in rank order. Collective."""
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self.device)
         everyone = [torch.empty_like(mine) for _ in range(self._world)]
         dist.all_gather(everyone, mine, group=self._group)
@@ -81,7 +80,6 @@ class AllToAllTransport(_GroupTransport):
     many_messages = False
 
     def start(self, sends: Tensors, receives: Tensors, dtype: torch.dtype) -> Pending:
-        """Post the collective."""
         self._count(sends, receives)
         outgoing, incoming = (_joined(m, dtype, self.device) for m in (sends, receives))
         received, sent = (
@@ -96,7 +94,7 @@ class AllToAllTransport(_GroupTransport):
 
 @dataclass(frozen=True, slots=True)
 class _All:
-    """Several operations on their way."""
+    """Several operations in flight."""
 
     works: Sequence[Pending]
 
@@ -106,12 +104,11 @@ class _All:
 
 
 class PointToPointTransport(_GroupTransport):
-    """Sends and receives between the ranks that have something for each other, and no others."""
+    """One send or receive per message, only between ranks that have something for each other."""
 
     many_messages = True
 
     def start(self, sends: Tensors, receives: Tensors, dtype: torch.dtype) -> Pending:
-        """Post one send or receive per message."""
         self._count(sends, receives)
         operations = [
             dist.P2POp(kind, message, peer, self._group)
@@ -128,7 +125,7 @@ def _bytes_of(messages: Tensors) -> int:
 
 
 def _joined(messages: Tensors, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The one buffer in which messages follow each other."""
+    """Return the one buffer in which messages are adjacent."""
     several = [message for of_peer in messages.values() for message in of_peer]
     if not several:
         return torch.empty(0, dtype=dtype, device=device)
@@ -143,7 +140,7 @@ def _joined(messages: Tensors, dtype: torch.dtype, device: torch.device) -> torc
 def make_transport(
     name: str, world: int, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Transport:
-    """The transport of ``--reshard-transport``."""
+    """Make the transport that ``--reshard-transport`` names."""
     if name == "p2p" or (name == "auto" and device.type == "cpu"):
         return PointToPointTransport(world, device, group)
     return AllToAllTransport(world, device, group)

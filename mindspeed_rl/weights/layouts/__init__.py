@@ -1,1 +1,1 @@
-"""Which part of which tensor a rank holds, of a trainer, an engine or a file."""
+"""Layouts: which part of which tensor each rank of a trainer or an engine, or each file, holds."""

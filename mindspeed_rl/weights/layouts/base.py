@@ -1,4 +1,4 @@
-"""What every layout answers, and the shared way to answer it from a weight table."""
+"""The protocol of layouts, and :class:`TableLayout`, which implements it from a weight table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mindspeed_rl.weights.layouts.owner_ranks import boxes_kept_twice, merge_own
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """This rectangle of that HF tensor lives at that rectangle of this view of a parameter."""
+    """A rectangle of an HF tensor and the rectangle of a parameter's view that stores it."""
 
     hf_name: str
     hf_box: Box
@@ -35,7 +35,7 @@ class Shard:
 
     ``owner_ranks`` is an arithmetic progression, so that it costs nothing for 4096 ranks. A replica
     repeats another shard (tied embeddings, replicated key/value heads, redundant experts): the
-    shards that are no replicas hold every element exactly once.
+    shards that are not replicas hold every element exactly once.
     """
 
     piece: Piece
@@ -48,10 +48,10 @@ class Unit:
     """HF tensors that are placed alike: one kind of tensor at one layer, with all its experts.
 
     Attributes:
-        key: :meth:`ShardLayout.unit_of` of each of them.
-        stage: which ranks hold them: the pipeline stage.
-        layer: the global layer; 0 outside the layers.
-        names: the HF tensors.
+        key: :meth:`ShardLayout.unit_of` of each of the tensors.
+        stage: Pipeline stage that holds them.
+        layer: Global layer; 0 outside the layers.
+        names: Names of the HF tensors.
     """
 
     key: str
@@ -69,53 +69,56 @@ class ShardLayout(Protocol):
         ...
 
     def shape_of(self, hf_name: str) -> tuple[int, ...]:
-        """Whole shape of an HF tensor."""
+        """Return the whole shape of an HF tensor."""
         ...
 
     def dtype_of(self, hf_name: str) -> str:
-        """Element type of an HF tensor on both sides; empty: that of the model."""
+        """Return the element type of an HF tensor on both sides; empty: that of the model."""
         ...
 
     def shards(self, hf_name: str) -> tuple[Shard, ...]:
-        """All distinct pieces of an HF tensor with their owner ranks."""
+        """Return all distinct pieces of an HF tensor with their owner ranks."""
         ...
 
     def held_names(self, rank: int) -> Iterable[str]:
-        """The HF tensors of which a rank holds something, each once. O(what the rank holds)."""
+        """Return the HF tensors that a rank holds a part of, each once. O(what the rank holds)."""
         ...
 
     def units(self) -> Iterable[Unit]:
-        """All HF tensors. O(model)."""
+        """Return all HF tensors in units. O(model)."""
         ...
 
     def unit_of(self, hf_name: str) -> str:
-        """Key of the unit that a tensor belongs to."""
+        """Return the key of the unit that a tensor belongs to."""
         ...
 
     def placement_key(self, hf_name: str) -> Hashable:
-        """Equal for tensors of equal rectangles on equal ranks, wherever these store them."""
+        """Return a key that is equal for tensors with equal rectangles on equal ranks."""
         ...
 
     def num_placed_alike(self, hf_name: str) -> tuple[int, int]:
-        """Layers and experts of one kind that the same ranks hold: their rotations even out."""
+        """Return how many layers and experts of a tensor's kind the same ranks hold.
+
+        The rotations of these tensors even out what the ranks send.
+        """
         ...
 
     @property
     def wants_whole_tensors(self) -> bool:
-        """Whether a target wants tensors complete one after another, not a slice of many."""
+        """Whether a target wants to complete one tensor after another instead of slices of many."""
         ...
 
     def local_shapes(self, rank: int) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every local parameter of a rank."""
+        """Return the shape of every local parameter of a rank."""
         ...
 
     def fingerprint(self) -> Iterable[str]:
-        """Texts that differ between layouts that place anything differently."""
+        """Return texts that differ between layouts that place anything differently."""
         ...
 
 
 def pieces_of(layout: ShardLayout, rank: int) -> Iterator[Shard]:
-    """The shards of ``layout`` that ``rank`` holds, tensor by tensor."""
+    """Yield the shards of ``layout`` that ``rank`` holds, tensor by tensor."""
     for hf_name in layout.held_names(rank):
         for shard in layout.shards(hf_name):
             if rank in shard.owner_ranks:
@@ -123,12 +126,12 @@ def pieces_of(layout: ShardLayout, rank: int) -> Iterator[Shard]:
 
 
 def layer_name(pattern: str, layer: int) -> str:
-    """A name with its layer filled in."""
+    """Fill the layer number into a name pattern."""
     return pattern.replace("{l}", str(layer))
 
 
 def expert_name(pattern: str, expert: int) -> str:
-    """A name with its expert filled in."""
+    """Fill the expert number into a name pattern."""
     return pattern.replace("{e}", str(expert))
 
 
@@ -138,7 +141,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @lru_cache(maxsize=1 << 17)
 def locate(hf_name: str) -> tuple[str, int, int]:
-    """Pattern, layer and expert of an HF name: the inverse of filling them in."""
+    """Split an HF name into pattern, layer and expert: the inverse of filling them in."""
     numbers = [int(text) for text in _NUMBER.findall(hf_name)]
     if not numbers:
         return hf_name, 0, 0
@@ -157,7 +160,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class RowPlacement:
-    """One row at one global layer and expert: its local name and who holds which share."""
+    """A row at one global layer and expert: its local name and the ranks of its shares."""
 
     row: WeightRow
     param: str
@@ -167,10 +170,10 @@ class RowPlacement:
 
 @dataclass(frozen=True)
 class TableLayout(ABC):
-    """A layout made of rows: the part that trainer and engine share.
+    """A layout made of rows: the part that trainer and engine have in common.
 
-    Subclasses say which rows exist, where each of them lives (:meth:`places`) and what a rank holds
-    (:meth:`held_by`); both are arithmetic, so that nothing here costs more than what is asked for.
+    Subclasses define which rows exist, where each row lives (:meth:`places`) and what a rank holds
+    (:meth:`held_by`). Both are arithmetic, so that nothing costs more than what is asked for.
     """
 
     spec: ModelSpec
@@ -182,43 +185,43 @@ class TableLayout(ABC):
 
     @abstractmethod
     def places(self, row: WeightRow, layer: int, expert: int) -> Iterator[RowPlacement]:
-        """Where one row lives at one layer and expert: one place, or one per redundant copy."""
+        """Yield the place of a row at a layer and expert, or one place per redundant copy."""
 
     @abstractmethod
     def held_by(self, rank: int) -> Iterator[tuple[WeightRow, int, int]]:
-        """Row, layer and expert of everything that a rank holds, in the order of the table."""
+        """Yield row, layer and expert of everything that a rank holds, in table order."""
 
     @abstractmethod
     def pipeline_stage_of(self, row: WeightRow, layer: int) -> int:
-        """The pipeline stage that holds a row at a layer."""
+        """Return the pipeline stage that holds a row at a layer."""
 
     @property
     @abstractmethod
     def experts_per_rank(self) -> int:
-        """Experts of a layer that a rank holds; 0 without experts."""
+        """Number of experts of a layer that a rank holds; 0 without experts."""
 
     def _experts(self, row: WeightRow) -> range:
         return range(self.spec.num_experts) if isinstance(row, ExpertRow) else range(1)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The fields alone: what is cached goes by the identity of rows."""
+        """Keep only the fields: cached values are keyed by the identity of rows."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
-    # By identity: rows live as long as their table.
+    # The keys are identities of rows: rows live as long as their table.
     @cached_property
     def _first_alike(self) -> dict[int, dict[int, int]]:
-        """For each row, by layer, the first layer where it has the same dimensions."""
+        """For each row and layer, the first layer where the row has the same dimensions."""
         return {id(row): row.first_alike(self.spec) for row in self.present_rows}
 
     @cached_property
     def _spec_at(self) -> dict[int, ModelSpec]:
-        """The model at those first layers."""
+        """The model specification at each of those first layers."""
         firsts = {first for alike in self._first_alike.values() for first in alike.values()}
         return {layer: self.spec.at(layer) for layer in firsts}
 
     @cached_property
     def _patterns_of_rows(self) -> dict[tuple[int, int], dict[str, tuple[int, ...]]]:
-        """HF name pattern -> shape, for each row and first layer of a kind; ties resolved."""
+        """HF name pattern -> shape, for each row and first layer of a kind; ties are resolved."""
         return {
             (id(row), first): {
                 row.tied_to if self.spec.tie_embeddings and row.tied_to else pattern: shape
@@ -229,12 +232,12 @@ class TableLayout(ABC):
         }
 
     def _patterns(self, row: WeightRow, layer: int) -> dict[str, tuple[int, ...]]:
-        """HF name pattern -> shape of a row at a layer."""
+        """Return HF name pattern -> shape of a row at a layer."""
         return self._patterns_of_rows[id(row), self._first_alike[id(row)][layer]]
 
     @cached_property
     def _rows_of_patterns(self) -> dict[str, dict[int, list[WeightRow]]]:
-        """By HF name pattern and layer the rows that hold it: two where embeddings are tied."""
+        """The rows of each HF name pattern and layer: two rows where embeddings are tied."""
         index: dict[str, dict[int, list[WeightRow]]] = {}
         for row in self.present_rows:
             for layer in self._first_alike[id(row)]:
@@ -244,7 +247,6 @@ class TableLayout(ABC):
 
     @cached_property
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
-        """All HF tensors in table order with their whole shapes. O(model)."""
         return {
             expert_name(layer_name(pattern, layer), expert): shape
             for row in self.present_rows
@@ -254,17 +256,14 @@ class TableLayout(ABC):
         }
 
     def shape_of(self, hf_name: str) -> tuple[int, ...]:
-        """Whole shape of an HF tensor."""
         pattern, layer, _ = locate(hf_name)
         return self._patterns(self._rows_of_patterns[pattern][layer][0], layer)[pattern]
 
     def dtype_of(self, hf_name: str) -> str:
-        """Element type of an HF tensor on both sides; empty: that of the model."""
         pattern, layer, _ = locate(hf_name)
         return self._rows_of_patterns[pattern][layer][0].dtype
 
     def held_names(self, rank: int) -> list[str]:
-        """The HF tensors of which a rank holds something, each once, in the order of the table."""
         return list(
             dict.fromkeys(
                 expert_name(layer_name(pattern, layer), expert)
@@ -274,25 +273,24 @@ class TableLayout(ABC):
         )
 
     def units(self) -> Iterator[Unit]:
-        """All HF tensors, in the order of the table. O(model)."""
         for pattern, rows in self._rows_of_patterns.items():
             for layer, (row, *others) in sorted(rows.items()):
                 named = layer_name(pattern, layer)
                 names = tuple(expert_name(named, expert) for expert in self._experts(row))
-                # a tied embedding is on two stages: it waits behind the layers of neither
+                # A tied embedding is on two stages, and must not queue behind the layers of either.
                 stage = _NO_STAGE if others else self.pipeline_stage_of(row, layer)
                 yield Unit(named, stage, layer, names)
 
     def unit_of(self, hf_name: str) -> str:
-        """The name with its expert left open."""
+        """Return the name without its expert number."""
         pattern, layer, _ = locate(hf_name)
         return layer_name(pattern, layer)
 
     def placement_key(self, hf_name: str) -> Hashable:
-        """Pattern, kind of layer and pipeline stage: a row then cuts alike, also for all experts.
+        """Return pattern, kind of layer and pipeline stage, which fix the cuts of a row.
 
-        Patterns of one shape may be cut apart: keys and values, where more ranks share them than
-        there are heads.
+        The shape would not do: keys and values are cut apart where more ranks than heads share
+        them.
         """
         pattern, layer, _ = locate(hf_name)
         return self._placement_key(pattern, layer)
@@ -310,7 +308,6 @@ class TableLayout(ABC):
         )
 
     def num_placed_alike(self, hf_name: str) -> tuple[int, int]:
-        """Layers and experts of one kind that the same ranks hold: their rotations even out."""
         pattern, layer, _ = locate(hf_name)
         is_expert = isinstance(self._rows_of_patterns[pattern][layer][0], ExpertRow)
         num_layers = self._layers_of_classes[self._placement_key(pattern, layer)]
@@ -318,11 +315,11 @@ class TableLayout(ABC):
 
     @property
     def wants_whole_tensors(self) -> bool:
-        """No: parameters exist anyway."""
+        """No: the parameters are allocated anyway."""
         return False
 
     def _cuts_of(self, row: WeightRow, layer: int, share: Share) -> tuple[Cut, ...]:
-        """The cuts of a row at a share, equal for experts and like layers. Equal cuts are one."""
+        """Return the cuts of a row at a share; experts, like layers and equal cuts share them."""
         first = self._first_alike[id(row)][layer]
         key = (id(row), first, share)
         known = self._cuts_of_rows.get(key)
@@ -345,7 +342,6 @@ class TableLayout(ABC):
         return {}
 
     def shards(self, hf_name: str) -> tuple[Shard, ...]:
-        """All distinct pieces of an HF tensor with their owner ranks."""
         known = self._shards.get(hf_name)
         if known is None:
             known = tuple(self._make_shards(hf_name))
@@ -371,7 +367,7 @@ class TableLayout(ABC):
                 yield Shard(piece, owner_ranks, is_replica or position > 0)
 
     def _parameters(self, rank: int) -> dict[str, tuple[WeightRow, ModelSpec, Share]]:
-        """Row, model at its layer and share of every local parameter, in the order of the table."""
+        """Return row, model at its layer and share of every local parameter, in table order."""
         return {
             place.param: (row, self._spec_at[self._first_alike[id(row)][layer]], placed.share)
             for row, layer, expert in self.held_by(rank)
@@ -381,14 +377,13 @@ class TableLayout(ABC):
         }
 
     def local_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Shape of every local parameter of a rank."""
         return {
             param: row.local_shape(spec, share)
             for param, (row, spec, share) in self._parameters(rank).items()
         }
 
     def local_bytes(self, rank: int, item_bytes: int) -> dict[str, int]:
-        """Bytes of every local parameter; ``item_bytes`` where it has the model's type."""
+        """Return the bytes of local parameters; ``item_bytes`` is the size of the model's type."""
         return {
             param: prod(row.local_shape(spec, share))
             * (4 if row.dtype == "float32" else item_bytes)
@@ -396,14 +391,13 @@ class TableLayout(ABC):
         }
 
     def local_padding(self, rank: int) -> dict[str, int]:
-        """Declared padding, in elements, of every local parameter of a rank."""
+        """Return the declared padding, in elements, of every local parameter of a rank."""
         return {
             param: row.padding(spec, share)
             for param, (row, spec, share) in self._parameters(rank).items()
         }
 
     def fingerprint(self) -> Iterator[str]:
-        """The layout's own fields, and the rows of the table."""
         yield repr(self)
         yield from map(repr, self.present_rows)
 

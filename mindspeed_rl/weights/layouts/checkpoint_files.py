@@ -1,9 +1,9 @@
-"""Where the files of a Megatron checkpoint keep each rectangle of each HF tensor.
+"""Layouts of the files of Megatron checkpoints: where they keep each rectangle of each HF tensor.
 
 The classic layout has one file for each pair of (tensor, pipeline, expert) parallel ranks,
 ``iter_0000001/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``, with the parameters of the rank under
-its local names. megatron-core's distributed format keeps parameters whole, so it is a layout of one
-rank.
+its local names. megatron-core's distributed format keeps parameters whole, so its layout has only
+one rank.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ MODEL_FILE = "model_optim_rng.pt"
 
 @dataclass(frozen=True)
 class CheckpointLayout(MegatronLayout):
-    """A training layout under the names of a checkpoint.
+    """A training layout with the parameter names of a checkpoint.
 
     Attributes:
-        names: the dialect.
-        slots: local numbers of the layers of each chunk, in the order of the model; MindSpeed
+        names: Dialect of the names.
+        slots: Local numbers of the layers of each chunk, in the order of the model; MindSpeed
             counts empty layers. Empty: from 0 on.
-        extends_ep: tensor-parallel ranks extend expert parallelism, which file names do not count.
+        extends_ep: Whether tensor-parallel ranks extend expert parallelism, which file names do not
+            count.
     """
 
     names: FileNames = field(default_factory=FileNames)
@@ -64,7 +65,6 @@ class CheckpointLayout(MegatronLayout):
         return LayerPlace(place.stage, place.chunk, self.slots[chunk][place.local])
 
     def places(self, row: WeightRow, layer: int, expert: int) -> Iterator[RowPlacement]:
-        """The one place of a row at a layer and expert."""
         for place in super().places(row, layer, expert):
             is_replica = place.is_replica or _repeats_embedding(row)
             yield RowPlacement(place.row, place.param, place.shares, is_replica)
@@ -72,7 +72,7 @@ class CheckpointLayout(MegatronLayout):
     # --- files ---
 
     def folder_of(self, rank: int) -> str:
-        """Name of the folder of a rank's file."""
+        """Return the name of the folder of a rank's file."""
         parallel = self.parallel
         coords = parallel.coords(rank)
         expert = self.file_ep(rank)
@@ -87,11 +87,11 @@ class CheckpointLayout(MegatronLayout):
         return self.parallel.ep // (self.parallel.tp if self.extends_ep else 1)
 
     def file_ep(self, rank: int) -> int:
-        """Expert-parallel rank as file names count it."""
+        """Return the expert-parallel rank as file names count it."""
         return self.parallel.expert_coords(rank).ep // (self.parallel.tp if self.extends_ep else 1)
 
     def stored_shape(self, param: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape in the file: the stacks of experts are flat matrices."""
+        """Return the shape in the file, where stacks of experts are flat matrices."""
         if param.endswith("mlp.experts.weight1"):
             return shape[1], math.prod(shape) // shape[1]
         if param.endswith("mlp.experts.weight2"):
@@ -106,17 +106,17 @@ def _repeats_embedding(row: WeightRow) -> bool:
 def classic_grid(
     stages: StageLayout, tp: int, ep: int, etp: int, extends_ep: bool
 ) -> ParallelLayout:
-    """The smallest world whose ranks are the files of a classic checkpoint, one each.
+    """Return the smallest world whose ranks are the files of a classic checkpoint, one each.
 
     Args:
-        stages: layers of the pipeline stages.
-        tp: tensor parallelism.
-        ep: expert parallelism as file names count it.
-        etp: ranks that share an expert.
-        extends_ep: whether tensor-parallel ranks extend expert parallelism.
+        stages: Layers of the pipeline stages.
+        tp: Tensor parallelism.
+        ep: Expert parallelism as file names count it.
+        etp: Number of ranks that share an expert.
+        extends_ep: Whether tensor-parallel ranks extend expert parallelism.
 
     Raises:
-        UsageError: several ranks would share a file.
+        UsageError: Several ranks would share a file.
     """
     if etp not in (1, tp):
         raise UsageError(
@@ -131,7 +131,7 @@ def classic_grid(
 
 
 def whole_layout(spec: ModelSpec, names: FileNames, padded_vocab: int) -> CheckpointLayout:
-    """The layout of one rank that holds everything: what a distributed checkpoint is cut from."""
+    """Return the layout of one rank that holds everything, as a distributed checkpoint does."""
     stages = StageLayout(1, (spec.num_layers,))
     grid = ParallelLayout.build(world=1, stages=stages)
     return CheckpointLayout(spec, grid, padded_vocab, names=names)

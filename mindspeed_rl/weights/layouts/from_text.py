@@ -20,7 +20,7 @@ Layout = TypeVar("Layout", bound=RolloutLayout)
 
 
 def _values(flag: str, text: str, keys: tuple[str, ...]) -> dict[str, str]:
-    """KEY=VALUE pairs, each key at most once."""
+    """Parse KEY=VALUE pairs, each key at most once."""
     values: dict[str, str] = {}
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
@@ -36,7 +36,7 @@ def _values(flag: str, text: str, keys: tuple[str, ...]) -> dict[str, str]:
 
 
 def _sizes(flag: str, values: Mapping[str, str], keys: tuple[str, ...]) -> list[int]:
-    """Positive numbers, 1 where a key is not given."""
+    """Parse the positive numbers of ``keys``; a key that is not given is 1."""
     sizes = []
     for key in keys:
         value = values.get(key, "1")
@@ -56,7 +56,7 @@ def _check_world(flag: str, keys: str, size: int, world: int) -> None:
 
 @contextmanager
 def _about(flag: str, text: str) -> Iterator[None]:
-    """Errors of the model's own limits begin with the flag that is to blame."""
+    """Prefix errors about the limits of the model with the flag that causes them."""
     try:
         yield
     except ValueError as error:
@@ -64,17 +64,17 @@ def _about(flag: str, text: str) -> Iterator[None]:
 
 
 def training_from_text(spec: ModelSpec, text: str, world: int) -> MegatronLayout:
-    """The training layout of a model.
+    """Make the training layout of a model.
 
     Args:
-        spec: the model.
+        spec: Specification of the model.
         text: ``KEY=VALUE`` pairs, keys of :data:`TRAIN_KEYS`. ``etp`` is ``tp`` when not given, as
             in Megatron; ``moe_tp_extend_ep=1`` spreads whole experts over ``ep x tp`` ranks, as in
             MindSpeed; ``num_layer_list`` has dashes between the layers of each stage or chunk.
-        world: all ranks.
+        world: Number of all ranks.
 
     Raises:
-        UsageError: an unknown key, a bad value, or sizes that do not fit each other or the model.
+        UsageError: An unknown key, a bad value, or sizes that do not fit each other or the model.
     """
     values = _values("--train", text, TRAIN_KEYS)
     tp, pp, vpp, cp, ep = _sizes("--train", values, TRAIN_KEYS[:5])
@@ -128,16 +128,16 @@ def _stages(spec: ModelSpec, values: Mapping[str, str], pp: int, vpp: int) -> St
 def rollout_from_text(
     spec: ModelSpec, text: str, world: int, build: Callable[[ModelSpec, EngineLayout], Layout]
 ) -> Layout:
-    """The rollout layout of a model: as many engines as fit into ``world``.
+    """Make the rollout layout of a model with as many engines as fit into ``world``.
 
     Args:
-        spec: the model.
+        spec: Specification of the model.
         text: ``KEY=VALUE`` pairs, keys of :data:`ROLLOUT_KEYS`. ``ep`` is 1 or ``tp x dp``.
-        world: all ranks.
-        build: the layout of a kind of engine, of the model and its ranks.
+        world: Number of all ranks.
+        build: Function that makes the layout of a kind of engine from the model and its ranks.
 
     Raises:
-        UsageError: an unknown key, a bad value, or sizes that do not fit each other or the model.
+        UsageError: An unknown key, a bad value, or sizes that do not fit each other or the model.
     """
     values = _values("--rollout", text, ROLLOUT_KEYS)
     tp, pp, dp, ep = _sizes("--rollout", values, ROLLOUT_KEYS)

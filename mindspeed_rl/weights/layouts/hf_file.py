@@ -16,9 +16,9 @@ class HfFileLayout:
     """Whole tensors under their HF names on each of ``writers``.
 
     Args:
-        hf_shapes: the tensors, in order of writing.
-        writers: the ranks that write files.
-        dtypes: element types of tensors that have one of their own, whatever the model's is.
+        hf_shapes: Whole shapes of the tensors, in order of writing.
+        writers: Ranks that write files.
+        dtypes: Element types of the tensors that declare one, independent of the model's type.
     """
 
     hf_shapes: Mapping[str, tuple[int, ...]]
@@ -27,20 +27,17 @@ class HfFileLayout:
 
     @classmethod
     def of(cls, source: ShardLayout, writers: range = range(1)) -> HfFileLayout:
-        """The files of the tensors of ``source``, with the element types that it declares."""
+        """Make the layout of all tensors of ``source``, with the element types that it declares."""
         declared = {name: source.dtype_of(name) for name in source.hf_shapes}
         return cls(source.hf_shapes, writers, {n: dtype for n, dtype in declared.items() if dtype})
 
     def shape_of(self, hf_name: str) -> tuple[int, ...]:
-        """Whole shape of a tensor."""
         return self.hf_shapes[hf_name]
 
     def dtype_of(self, hf_name: str) -> str:
-        """The declared element type of a tensor; empty: that of the model."""
         return self.dtypes.get(hf_name, "")
 
     def shards(self, hf_name: str) -> tuple[Shard, ...]:
-        """One shard: the whole tensor."""
         box = Box.whole(self.hf_shapes[hf_name])
         return (Shard(Piece(hf_name, box, hf_name, box), self.writers),)
 
@@ -49,34 +46,29 @@ class HfFileLayout:
         return Counter(self.hf_shapes.values())
 
     def num_placed_alike(self, hf_name: str) -> tuple[int, int]:
-        """All tensors of a shape."""
+        """Return the number of tensors of the same shape."""
         return self._num_of_shapes[self.hf_shapes[hf_name]], 1
 
     @property
     def wants_whole_tensors(self) -> bool:
-        """Yes: what is incomplete takes memory."""
+        """Yes: incomplete tensors take memory."""
         return True
 
     def held_names(self, rank: int) -> Iterable[str]:
-        """Everything on a writer, nothing elsewhere."""
         return self.hf_shapes if rank in self.writers else ()
 
     def units(self) -> Iterator[Unit]:
-        """Every tensor by itself."""
+        """Return every tensor as a unit of its own."""
         return (Unit(name, 0, 0, (name,)) for name in self.hf_shapes)
 
     def unit_of(self, hf_name: str) -> str:
-        """The name itself."""
         return hf_name
 
     def placement_key(self, hf_name: str) -> Hashable:
-        """The shape."""
         return self.hf_shapes[hf_name]
 
     def local_shapes(self, rank: int) -> Mapping[str, tuple[int, ...]]:
-        """Everything on a writer, nothing elsewhere."""
         return dict(self.hf_shapes) if rank in self.writers else {}
 
     def fingerprint(self) -> Iterator[str]:
-        """Writers, tensors and their types."""
         yield repr((self.writers, list(self.hf_shapes.items()), sorted(self.dtypes.items())))

@@ -1,4 +1,4 @@
-"""Where megatron-core keeps each rectangle of each HF tensor."""
+"""The layout of megatron-core: where the trainer keeps each rectangle of each HF tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mindspeed_rl.weights.layouts.base import (
 
 
 def chunk_prefix(chunk: int, num_chunks: int) -> str:
-    """Prefix of the parameter names of a chunk of an interleaved pipeline."""
+    """Return the prefix of the parameter names of a chunk of an interleaved pipeline."""
     return f"chunk{chunk}." if num_chunks > 1 else ""
 
 
@@ -32,9 +32,9 @@ class MegatronLayout(TableLayout):
     """Tensor, pipeline, expert, context and data parallel layout of the trainer.
 
     Local parameter names count layers and experts from 0 on every rank, as megatron-core does;
-    chunks of an interleaved pipeline have a prefix. ``modules`` says after which implementation of
-    the layers they are named. With tied embeddings and several stages the
-    last one keeps a replica of the embedding.
+    chunks of an interleaved pipeline have a prefix. ``modules`` gives the parameter names of the
+    layers' implementation. With tied embeddings and several stages the last stage keeps a replica
+    of the embedding.
     """
 
     parallel: ParallelLayout
@@ -64,7 +64,6 @@ class MegatronLayout(TableLayout):
 
     @cached_property
     def experts_per_rank(self) -> int:
-        """Experts of a layer that a rank holds; 0 without experts."""
         return self.spec.num_experts // self.parallel.ep
 
     @cached_property
@@ -87,15 +86,13 @@ class MegatronLayout(TableLayout):
         return stages.place_of(layer)
 
     def _pattern(self, row: WeightRow, layer: int) -> str:
-        """Name of the parameter of a row at a layer, its number left open."""
+        """Return the parameter name of a row at a layer, without the layer number."""
         return self.modules.param(row.param, self.spec, layer)
 
     def pipeline_stage_of(self, row: WeightRow, layer: int) -> int:
-        """The pipeline stage of a row at a layer."""
         return self._place_of(row, layer).stage
 
     def places(self, row: WeightRow, layer: int, expert: int) -> Iterator[RowPlacement]:
-        """The one place of a row at a layer and expert."""
         parallel = self.parallel
         place = self._place_of(row, layer)
         prefix = chunk_prefix(place.chunk, parallel.stages.vpp)
@@ -120,7 +117,6 @@ class MegatronLayout(TableLayout):
         yield RowPlacement(row, name, shares, is_replica=self._is_tied(row))
 
     def held_by(self, rank: int) -> Iterator[tuple[WeightRow, int, int]]:
-        """Row, layer and expert of everything that a rank holds."""
         parallel, stages = self.parallel, self.parallel.stages
         stage = parallel.coords(rank).pp
         per_rank = self.experts_per_rank

@@ -1,4 +1,4 @@
-"""Which ranks hold a rectangle: arithmetic progressions, merged where they interleave."""
+"""Owner ranks of rectangles as arithmetic progressions, merged where they interleave."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mindspeed_rl.models.rules import Cut
 
 
 def merge_owner_ranks(several: list[range]) -> list[range]:
-    """The ranges as one, where they interleave into an arithmetic progression."""
+    """Merge ranges into one where they interleave into an arithmetic progression."""
     first, count = several[0], len(several)
     if count == 1:
         return several
@@ -23,9 +23,9 @@ def merge_owner_ranks(several: list[range]) -> list[range]:
 
 
 def boxes_kept_twice(found: Iterable[tuple[Cut, list[range]]]) -> set[Box]:
-    """Rectangles that some rank keeps in two places (redundant experts).
+    """Return the rectangles that some rank keeps in two places (redundant experts).
 
-    Their owner ranks are not merged, so that the places of one rank are known by equal ranges.
+    Their owner ranks are not merged, so that the places of one rank have equal ranges.
     """
     of_box: dict[Box, list[range]] = {}
     for cut, several in found:

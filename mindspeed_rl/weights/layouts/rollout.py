@@ -1,4 +1,4 @@
-"""Where an inference engine keeps each rectangle of each HF tensor, whatever engine it is."""
+"""The layout of an inference engine, for all kinds of engines: where it keeps each rectangle."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from mindspeed_rl.weights.layouts.base import (
 class RolloutLayout(TableLayout):
     """Tensor, pipeline, data and expert parallelism inside each engine, any number of replicas.
 
-    A class for each kind of engine gives its rows and says how it pads the vocabulary. With tied
-    embeddings its head is the embedding itself: there is no parameter of its own, and the last of
-    several stages keeps a copy of the embedding.
+    A subclass for each kind of engine gives its rows and its padding of the vocabulary. With tied
+    embeddings the head has no parameter of its own: it is the embedding, and the last of several
+    stages keeps a copy of the embedding.
 
     Attributes:
-        engine: ranks of the engines.
-        expert_multiple: each rank's channels of an expert are padded to a multiple of this.
-        physical_experts: the expert in each physical slot, slots in order over the ranks that
-            share a layer (redundant experts: EPLB's physical-to-logical map); empty: every
-            expert once, in order. Needs expert parallelism.
+        engine: Ranks of the engines.
+        expert_multiple: Each rank's channels of an expert are padded to a multiple of this.
+        physical_experts: The expert in each physical slot, slots in order over the ranks that share
+            a layer (redundant experts: EPLB's physical-to-logical map); empty: every expert once,
+            in order. Needs expert parallelism.
     """
 
     engine: EngineLayout
@@ -48,7 +48,7 @@ class RolloutLayout(TableLayout):
     @property
     @abstractmethod
     def vocab_multiple(self) -> int:
-        """The vocabulary is padded to a multiple of this."""
+        """The vocabulary is padded to a multiple of this number."""
 
     def __post_init__(self) -> None:
         rows, engine = self.rows, self.engine
@@ -84,7 +84,7 @@ class RolloutLayout(TableLayout):
 
     @cached_property
     def present_rows(self) -> tuple[WeightRow, ...]:
-        """All rows but a tied head."""
+        """All rows except a tied head."""
         return tuple(r for r in self.rows if not (self.spec.tie_embeddings and r.tied_to))
 
     @cached_property
@@ -93,14 +93,13 @@ class RolloutLayout(TableLayout):
         return tuple(s for s in range(engine.pp) for _ in engine.layers_of(s, num_layers))
 
     def _stages(self, row: WeightRow, layer: int) -> tuple[int, ...]:
-        """The pipeline stages that hold a row; the first of them is no copy."""
+        """Return the pipeline stages that hold a row; all except the first hold a copy."""
         last = self.engine.pp - 1
         if row.stage == "first":
             return (0, last) if self.spec.tie_embeddings and last else (0,)
         return (last,) if row.stage == "last" else (self._stage_of_layers[layer],)
 
     def pipeline_stage_of(self, row: WeightRow, layer: int) -> int:
-        """The pipeline stage of a row at a layer."""
         return self._stages(row, layer)[0]
 
     @cached_property
@@ -114,11 +113,11 @@ class RolloutLayout(TableLayout):
 
     @cached_property
     def experts_per_rank(self) -> int:
-        """Physical experts of a layer that a rank holds; 0 without experts."""
+        """Number of physical experts of a layer that a rank holds; 0 without experts."""
         return (len(self.physical_experts) or self.spec.num_experts) // self.engine.ep
 
     def places(self, row: WeightRow, layer: int, expert: int) -> Iterator[RowPlacement]:
-        """Where a row is at a layer and expert: on every stage and in every slot that holds it."""
+        """Yield the place of a row on every stage, or in every expert slot, that holds it."""
         name = layer_name(row.param, layer)
         stages = self._stages(row, layer)
         if isinstance(row, ExpertRow):
@@ -138,7 +137,7 @@ class RolloutLayout(TableLayout):
             yield RowPlacement(row, name, shares, is_replica=stage != stages[0])
 
     def keeps_whole(self, row: WeightRow) -> bool:
-        """Whether tensor-parallel ranks keep a row whole that they could cut."""
+        """Tell whether tensor-parallel ranks keep a row whole that they could cut."""
         return False
 
     def _expert_places(
@@ -157,7 +156,6 @@ class RolloutLayout(TableLayout):
             yield RowPlacement(row, expert_name(name, local), shares, is_replica=copy > 0)
 
     def held_by(self, rank: int) -> Iterator[tuple[WeightRow, int, int]]:
-        """Row, layer and expert of everything that a rank holds."""
         engine, spec = self.engine, self.spec
         stage = engine.stage_of(rank)
         physical = self.physical_experts or tuple(range(spec.num_experts))
