@@ -261,8 +261,8 @@ def _check_budget(stages: list[list[Batch]], costs: _Costs, bucket_bytes: int) -
         raise _too_small(bucket_bytes, sum(narrowest))
 
 
-def _too_small(bucket_bytes: int, needed: float) -> ValueError:
-    return ValueError(
+def _too_small(bucket_bytes: int, needed: float) -> UsageError:
+    return UsageError(
         f"--reshard-bucket-mb gives {bucket_bytes} bytes for one round; the smallest slices of "
         f"this model and these layouts need {int(needed)}: raise it to at least "
         f"{2 * needed / 2**20:.3g}"
