@@ -62,7 +62,7 @@ class ParallelLayout:
         """Check the sizes and make the layout; ``etp`` is ``tp`` when it is not given.
 
         Raises:
-            UsageError: Sizes that do not multiply into ``world``.
+            UsageError: The sizes do not multiply into ``world``.
         """
         etp = tp if etp is None else etp
         for flag, size in (
@@ -155,7 +155,7 @@ class ParallelLayout:
         return range(pp * self.ranks_per_stage + tp, (pp + 1) * self.ranks_per_stage, self.tp)
 
     def expert_replicas(self, etp: int, ep: int, pp: int) -> range:
-        """The ranks that hold the same expert parameters."""
+        """The ranks that hold the same expert parameters: all positions at one (etp, ep, pp)."""
         first = pp * self.ranks_per_stage
         return range(first + etp + self.etp * ep, first + self.ranks_per_stage, self.etp * self.ep)
 
@@ -233,7 +233,7 @@ class EngineLayout:
         return rank // (self.tp * self.pp) % self.dp * self.tp + self.tp_rank(rank)
 
     def describe(self, *, experts: bool) -> str:
-        """The layout in words, for the start of a run; ``experts``: the model has some."""
+        """The layout in words, for a run's start; ``experts``: whether the model has experts."""
         stages = f" x pp {self.pp}" if self.pp > 1 else ""
         engines = f"{self.num_replicas} replicas of tp {self.tp}{stages} x dp {self.dp}"
         return engines + (f"; experts: tp {self.expert_tp} x ep {self.ep}" if experts else "")

@@ -80,7 +80,7 @@ def even_stages(
         noop_layers: Numbers of the empty slots among all ``num_layers + len(noop_layers)`` slots.
 
     Raises:
-        UsageError: Slots that do not divide, or numbers outside them.
+        UsageError: The chunks do not divide the slots, or a number is outside the slots.
     """
     slots = num_layers + len(noop_layers)
     if pp < 1 or vpp < 1:
@@ -123,7 +123,7 @@ def accounted_stages(
         loss: Value of ``--account-for-loss-in-pipeline-split``.
 
     Raises:
-        UsageError: Layers that do not divide.
+        UsageError: The chunks do not divide the layers.
     """
     slots = num_layers + embedding + loss
     if slots % (pp * vpp) or slots < pp * vpp:
@@ -160,7 +160,7 @@ def listed_stages(num_layers: int, pp: int, counts: Sequence[int]) -> StageLayou
     """Make a layout of given numbers of layers in model order: ``pp`` of them, or a multiple.
 
     Raises:
-        UsageError: Counts that do not fit.
+        UsageError: The counts do not fit the stages or the model.
     """
     text = ",".join(map(str, counts))
     if not counts or len(counts) % pp:

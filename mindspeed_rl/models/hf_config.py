@@ -15,7 +15,7 @@ def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a ``ModelSpec`` except its layers, which every decoder family spells alike.
 
     Raises:
-        KeyError: A key that the config lacks.
+        KeyError: The config lacks a key.
         UsageError: The model has a feature that is not computed.
     """
     if config.get("use_sliding_window"):
@@ -49,7 +49,7 @@ def grouped_query_attention(
     """The attention of a config whose layers agree in it.
 
     Raises:
-        KeyError: A key that the config lacks.
+        KeyError: The config lacks a key.
     """
     heads = int(config["num_attention_heads"])
     return GroupedQueryAttention(
@@ -65,7 +65,7 @@ def dense_layers(config: Mapping[str, Any], attention: Attention) -> tuple[Layer
     """Make equal layers with one attention and a dense MLP.
 
     Raises:
-        KeyError: A key that the config lacks.
+        KeyError: The config lacks a key.
     """
     layer = LayerSpec(attention, DenseMLP(int(config["intermediate_size"])))
     return (layer,) * int(config["num_hidden_layers"])

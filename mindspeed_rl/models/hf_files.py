@@ -66,7 +66,7 @@ def find_weights(directory: str | Path, flag: str = "--hf-checkpoint") -> dict[s
         HF tensor name -> file where there is an index; else the one file.
 
     Raises:
-        UsageError: No safetensors weights, a broken index, or a missing shard.
+        UsageError: There are no safetensors weights, the index is broken, or a shard is missing.
     """
     root = Path(directory)
     index, single = root / INDEX, root / SINGLE

@@ -1,4 +1,4 @@
-"""Process groups of the training layout: built once, by megatron-core."""
+"""Checks of the process groups of the training layout, which megatron-core builds."""
 
 from __future__ import annotations
 
