@@ -1,8 +1,8 @@
-"""Compares the architecture flags of pretraining scripts with the HF config.
+"""Comparison of the architecture flags of pretraining scripts with the HF config.
 
-The model is built from the HF config alone, so these flags change nothing; a contradiction says
-that the script and ``--hf-checkpoint`` are of different models. What is compared with what is in
-``compat/foreign_flags.toml``.
+The model is built from the HF config alone, so these flags change nothing; a contradiction means
+that the script and ``--hf-checkpoint`` are of different models. ``compat/foreign_flags.toml`` lists
+which value each flag is compared with.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NOT_SET = ("-1",)  # how MindSpeed-LLM scripts spell "this feature is not used"
 
 
 def value_in(config: HfConfig, where: str) -> object:
-    """The model's value at a place in the notation of the file; ``None`` where it lacks it."""
+    """The config's value at a place in the notation of the file; ``None`` where there is none."""
     for key in where.split():
         if key.startswith("@"):
             found = _FUNCTIONS[key[1:]](config)
@@ -37,7 +37,7 @@ def value_in(config: HfConfig, where: str) -> object:
 
 
 def _rope(config: HfConfig) -> HfConfig:
-    """Rope parameters: a dict of their own in transformers 5, ``rope_scaling`` before."""
+    """The config with its rope parameters, which transformers before 5 named ``rope_scaling``."""
     scaling, parameters = config.get("rope_scaling"), config.get("rope_parameters")
     return {**config, **(scaling or {}), **(parameters or {})}
 
@@ -56,7 +56,7 @@ def _shared_size(config: HfConfig) -> object:
 
 
 def _query_key_norm(config: HfConfig) -> object:
-    """Qwen3 and latent attention have it by design, other families by a switch."""
+    """Whether queries and keys are normalised: Qwen3's and latent ones are, others by a switch."""
     by_family = str(config.get("model_type", "")).startswith("qwen3")
     return by_family or "kv_lora_rank" in config or config.get("use_qk_norm") or None
 
@@ -79,11 +79,11 @@ def check_foreign_architecture(compared: Iterable[UsedFlag], hf_config: HfConfig
     """Compare the architecture flags that a script passed with the model.
 
     Args:
-        compared: ``ParsedArguments.checked_arch``.
-        hf_config: the parsed ``config.json``.
+        compared: Flags of ``ParsedArguments.checked_arch``.
+        hf_config: Parsed ``config.json``.
 
     Raises:
-        UsageError: every contradicting flag, its value, and what the model has.
+        UsageError: Flags contradict the model; the message names each, its value and the model's.
     """
     wrong = [text for used in compared if (text := _contradiction(used, hf_config))]
     if wrong:
@@ -94,7 +94,7 @@ def check_foreign_architecture(compared: Iterable[UsedFlag], hf_config: HfConfig
 
 
 def _contradiction(used: UsedFlag, config: HfConfig) -> str:
-    """What is wrong with one flag, or an empty string."""
+    """Describe what is wrong with one flag; empty where nothing is."""
     comparison = foreign_flags()[used.flag].comparison
     assert comparison is not None, f"{used.flag} is not compared"
     if used.values == _NOT_SET:
@@ -113,7 +113,7 @@ def _contradiction(used: UsedFlag, config: HfConfig) -> str:
 
 
 def _value(text: str) -> object:
-    """A number, a tuple of numbers, or lower-case text."""
+    """Read a number or a tuple of numbers; other text is returned in lower case."""
     try:
         numbers = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -122,14 +122,14 @@ def _value(text: str) -> object:
 
 
 def _comparable(real: object) -> object:
-    """A value of a HF config in the form of :func:`_value`."""
+    """Convert a value of the HF config into the form of :func:`_value`."""
     if isinstance(real, list):
         return tuple(float(part) for part in real)
     return real.lower() if isinstance(real, str) else real
 
 
 def _moe_layers(config: HfConfig) -> object:
-    """Per layer of the model 1 for experts and 0 for dense; None where there are no experts."""
+    """For every layer 1 if it has experts, else 0; ``None`` for a model without experts."""
     if value_in(config, "num_experts n_routed_experts num_local_experts") is None:
         return None
     layers = range(config["num_hidden_layers"])
@@ -141,10 +141,10 @@ def _moe_layers(config: HfConfig) -> object:
 
 
 def _layer_pattern(used: UsedFlag) -> tuple[int, ...]:
-    """Megatron's spelling of a list of layers: ``([0]*3+[1]*58)``.
+    """Read Megatron's notation for lists of layers: ``([0]*3+[1]*58)``.
 
     Raises:
-        UsageError: anything but sums and repetitions of lists of 0 and 1.
+        UsageError: The text holds anything but sums and repetitions of lists of 0 and 1.
     """
 
     def fold(node: ast.expr) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Sorts a command line into the project's own flags and the dispositions of all others."""
+"""Classification of a command line: the project's own flags, and dispositions of all others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def nearest(name: str, known: Iterable[str], n: int = 3) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class UsedFlag:
-    """A foreign flag as it was found: its canonical name, its values, the reason of its answer."""
+    """A foreign flag as it was found: canonical name, values, and the reason for its answer."""
 
     flag: str
     values: tuple[str, ...]
@@ -37,14 +37,14 @@ class UnknownToken:
 
 @dataclass(frozen=True, slots=True)
 class ForeignUse:
-    """A command line, sorted; each tuple keeps the order of the command line.
+    """A classified command line; each tuple keeps the order of the command line.
 
     Attributes:
-        own_argv: tokens for the project's own parser, foreign spellings of own flags renamed.
-        accepted: flags that change nothing.
-        compared: model numbers to compare with the HF config.
-        refused: flags that end the run; the reason says what to do instead.
-        unknown: tokens that end the run.
+        own_argv: Tokens for the project's own parser, foreign spellings of own flags renamed.
+        accepted: Flags that change nothing.
+        compared: Flags with model numbers to compare with the HF config.
+        refused: Flags that end the run; the reason says what to do instead.
+        unknown: Tokens that no table explains; they end the run.
     """
 
     own_argv: tuple[str, ...]
@@ -59,25 +59,25 @@ def classify(
     own_flags: Collection[str],
     foreign: Mapping[str, ForeignFlag] | None = None,
 ) -> ForeignUse:
-    """Sorts ``argv`` by what each flag means in an RL run.
+    """Sort ``argv`` by what each flag means in an RL run.
 
     An own flag keeps all its values, up to the next token that starts with ``--`` or is an own
     flag; it wins over a foreign flag of the same spelling. Spellings match exactly (no prefixes),
     ``_`` and ``-`` being equal. ``--flag=value`` is one flag with one value.
 
     Args:
-        argv: the tokens after the program name.
-        own_flags: all option strings of the project's own parser, with their dashes.
-        foreign: the table to use; :func:`foreign_flags` by default.
+        argv: Tokens after the program name.
+        own_flags: All option strings of the project's own parser, with their dashes.
+        foreign: Table of foreign flags; :func:`foreign_flags` by default.
 
     Raises:
-        UsageError: a foreign flag has fewer values than it needs, or a switch has a value.
+        UsageError: A foreign flag has fewer values than it needs, or a switch has a value.
     """
     return _Walk(argv, own_flags, foreign_flags() if foreign is None else foreign).run()
 
 
 class _Walk:
-    """One pass over a command line; the lists are those of :class:`ForeignUse`."""
+    """One pass over a command line, which collects the lists of :class:`ForeignUse`."""
 
     def __init__(
         self, argv: Sequence[str], own_flags: Collection[str], foreign: Mapping[str, ForeignFlag]
@@ -102,7 +102,7 @@ class _Walk:
         )
 
     def _take(self, position: int) -> int:
-        """Sorts the flag at ``position`` with its values; returns the position after them."""
+        """Sort the flag at ``position`` with its values; return the position after them."""
         token = self.argv[position]
         written, equals, attached = token.partition("=")
         name = _hyphenated(written)
@@ -125,7 +125,7 @@ class _Walk:
     def _sort(
         self, flag: ForeignFlag, written: str, values: tuple[str, ...], attached: bool
     ) -> None:
-        """Files ``flag`` under its disposition."""
+        """Put a flag and its values into the list of its disposition."""
         if flag.nargs == "0" and attached:
             raise UsageError(f"{written} is a switch, got the value {values[0]!r}; remove it")
         taken = _taken(flag, values)

@@ -1,8 +1,8 @@
-"""Reads ``foreign_flags.toml``: what happens to a flag of Megatron-LM, MindSpeed or MindSpeed-LLM.
+"""Reader of ``foreign_flags.toml``: answers to flags of Megatron-LM, MindSpeed and MindSpeed-LLM.
 
 Users append RL flags to an existing pretraining script, so every flag of that script needs an
-answer: it is one of ours, it is compared with the model, it changes nothing, or it is refused with
-the fix.
+answer: it is a flag of this project, it is compared with the model, it changes nothing, or it is
+refused with the fix.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from types import MappingProxyType
 from mindspeed_rl.core.errors import UsageError
 
 ARITIES = ("0", "1", "?", "+", "*")
-"""A switch, one value, at most one, one or more, any number."""
+"""Numbers of values: none (a switch), one, at most one, one or more, any number."""
 
 
 class Disposition(Enum):
-    """The answer to a flag that is none of ours; the value is its section of the file."""
+    """The answer to a foreign flag; the value of a member is its section of the file."""
 
     COMPARED = "compared"
     """A number of the model; accepted if the HF config says the same."""
     ACCEPTED = "accepted"
-    """The RL step computes the same without it."""
+    """The RL step computes the same without the flag."""
     REFUSED = "refused"
-    """An error: it would make results wrong or contradicts RL."""
+    """An error: the flag would make results wrong or contradicts RL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class Comparison:
     """What an architecture flag is compared with; the notation is explained in the file.
 
     Attributes:
-        feature: what a model lacks in which the value is not found, in words after "has no".
-        where: the value in the HF config.
-        unset: values that a model without the feature accepts: zero or Megatron's default.
+        feature: Name of the feature that a model without the value lacks, in words after "has no".
+        where: Place of the value in the HF config.
+        unset: Values that a model without the feature accepts: zero or Megatron's default.
     """
 
     feature: str
@@ -52,12 +52,12 @@ class ForeignFlag:
     """One flag of a foreign parser and its disposition.
 
     Attributes:
-        name: the spelling to show, with hyphens.
-        aliases: further spellings of the same option.
-        nargs: an arity code of ``ARITIES``.
-        reason: what a user should know or do.
-        harmless_values: values of a refused flag that are accepted without effect.
-        comparison: of a flag that is compared, else ``None``.
+        name: Spelling to show, with hyphens.
+        aliases: Further spellings of the same option.
+        nargs: Number of values, a code of ``ARITIES``.
+        reason: What a user should know or do.
+        harmless_values: Values with which a refused flag is accepted without effect.
+        comparison: What a compared flag is compared with; ``None`` for other flags.
     """
 
     name: str
@@ -70,7 +70,6 @@ class ForeignFlag:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """The name followed by its aliases."""
         return (self.name, *self.aliases)
 
     def refuses(self, values: tuple[str, ...]) -> bool:
@@ -82,20 +81,16 @@ class ForeignFlag:
 
 @cache
 def foreign_flags() -> Mapping[str, ForeignFlag]:
-    """Every known flag of the three projects by every spelling.
-
-    Spellings have hyphens; :func:`~mindspeed_rl.compat.classify` reads ``--use_flash_attn`` as
-    ``--use-flash-attn``.
-    """
+    """Read the known flags of the three projects: every spelling -> its flag."""
     return read_flags(Path(__file__).with_suffix(".toml").read_text())
 
 
 def read_flags(text: str) -> Mapping[str, ForeignFlag]:
-    """The flags of a file in the notation of ``foreign_flags.toml`` by every spelling.
+    """Read a text in the notation of ``foreign_flags.toml``: every spelling -> its flag.
 
     Raises:
-        UsageError: a flag with two dispositions, an arity that does not exist, or values of a flag
-            that is accepted with any value.
+        UsageError: A flag has two dispositions, an arity does not exist, or a flag that is accepted
+            with any value lists values.
     """
     flags: dict[str, ForeignFlag] = {}
     for flag in _flags(tomllib.loads(text)):

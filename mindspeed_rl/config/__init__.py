@@ -119,7 +119,7 @@ class RLRunConfig:
 
     @property
     def sync_check_tol(self) -> float:
-        """``--rl-sync-check-tol``, or what rounding of the precisions in use explains tenfold."""
+        """``--rl-sync-check-tol``, or ten times what rounding in the used precisions explains."""
         if self.rollout.rl_sync_check_tol is not None:
             return self.rollout.rl_sync_check_tol
         return 0.05 if self.train.bf16 or self.rollout.rollout_dtype == "bfloat16" else 1e-3

@@ -19,7 +19,7 @@ _WITH_FILTER = Needs("--grpo-filter-groups-with-same-reward")
 
 
 def _by_source() -> str:
-    """The aggregations of the sources of the losses, and of which."""
+    """The aggregations that the sources of the losses use, each with its losses."""
     losses: dict[str, list[str]] = {}
     for name, loss in POLICY_LOSSES.items():
         losses.setdefault(loss.aggregation, []).append(name)
@@ -42,7 +42,6 @@ class AdvantageConfig:
 
     @property
     def estimator(self) -> Estimator:
-        """The estimator."""
         return ESTIMATORS[self.rl_advantage_estimator]
 
 
@@ -70,12 +69,11 @@ class PolicyLossConfig:
 
     @property
     def loss(self) -> PolicyLoss:
-        """The loss."""
         return POLICY_LOSSES[self.rl_policy_loss]
 
     @property
     def aggregation(self) -> str:
-        """``--rl-loss-aggregation``, or that of the loss's source."""
+        """``--rl-loss-aggregation``; for ``auto`` the aggregation of the loss's source."""
         given = self.rl_loss_aggregation
         return self.loss.aggregation if given == "auto" else given
 
@@ -179,7 +177,7 @@ class CorrectionConfig:
 
     @property
     def active(self) -> bool:
-        """Whether anything is corrected."""
+        """Whether tokens are weighted or rejected."""
         return self.rl_inference_logprobs_is_correction or self.rl_rejection != "none"
 
 

@@ -1,4 +1,4 @@
-"""The architecture of the models of a run, and what the flags of a script say about it."""
+"""Configs of the models of a run, and the check of a script's architecture flags against them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mindspeed_rl.models.spec import ModelSpec, read_hf_config
 
 
 def model_config(checkpoint: str, flag: str, *, files: bool) -> dict[str, Any]:
-    """The ``config.json`` of a checkpoint, which ``flag`` names.
+    """Read the ``config.json`` of the checkpoint that ``flag`` names.
 
-    Without ``files`` nothing but the architecture counts: it may be the file itself, and of a
-    quantised checkpoint (the published DeepSeek) the numbers of its bfloat16 form are taken.
+    Without ``files`` only the architecture counts: the path may be the file itself, and a quantised
+    checkpoint (the published DeepSeek) is read like its bfloat16 form.
     """
     config = read_hf_config(checkpoint, or_file=not files, flag=flag)
     return config if files else {k: v for k, v in config.items() if k != "quantization_config"}
@@ -25,7 +25,7 @@ def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:
     """Compare the architecture flags of a script with the model.
 
     Raises:
-        UsageError: every contradicting flag, its value and the model's.
+        UsageError: Flags contradict the model; the message names each, its value and the model's.
     """
     num_noop = len(layer_numbers("--noop-layers", model.noop_layers))
     num_layers = None if model.num_layers is None else model.num_layers - num_noop
@@ -38,7 +38,7 @@ def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:
         ("--ffn-hidden-size", model.ffn_hidden_size, spec.ffn_hidden_size),
         ("--num-attention-heads", model.num_attention_heads, attention.num_heads),
         ("--num-query-groups", model.num_query_groups, attention.num_kv_heads),
-        # megatron-core does not read it with latent attention
+        # megatron-core does not read this flag with latent attention.
         ("--kv-channels", None if spec.latent else model.kv_channels, attention.head_dim),
         ("--vocab-size", model.vocab_size, spec.vocab_size),
         ("--padded-vocab-size", model.padded_vocab_size, padded),

@@ -1,7 +1,7 @@
 """Command line to configuration: dataclasses make the flags, foreign flags get a disposition.
 
-A script may pass every flag of a Megatron-LM, MindSpeed or MindSpeed-LLM pretraining
-script: what has a meaning is honoured, what has none is listed once at start, what would make
+A script may pass every flag of a Megatron-LM, MindSpeed or MindSpeed-LLM pretraining script: a flag
+with a meaning here is honoured, one without is listed once at start, and one that would make
 results wrong is refused with the reason (:mod:`mindspeed_rl.compat`).
 """
 
@@ -79,12 +79,11 @@ _EXAMPLES: Mapping[type[Any], tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParsedArguments(typing.Generic[Run]):
-    """A configuration and what the command line held besides.
+    """A configuration and the flags of the command line that are not part of it.
 
     Attributes:
-        config: the configuration.
-        ignored: flags as typed that do nothing here, to be listed at start.
-        checked_arch: architecture flags to compare with the HF config, by
+        ignored: Flags as typed that do nothing here and are listed at start.
+        checked_arch: Architecture flags to compare with the HF config, by
             :func:`mindspeed_rl.compat.architecture.check_foreign_architecture`.
     """
 
@@ -98,11 +97,11 @@ class OwnFlag:
     """One flag of an entry.
 
     Attributes:
-        field: name of its configuration field.
-        spellings: the canonical one first.
-        kind: ``bool`` for switches, else the type of its value or values.
-        default: value when it is not given.
-        info: help, choices, limits, the flag that it needs.
+        field: Name of the configuration field.
+        spellings: All spellings, the canonical one first.
+        kind: ``bool`` for switches, else the type of the value or values.
+        default: Value when the flag is not given.
+        info: Help, choices and limits of the flag, and the condition under which it is read.
     """
 
     field: str
@@ -113,7 +112,7 @@ class OwnFlag:
 
     @property
     def help(self) -> str:
-        """What it is, its limits and the default, in sentences."""
+        """The full help text: description, limits, condition and default, in sentences."""
         parts = [self.info.help]
         if limits := self.info.limits:
             parts.append(f"{limits[0].upper()}{limits[1:]}.")
@@ -128,16 +127,16 @@ class OwnFlag:
 
     @property
     def _shows_default(self) -> bool:
-        """Not of switches, unset values, and required numbers, whose default is not allowed."""
+        """Whether help states the default: not for switches, unset values and required numbers."""
         if self.kind is bool or self.default in (None, ""):
             return False
         return not isinstance(self.default, int | float) or self.info.allows(self.default)
 
     def bind(self, typed: str, values: Sequence[str]) -> list[str]:
-        """Tokens for argparse; a single value is attached, so that it may begin with a dash.
+        """Make tokens for argparse; a single value is attached, so that it may begin with a dash.
 
         Raises:
-            UsageError: too few or too many values.
+            UsageError: There are too few or too many values.
         """
         if self.kind is bool:
             if values:
@@ -184,7 +183,7 @@ def parse(run_type: type[Run], argv: Sequence[str], prog: str) -> ParsedArgument
     """Parse a command line into ``run_type``.
 
     Raises:
-        UsageError: unknown, refused or malformed flags, as far as possible in one message.
+        UsageError: Flags are unknown, refused or malformed; one message has as many as possible.
         SystemExit: ``--help`` was asked for.
     """
     parser = build_parser(run_type, prog)
@@ -213,8 +212,8 @@ def parse(run_type: type[Run], argv: Sequence[str], prog: str) -> ParsedArgument
 
 
 def build_parser(run_type: type[Any], prog: str) -> argparse.ArgumentParser:
-    """The parser of an entry: one argument group per section, help from the field metadata."""
-    # a last column stays free: some terminals wrap when it is written
+    """Make the parser of an entry: one argument group per section, help from the field metadata."""
+    # The last column stays free, because some terminals wrap when it is written.
     columns = min(shutil.get_terminal_size().columns - 1, _MAX_HELP_COLUMNS)
     example = " \\\n        ".join(_EXAMPLES[run_type])
     parser = _Parser(
@@ -236,7 +235,7 @@ def build_parser(run_type: type[Any], prog: str) -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse that raises instead of exiting, so that one rank can speak for all."""
+    """A parser that raises instead of exiting, so that one rank can report for all."""
 
     def error(self, message: str) -> typing.NoReturn:
         raise UsageError(message.removeprefix("argument "))
@@ -289,13 +288,13 @@ def _of(limits: str) -> str:
 
 
 def _inert(argv: Sequence[str], flags: Mapping[str, OwnFlag]) -> Iterator[str]:
-    """The flags of ``argv`` that are accepted and read by nothing, each once."""
+    """Yield the flags of ``argv`` that are accepted without effect, each once."""
     names = dict.fromkeys(token.partition("=")[0] for token in argv)
     yield from (name for name in names if name in flags and flags[name].info.inert)
 
 
 def _bind(argv: Sequence[str], flags: Mapping[str, OwnFlag]) -> list[str]:
-    """Attach values to flags and check how many there are; ``argv`` holds own flags only."""
+    """Attach values to flags and check their number; ``argv`` holds own flags only."""
     bound: list[str] = []
     position = 0
     while position < len(argv):
@@ -369,7 +368,7 @@ def _paragraphs(documented: type[Any], columns: int) -> str:
 
 
 def _filled(text: str, columns: int) -> str:
-    """Wrapped text whose flags are not broken at their hyphens."""
+    """Wrap a text without breaking flags at their hyphens."""
     return textwrap.fill(text, max(columns, 24), break_on_hyphens=False)
 
 

@@ -1,4 +1,4 @@
-"""Checks of how advantages, losses, KL and correction go together."""
+"""Checks that the flags of advantages, losses, KL and correction fit each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def check_algorithms(config: RLRunConfig) -> None:
     """Refuse combinations that contradict each other or leave a flag without effect.
 
     Raises:
-        UsageError: naming the flags, their values, what is allowed and the fix.
+        UsageError: The message names the flags, their values, what is allowed and the fix.
     """
     check_needs(config)
     _check_group(config)
@@ -82,7 +82,7 @@ def _check_kl(config: RLRunConfig) -> None:
 
 
 def _check_reward_model(config: RLRunConfig) -> None:
-    """It scores in the training layout, when sampling is over."""
+    """Refuse flags that need rewards during sampling; a reward model scores after it."""
     if not config.rewards.reward_model_hf_checkpoint:
         return
     for flag, given in (

@@ -1,4 +1,4 @@
-"""Checks of the flags of who samples what."""
+"""Checks of the flags that distribute samples over engines."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from mindspeed_rl.core.errors import UsageError
 
 
 def check_balance(config: RLRunConfig) -> None:
-    """Refuse what contradicts each other.
+    """Refuse flags that move samples between engines or steps together with an environment.
 
     Raises:
-        UsageError: naming the flags, their values, what is allowed and the fix.
+        UsageError: The message names the flags, their values, what is allowed and the fix.
     """
     flags, environment = config.balance, config.environment.rl_environment
     if environment:

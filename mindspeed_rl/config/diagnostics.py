@@ -1,4 +1,4 @@
-"""Flags of what watches a run from outside: trackers and the profiler."""
+"""Flags of trackers and of the profiler, and their checks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Tracker:
     """A package that takes metrics through ``init``, ``log`` and ``finish``.
 
     Attributes:
-        package: its module.
-        flag: that asks for it.
-        name: of the run there; empty: that of the output folder.
-        arguments: of ``init``; ``name``, ``group`` and ``config`` are added.
+        package: Name of the package's module.
+        flag: Flag that asks for the tracker.
+        name: Name of the run in the tracker; empty: that of the output folder.
+        arguments: Arguments of ``init``; ``name``, ``group`` and ``config`` are added.
     """
 
     package: str
@@ -53,7 +53,7 @@ class TrackerConfig:
     swanlab_save_dir: str = flag("", "Folder of its local files; empty takes OUTPUT_DIR/swanlog.")
 
     def trackers(self, output_dir: str = "") -> tuple[Tracker, ...]:
-        """Those that were asked for. A further package is its flags above and a row here."""
+        """The trackers that were asked for. A new package needs its flags above and a row here."""
         wandb, swanlab = self.wandb_project, self.swanlab_project
         found = (
             Tracker(
@@ -113,14 +113,14 @@ class ProfilerConfig:
 
 
 def check_trackers(config: TrackerConfig, installed: Mapping[str, bool] | None = None) -> None:
-    """Refuse a tracker whose package is not there, before anything heavy starts.
+    """Refuse a tracker whose package is not installed, before anything heavy starts.
 
     Args:
-        config: the trackers.
-        installed: package -> whether it can be imported; ``None`` looks.
+        config: Flags of the trackers.
+        installed: Package -> whether it can be imported; ``None``: the packages are looked up.
 
     Raises:
-        UsageError: with the command that installs it.
+        UsageError: A package is missing; the message has the command that installs it.
     """
     for tracker in config.trackers():
         package = tracker.package
@@ -136,7 +136,7 @@ def check_profiler(config: ProfilerConfig, world: int) -> None:
     """Refuse windows and ranks that would record nothing.
 
     Raises:
-        UsageError: naming the flag.
+        UsageError: The message names the flag.
     """
     if not config.profile:
         return

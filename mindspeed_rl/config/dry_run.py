@@ -1,4 +1,4 @@
-"""Flags of the dry run: memory and volumes before anything is started."""
+"""Flags of the dry run, which predicts memory and volumes without starting anything."""
 
 from __future__ import annotations
 

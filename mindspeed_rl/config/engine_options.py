@@ -1,6 +1,6 @@
 """Options of the inference engine on the command line: ``--vllm-max-num-seqs 512``.
 
-What an option is, and whether it may be given, its engine knows: ``rollout``.
+The engine's adapter in ``rollout`` knows which options exist and which of them may be given.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ PREFIX = "--vllm-"
 
 
 def as_flag(name: str) -> str:
-    """An option of the engine as it is typed."""
+    """Spell an option of the engine as a flag."""
     return PREFIX + name.replace("_", "-")
 
 
 def take_engine_options(argv: Sequence[str]) -> tuple[list[str], dict[str, object]]:
     """Split the engine options off a command line.
 
-    Values are read as JSON, else kept as text; an option without a value is True. Of an option
-    that is given twice the last value counts. Names may have hyphens or underscores.
+    Values are read as JSON, else kept as text; an option without a value is True. If an option is
+    given twice, the last value counts. Names may have hyphens or underscores.
 
     Returns:
         The other tokens in order, and the options by the engine's names.
 
     Raises:
-        UsageError: a prefix without a name, or several values.
+        UsageError: A prefix has no name, or an option has several values.
     """
     rest: list[str] = []
     options: dict[str, object] = {}

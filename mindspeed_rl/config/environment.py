@@ -47,14 +47,14 @@ class EnvironmentConfig:
 
 
 def check_environment(flags: EnvironmentConfig, *, files: bool = True) -> None:
-    """A built-in name, or a name of a Python file that is there. Local; executes nothing.
+    """Check that an environment is built in or in a Python file. Local; executes nothing.
 
     Args:
-        flags: of the environment.
-        files: whether the user's file must be there.
+        flags: Flags of the environment.
+        files: Whether the user's file must be there.
 
     Raises:
-        UsageError: naming the flag, its value and the fix.
+        UsageError: The message names the flag, its value and the fix.
     """
     name = flags.rl_environment
     path, separator, attribute = name.rpartition(":")

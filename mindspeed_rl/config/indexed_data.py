@@ -1,4 +1,4 @@
-"""What ``--data-path`` names, checked from the headers of the files alone.
+"""Datasets of ``--data-path``, checked by the headers of their files alone.
 
 Format of an index (.idx), little-endian: magic, version u64, code of the element type u8, number of
 sequences u64, number of documents u64, lengths i32 each in tokens, byte offsets i64 each.
@@ -15,23 +15,23 @@ from mindspeed_rl.core.errors import UsageError
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<QBQQ")
-# Code in the index -> bytes of a token.
+# Code of the element type -> bytes of a token.
 _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Blend:
-    """Prefixes of datasets, and their weights; ``None``: in proportion to their sizes."""
+    """Prefixes of datasets and their weights; ``None``: weights in proportion to the sizes."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
 
 
 def parse_blend(data_path: tuple[str, ...]) -> Blend:
-    """Megatron's reading of ``--data-path``.
+    """Read ``--data-path`` as Megatron does.
 
     Raises:
-        UsageError: some weights are no numbers, or are not positive.
+        UsageError: Some weights are no numbers, or are not positive.
     """
     if len(data_path) % 2 == 1:
         return Blend(data_path, None)
@@ -58,7 +58,7 @@ def check_indexed_data(config: IndexedDataConfig, seq_length: int) -> None:
     """Check the flags of ``--stage pretrain`` and the files behind them.
 
     Raises:
-        UsageError: naming the flag, the value and the fix.
+        UsageError: The message names the flag, the value and the fix.
     """
     if not config.data_path:
         raise UsageError(
@@ -77,10 +77,10 @@ def check_indexed_data(config: IndexedDataConfig, seq_length: int) -> None:
 
 
 def data_bytes(prefix: str) -> int:
-    """Bytes of the tokens of a dataset.
+    """Number of bytes of a dataset's tokens.
 
     Raises:
-        UsageError: a file is missing, is no index, or is not as long as its index says.
+        UsageError: A file is missing, is no index, or is not as long as its index says.
     """
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for path in (index, data):

@@ -1,4 +1,4 @@
-"""Flags of the trainer's fused kernels and of its overlap, which devices have and a CPU has not."""
+"""Flags of the trainer's fused kernels and of its overlap, which a CPU does not have."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from mindspeed_rl.core.flag import flag, flag_names
 
-# Dispatchers of megatron-core that are computed as they are asked for.
+# Dispatchers of megatron-core that are used as given; others are computed as alltoall.
 DISPATCHERS = ("alltoall", "allgather")
 
 
@@ -51,7 +51,7 @@ class KernelConfig:
     )
 
     def idle_flags(self, platform: str) -> Iterator[str]:
-        """Flags that were given and do nothing on a platform, with the reason."""
+        """Yield the flags that were given and do nothing on a platform, with the reason."""
         given = [field for field in fields(self) if getattr(self, field.name) != field.default]
         names = ", ".join(flag_names(field)[0] for field in given)
         dispatcher = self.moe_token_dispatcher_type

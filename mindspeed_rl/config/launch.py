@@ -39,15 +39,14 @@ class LaunchConfig:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks under Ray."""
         return self.ray_num_nodes * self.ray_ranks_per_node
 
 
 def check_environment_workers(environment: EnvironmentConfig, launch: LaunchConfig) -> None:
-    """Ray actors need environments and a Ray.
+    """Refuse Ray actors for environments without an environment or without Ray.
 
     Raises:
-        UsageError: naming the flag and the fix.
+        UsageError: The message names the flag and the fix.
     """
     workers = environment.rl_environment_ray_workers
     if not workers:
@@ -64,10 +63,10 @@ def check_environment_workers(environment: EnvironmentConfig, launch: LaunchConf
 
 
 def check_launch(launch: LaunchConfig, environ: Mapping[str, str], prog: str) -> None:
-    """What is asked for must fit who started this process. Local.
+    """Check the flags against the way in which this process was started. Local.
 
     Raises:
-        UsageError: naming the flag and the fix.
+        UsageError: The message names the flag and the fix.
     """
     if launch.orchestrator == "torchrun":
         given = [f for f in fields(launch) if getattr(launch, f.name) != f.default]

@@ -1,4 +1,4 @@
-"""From flags to layouts of both sides."""
+"""Layouts of the trainer and of the engines, made from flags."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mindspeed_rl.models.spec import ModelSpec
 def training_layout(
     model: ModelConfig, parallel: ParallelConfig, spec: ModelSpec, world: int
 ) -> ParallelLayout:
-    """The training layout of a model.
+    """Make the training layout of a model from its flags.
 
     Raises:
-        UsageError: sizes that do not fit the world, the model or each other.
+        UsageError: Sizes do not fit the world, the model or each other.
     """
     tp, ep, etp = (
         parallel.tensor_model_parallel_size,
@@ -60,10 +60,10 @@ def _refuse_expert_flags(parallel: ParallelConfig) -> None:
 
 
 def engine_layout(rollout: RolloutConfig, world: int) -> EngineLayout:
-    """The rollout layout.
+    """Make the rollout layout from its flags.
 
     Raises:
-        UsageError: sizes that do not fit the world or each other.
+        UsageError: Sizes do not fit the world or each other.
     """
     tp, dp = rollout.rl_inference_tensor_model_parallel_size, rollout.rollout_dp
     ep = rollout.rl_inference_expert_model_parallel_size
@@ -76,10 +76,10 @@ def engine_layout(rollout: RolloutConfig, world: int) -> EngineLayout:
 
 
 def stage_layout(model: ModelConfig, parallel: ParallelConfig, num_layers: int) -> StageLayout:
-    """The layers of each pipeline stage.
+    """Distribute the layers of a model over the pipeline stages.
 
     Raises:
-        UsageError: flags that exclude each other, or do not fit the layers of the model.
+        UsageError: Flags exclude each other, or do not fit the layers of the model.
     """
     pp = parallel.pipeline_model_parallel_size
     noop = layer_numbers("--noop-layers", model.noop_layers)
@@ -110,7 +110,7 @@ def stage_layout(model: ModelConfig, parallel: ParallelConfig, num_layers: int) 
 
 
 def _chunks(parallel: ParallelConfig, slots: int, pp: int) -> int:
-    """Chunks of each stage."""
+    """Number of chunks of each stage."""
     size = parallel.num_layers_per_virtual_pipeline_stage
     count = parallel.num_virtual_stages_per_pipeline_rank
     if size is not None and count is not None:
@@ -135,7 +135,7 @@ def _chunks(parallel: ParallelConfig, slots: int, pp: int) -> int:
 
 
 def _uneven(num_layers: int, pp: int, first: int | None, last: int | None) -> list[int]:
-    """Megatron's spelling: given first and last stages, an even rest."""
+    """Layers of each stage where the first or last is given; the other stages share the rest."""
     rest = num_layers - (first or 0) - (last or 0)
     middle = pp - (first is not None) - (last is not None)
     if rest < 0 or middle < 0 or (middle == 0 and rest) or (middle and rest % middle):
@@ -150,7 +150,7 @@ def _uneven(num_layers: int, pp: int, first: int | None, last: int | None) -> li
 
 
 def layer_numbers(flag: str, text: str) -> list[int]:
-    """The numbers in ``94,95``; an empty text has none."""
+    """The numbers in a text like ``94,95``; an empty text has none."""
     parts = [part.strip() for part in text.split(",")] if text else []
     if not all(part.isdecimal() for part in parts):
         raise UsageError(f"{flag} {text}: must be numbers with commas between, like 94,95")

@@ -1,4 +1,4 @@
-"""What a rank runs on: sizes of devices that a prediction cannot take from the flags."""
+"""Sizes of devices that a prediction needs and cannot take from the flags."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One rank's device.
+    """The device of one rank, and the node that it is part of.
 
     Attributes:
-        name: as ``--rl-dry-run-machine`` has it.
+        name: Value of ``--rl-dry-run-machine``.
         platform: ``"npu"``, ``"cuda"`` or ``"cpu"``.
-        memory_gib: of the device; the vendor's number.
-        reserved_gib: of it taken by driver, runtime and allocator rounding (assumed).
-        ranks_per_node: ranks of one node.
-        communicator_mib: device buffers of one process group in use.
-        graph_mib: of one captured step size of the engine (assumed).
+        memory_gib: Memory of the device; the vendor's number.
+        reserved_gib: Part of the memory that driver, runtime and allocator rounding take (assumed).
+        ranks_per_node: Number of ranks on one node.
+        communicator_mib: Device buffers of one process group in use.
+        graph_mib: Memory of one captured step size of the engine (assumed).
     """
 
     name: str
@@ -38,4 +38,4 @@ MACHINES = {
         Machine("cpu", "cpu", 8.0, 1.0, 8, 0.0, 0.0),  # a core of a server: the quickstart
     )
 }
-"""The first of each platform is what a run there is predicted with."""
+"""Machines by name; a run is predicted with the first machine of its platform."""

@@ -1,4 +1,4 @@
-"""Flags of device memory: what leaves it while the engine samples, and how it is watched."""
+"""Flags of device memory: its limit, what leaves it while the engine samples, warnings of leaks."""
 
 from __future__ import annotations
 

@@ -88,7 +88,6 @@ class ModelConfig:
 
     @property
     def tokenizer_directory(self) -> str:
-        """Where the tokenizer of the run lies."""
         return self.tokenizer_name_or_path or self.hf_checkpoint
 
 
@@ -185,6 +184,6 @@ class ParallelConfig:
 
     @property
     def idle_flags(self) -> tuple[str, ...]:
-        """Flags that were given and do nothing with the others."""
+        """Flags that were given and have no effect together with the other flags."""
         idle = self.sequence_parallel and not self.shards_sequence
         return ("--sequence-parallel (needs --tensor-model-parallel-size above 1)",) * idle

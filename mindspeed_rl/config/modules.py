@@ -1,4 +1,4 @@
-"""Which modules the trainer's layers are made of: flags and what is installed."""
+"""Choice of the modules of the trainer's layers, by flags and by what is installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def module_names(model: ModelConfig, platform: str) -> ModuleNames:
 
 
 def modules_note(model: ModelConfig, platform: str) -> list[str]:
-    """The line that tells of a ``--transformer-impl`` that is not here."""
+    """The line of the log for a ``--transformer-impl`` whose modules are not installed."""
     if model.transformer_impl != "transformer_engine" or has_transformer_engine(platform):
         return []
     return [

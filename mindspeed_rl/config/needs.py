@@ -1,4 +1,4 @@
-"""Flags that are read only with a certain value of another flag."""
+"""Checks of flags that are read only with a certain value of another flag."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindspeed_rl.core.flag import FlagInfo, Needs, flag_names
 
 
 def needs_of(field: dataclasses.Field[Any]) -> Needs | None:
-    """What a flag names itself, or the algorithms that say that they read it."""
+    """The condition that a flag declares itself, or that the algorithms which read it imply."""
     info: FlagInfo = field.metadata["flag"]
     if info.needs is not None:
         return info.needs
@@ -26,10 +26,10 @@ def check_needs(config: Any) -> None:
     """Refuse a flag that was changed where nothing reads it. Local.
 
     Args:
-        config: the configuration of an entry.
+        config: Configuration of an entry.
 
     Raises:
-        UsageError: naming the flag, what it needs and the fix.
+        UsageError: The message names the flag, what it needs and the fix.
     """
     sections = [getattr(config, field.name) for field in dataclasses.fields(config)]
     flags = {

@@ -56,12 +56,12 @@ class NpuConfig:
 
 @dataclass(frozen=True, slots=True)
 class NpuSetup:
-    """What the bootstrap of an NPU process is told.
+    """The settings for the bootstrap of an NPU process.
 
     Attributes:
         features: MindSpeed's arguments by name; empty without MindSpeed.
-        group_buffers_mb: MiB of HCCL buffers by megatron-core's name of a group.
-        deterministic: kernels and collectives that give the same bits again.
+        group_buffers_mb: MiB of HCCL buffers by megatron-core's name of the group.
+        deterministic: Whether kernels and collectives must give the same bits again.
     """
 
     features: Mapping[str, object] = field(default_factory=dict)
@@ -69,10 +69,10 @@ class NpuSetup:
     deterministic: bool = False
 
 
-# Handled by this project, not by MindSpeed.
+# Flags that this project handles itself, without MindSpeed.
 _OWN = ("npu_deterministic", "hccl_group_buffer")
 _NEEDS_TRAINING = "MindSpeed reads it from global arguments of megatron.training, which RL has not"
-# What would make RL results wrong, or fail late, on an NPU; elsewhere these flags do nothing.
+# Flags that would make RL results wrong, or fail late, on an NPU; elsewhere they do nothing.
 REFUSED: Mapping[str, str] = {
     "--smart-swap": "its allocator and the engine's memory pool exclude each other",
     "--virtual-optimizer": "its memory cannot leave the device while the engine samples; use "
@@ -95,15 +95,15 @@ REFUSED: Mapping[str, str] = {
 
 
 def check_npu(npu: NpuConfig, parallel: ParallelConfig, ignored: Sequence[str]) -> None:
-    """Refuse what does not work on an NPU.
+    """Refuse flags that do not work on an NPU.
 
     Args:
-        npu: the features.
-        parallel: the training layout.
-        ignored: accepted foreign flags as typed.
+        npu: Flags of the features.
+        parallel: Flags of the training layout.
+        ignored: Accepted foreign flags as typed.
 
     Raises:
-        UsageError: naming the flag and the fix.
+        UsageError: The message names the flag and the fix.
     """
     for typed in ignored:
         if reason := REFUSED.get(typed.split(" ")[0]):
@@ -114,11 +114,11 @@ def check_npu(npu: NpuConfig, parallel: ParallelConfig, ignored: Sequence[str]) 
 
 
 def group_buffers(text: str) -> dict[str, int]:
-    """``--hccl-group-buffer`` as MiB by megatron-core's name of a group.
+    """Read ``--hccl-group-buffer``: megatron-core's name of a group -> MiB.
 
     Raises:
-        UsageError: not pairs of a name and a positive whole number, or megatron-core has no group
-            of that name.
+        UsageError: The text is not pairs of a name and a positive whole number, or megatron-core
+            has no group of that name.
     """
     sizes: dict[str, int] = {}
     for pair in filter(None, (part.strip() for part in text.split(";"))):
@@ -140,16 +140,16 @@ def group_buffers(text: str) -> dict[str, int]:
 def npu_setup(
     npu: NpuConfig, parallel: ParallelConfig, train: TrainConfig, *, grouped: bool
 ) -> NpuSetup:
-    """What a run's flags ask of an NPU process.
+    """Make the settings of an NPU process from the flags of a run.
 
     Args:
-        npu: the features.
-        parallel: the training layout.
-        train: precision and recomputation.
-        grouped: experts are computed in grouped GEMMs.
+        npu: Flags of the features.
+        parallel: Flags of the training layout.
+        train: Flags of precision and recomputation.
+        grouped: Whether experts are computed in grouped GEMMs.
 
     Raises:
-        UsageError: features of MindSpeed were asked for, and it is not installed.
+        UsageError: Features of MindSpeed were asked for, and it is not installed.
     """
     given = {
         f.name: getattr(npu, f.name)
@@ -170,7 +170,7 @@ def npu_setup(
 def _features(
     given: Mapping[str, object], parallel: ParallelConfig, train: TrainConfig, grouped: bool
 ) -> dict[str, object]:
-    """MindSpeed's arguments: what differs from its defaults, and what its own checks read."""
+    """MindSpeed's arguments: those unlike its defaults, and those that its own checks read."""
     features: dict[str, object] = {
         "use_flash_attn": True,
         "use_fused_rmsnorm": True,

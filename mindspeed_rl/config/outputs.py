@@ -1,4 +1,4 @@
-"""Where a run reads and writes, checked before anything heavy starts.
+"""The paths that a run reads and writes, checked before anything heavy starts.
 
 Nothing that a run did not make itself is ever replaced or removed: an exported model carries a
 record, results have known names, and both are only overwritten when the user asks for it.
@@ -23,21 +23,21 @@ TENSORBOARD_FOLDER = "tensorboard"
 EVENT_FILES = "events.out.tfevents.*"
 EXPORT_FOLDER = "hf"
 
-# A file in an exported model that says that it is one, of which step, and what belongs to it.
+# The file that marks a folder as an export, with the step and the names of the other files.
 EXPORT_RECORD = "export.json"
 EXPORT_FORMAT = "mindspeed_rl.hf_export"
 EXPORT_VERSION = 1
 
 
 def export_target(config: RLRunConfig | PretrainRunConfig) -> str:
-    """Where the model is exported: an RL run always does, a supervised one when it is asked to."""
+    """The directory of the exported model; a supervised run exports only where it is asked to."""
     if config.checkpoint.export_hf or isinstance(config, PretrainRunConfig):
         return config.checkpoint.export_hf
     return str(Path(config.logging.output_dir) / EXPORT_FOLDER)
 
 
 def export_record(step: int, files: list[str]) -> dict[str, Any]:
-    """What :data:`EXPORT_RECORD` holds."""
+    """The content of :data:`EXPORT_RECORD`."""
     return {
         "format": EXPORT_FORMAT,
         "version": EXPORT_VERSION,
@@ -47,7 +47,7 @@ def export_record(step: int, files: list[str]) -> dict[str, Any]:
 
 
 def refuse_foreign_target(target: Path, flag: str = "--export-hf") -> None:
-    """An export, which ``flag`` asks for, replaces nothing but an earlier export.
+    """Refuse a target of ``flag`` that is anything but an earlier export.
 
     Raises:
         UsageError: ``target`` exists and is not an export of this project, or holds other files.
@@ -69,7 +69,7 @@ def refuse_foreign_target(target: Path, flag: str = "--export-hf") -> None:
 
 
 def _exported_files(target: Path) -> set[str] | None:
-    """Names of the files of an export, the record included; ``None`` when it is none."""
+    """Names of the files of an export, the record included; ``None`` where there is no export."""
     try:
         record = json.loads((target / EXPORT_RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):  # not there, or not JSON
@@ -80,7 +80,7 @@ def _exported_files(target: Path) -> set[str] | None:
 
 
 def earlier_results(output_dir: str) -> list[Path]:
-    """What an earlier run left in ``--output-dir``: its files, and its export."""
+    """The results of an earlier run in ``--output-dir``: its files and its export."""
     root = Path(output_dir)
     names = (METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE, CURVES_FILE)
     found = [root / name for name in names if (root / name).is_file()]
@@ -91,14 +91,14 @@ def earlier_results(output_dir: str) -> list[Path]:
 
 
 def _foreign_events(logging: LoggingConfig) -> list[Path]:
-    """Event files in ``--tensorboard-dir``; they need not be of this project."""
+    """Event files in ``--tensorboard-dir``; other programs may have written them."""
     if not logging.tensorboard_dir:
         return []
     return sorted(Path(logging.tensorboard_dir).glob(EVENT_FILES))
 
 
 def refuse_earlier_results(logging: LoggingConfig, load: str = "") -> None:
-    """A run that starts at step 0 must not mix its results with those of another run.
+    """Refuse to start at step 0 in a folder that holds the results of another run.
 
     Raises:
         UsageError: ``--output-dir`` holds results and ``--overwrite-output-dir`` is not given.
@@ -128,10 +128,10 @@ def refuse_earlier_results(logging: LoggingConfig, load: str = "") -> None:
 
 
 def check_paths(config: RLRunConfig | PretrainRunConfig) -> None:
-    """Check what a run will load from and write to. Local; changes nothing.
+    """Check the paths that a run loads from and writes to. Local; changes nothing.
 
     Raises:
-        UsageError: naming the flag, the path and the fix.
+        UsageError: The message names the flag, the path and the fix.
     """
     checkpoint, logging = config.checkpoint, config.logging
     if checkpoint.save_interval and not checkpoint.save:
@@ -172,10 +172,10 @@ def check_paths(config: RLRunConfig | PretrainRunConfig) -> None:
 
 
 def check_output_file(flag: str, path: str) -> None:
-    """Check that one file can be written at the end. Local; changes nothing.
+    """Check that a file can be written at the end of a run. Local; changes nothing.
 
     Raises:
-        UsageError: it is a directory, or its own cannot be made or written to.
+        UsageError: The path is a directory, or its folder cannot be made or written to.
     """
     if Path(path).is_dir():
         raise UsageError(f"{flag} {path}: is a directory; name a file in it")

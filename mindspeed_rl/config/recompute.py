@@ -1,4 +1,4 @@
-"""Which layers are recomputed in the backward pass: the flags checked against each other."""
+"""Checks of the flags that choose what is recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def check_recompute(train: TrainConfig) -> None:
     """Check the flags of recomputation against each other.
 
     Raises:
-        UsageError: naming the flag, its value, what is allowed and the fix.
+        UsageError: The message names the flag, its value, what is allowed and the fix.
     """
     full = train.recompute_granularity == "full"
     if full and (not train.recompute_method or train.recompute_num_layers is None):

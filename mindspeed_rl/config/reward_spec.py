@@ -1,4 +1,4 @@
-"""``--reward-function``: its syntax, and what can be checked before a reward is loaded."""
+"""The syntax of ``--reward-function``, and checks that are possible before a reward is loaded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mindspeed_rl.core.errors import UsageError
 
 
 def built_in(room: str) -> dict[str, str]:
-    """The built-in rewards or environments: what each is, by name. Local; imports none of them.
+    """The built-in rewards or environments: name -> description. Local; imports none of them.
 
-    Each is a module of ``mindspeed_rl/ROOM/builtin``, and the first line of the module says what
-    it is.
+    Each is a module of ``mindspeed_rl/ROOM/builtin``, and the first line of the module is its
+    description.
     """
     folder = Path(__file__).resolve().parents[1] / room / "builtin"
     result = {}
@@ -34,8 +34,9 @@ class RewardSpec:
     """A reward function and its weight in the total.
 
     Attributes:
-        name: a built-in reward, or ``path/to/file.py:function``.
-        weight: factor of the function's score in the total; finite. 0 logs without training on it.
+        name: Name of a built-in reward, or ``path/to/file.py:function``.
+        weight: Factor of the function's score in the total; finite. 0 logs the score without
+            training on it.
     """
 
     name: str
@@ -56,7 +57,7 @@ class RewardSpec:
         ``name:0.2`` is the same as ``name=0.2``: a function is never called like a number.
 
         Raises:
-            UsageError: no name, or a weight which is not a finite number.
+            UsageError: There is no name, or the weight is not a finite number.
         """
         name, separator, weight = text.strip().rpartition("=")
         if not separator and _is_number(text.rpartition(":")[2]):
@@ -79,7 +80,7 @@ class RewardSpec:
 
     @property
     def file(self) -> str:
-        """The user's file; empty for a built-in reward."""
+        """Path of the user's file; empty for a built-in reward."""
         return self.name.rpartition(":")[0]
 
 
@@ -92,10 +93,10 @@ def _is_number(text: str) -> bool:
 
 
 def check_specs(specs: Sequence[RewardSpec]) -> None:
-    """At least one reward, each with a label of its own.
+    """Refuse an empty list of rewards, and two rewards with one label.
 
     Raises:
-        UsageError: none, or two with one label.
+        UsageError: There is no reward, or two have one label.
     """
     if not specs:
         raise UsageError("--reward-function: none given; name at least one, e.g. 'math'")
@@ -112,7 +113,7 @@ def check_name(flag: str, name: str, known: Collection[str]) -> None:
     """Refuse a reward or environment without a file that is not ``known``.
 
     Raises:
-        UsageError: naming the flag, the nearest and all that are known.
+        UsageError: The message names the flag, the nearest name and all known names.
     """
     if name in known:
         return
@@ -128,7 +129,7 @@ def check_python_file(path: Path, where: str) -> None:
     """Refuse a path that is no Python file; ``where`` is flag and value, for messages. Local.
 
     Raises:
-        UsageError: naming the absolute path.
+        UsageError: The message names the absolute path.
     """
     if not path.is_file() or path.suffix != ".py":
         raise UsageError(
@@ -140,11 +141,11 @@ def check_python_file(path: Path, where: str) -> None:
 def check_python_name(path: Path, name: str, where: str) -> None:
     """Refuse a file that is no Python, or that binds ``name`` nowhere. Local; executes nothing.
 
-    A file that may bind it in a way that cannot be read (``import *``, ``globals()``, ``exec``) is
-    left to the import.
+    A file that may bind the name in a way that cannot be read (``import *``, ``globals()``,
+    ``exec``) passes; its import decides.
 
     Raises:
-        UsageError: naming the line, or the nearest names.
+        UsageError: The message names the line, or the nearest names.
     """
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
@@ -165,7 +166,7 @@ _BINDS_ANYTHING |= {"__dict__", "__getattr__"}
 
 
 def _bound_names(tree: ast.AST) -> Iterator[str]:
-    """Every name that is bound or that could bind others, wherever in the file."""
+    """Yield every name that is bound, or that could bind others, anywhere in the file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name

@@ -16,7 +16,7 @@ from mindspeed_rl.config.reward_spec import (
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flag import Needs, flag
 
-REMOTE_BACKOFF_S = 0.2  # the first pause before --reward-url is asked again; it doubles
+REMOTE_BACKOFF_S = 0.2  # first pause before --reward-url is asked again; later ones double
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +129,16 @@ class RewardConfig:
 def check_rewards(
     flags: RewardConfig, phase_timeout_s: float, environment: str, *, files: bool = True
 ) -> None:
-    """Names and weights, limits that contain each other, and rewards that need another flag.
+    """Check names and weights, limits within limits, and rewards that need another flag.
 
     Args:
-        flags: of the rewards.
-        phase_timeout_s: limit of all rewards of a step.
-        environment: ``--rl-environment``.
-        files: whether the user's files must be there.
+        flags: Flags of the rewards.
+        phase_timeout_s: Limit of all rewards of a step.
+        environment: Value of ``--rl-environment``.
+        files: Whether the user's files must be there.
 
     Raises:
-        UsageError: naming the flag, its value and the fix.
+        UsageError: The message names the flag, its value and the fix.
     """
     names = _check_functions(flags.reward_function, files)
     sample_s = flags.reward_timeout_s
@@ -175,7 +175,7 @@ def check_rewards(
 
 
 def _check_functions(texts: tuple[str, ...], files: bool) -> set[str]:
-    """The names of the rewards of the run."""
+    """Check the reward functions and return their names."""
     specs = [RewardSpec.parse(text) for text in texts]
     check_specs(specs)
     for spec in specs:

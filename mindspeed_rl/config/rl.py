@@ -243,10 +243,10 @@ class PromptConfig:
 
     @property
     def eval_files(self) -> dict[str, str]:
-        """File of every evaluation set by its name; that of --eval-prompt-data is empty.
+        """File of every evaluation set by its name; the name of ``--eval-prompt-data`` is empty.
 
         Raises:
-            UsageError: a value of --rl-eval-data is not NAME=FILE, or a name is given twice.
+            UsageError: A value of --rl-eval-data is not NAME=FILE, or a name is given twice.
         """
         files = {"": self.eval_prompt_data} if self.eval_prompt_data else {}
         for text in self.rl_eval_data:

@@ -1,4 +1,4 @@
-"""Flags of who samples what: at the start of a step, during it, and across steps."""
+"""Flags that distribute samples over engines: before a step, during it and across steps."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What every room may import: plain types, rank arithmetic, versions and patching."""
+"""Plain types, rank arithmetic, versions and patching, which every other room may import."""

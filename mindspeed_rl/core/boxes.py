@@ -1,4 +1,4 @@
-"""Rectangles of tensors, in elements, and views of parameters that they lie in."""
+"""Rectangles of tensors in units of elements, and views of parameters that they lie in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-# Cut into as many slices as usual, slices of this many rows differ by a few percent.
+# A dimension of this size, cut into the usual number of slices, has slices that differ in size by
+# a few percent only.
 _LONG = 512
 
 
@@ -19,28 +20,27 @@ class Box:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """The rectangle of a whole tensor."""
+        """The rectangle that covers a whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def num_elements(self) -> int:
-        """How many elements lie inside."""
         return prod(self.size)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Index of the rectangle in its tensor."""
+        """Index that selects the rectangle in its tensor."""
         return tuple(slice(lo, lo + size) for lo, size in zip(self.lo, self.size, strict=True))
 
     def with_dim(self, dim: int, lo: int, size: int) -> Box:
-        """The same rectangle with one dimension replaced."""
+        """A copy of the rectangle with another start and size in one dimension."""
         return Box(
             (*self.lo[:dim], lo, *self.lo[dim + 1 :]),
             (*self.size[:dim], size, *self.size[dim + 1 :]),
         )
 
     def intersect(self, other: Box) -> Box | None:
-        """The common rectangle, or ``None`` when there is none."""
+        """The common part of two rectangles, or ``None`` when they are disjoint."""
         lo = tuple(max(a, b) for a, b in zip(self.lo, other.lo, strict=True))
         hi = tuple(
             min(a + n, b + m)
@@ -62,47 +62,47 @@ class Box:
     def sliced_dim(self) -> int:
         """The dimension that slices cut: the first where it is long, else the longest.
 
-        Slices of whole rows are one run of memory.
+        A slice of whole rows is one contiguous run of memory.
         """
         return 0 if self.size[0] >= _LONG else self.size.index(max(self.size))
 
     def span(self, index: int, count: int) -> tuple[int, int, int]:
-        """Dimension, offset and length of :meth:`slice`."""
+        """The dimension that :meth:`slice` cuts, and the offset and length of the slice in it."""
         dim = self.sliced_dim
         size = self.size[dim]
         first = size * index // count
         return dim, first, size * (index + 1) // count - first
 
     def moved(self, origin: Box, target: Box) -> Box:
-        """This rectangle, given relative to ``origin``, at the same offset inside ``target``."""
+        """The rectangle at the offset inside ``target`` that it has inside ``origin``."""
         lo = tuple(t + a - o for t, a, o in zip(target.lo, self.lo, origin.lo, strict=True))
         return Box(lo, self.size)
 
 
 @dataclass(frozen=True, slots=True)
 class ParamView:
-    """Which part of a stored parameter a rectangle speaks of.
+    """The view of a stored parameter that the coordinates of a rectangle refer to.
 
     Attributes:
-        index: position in the leading dimensions, e.g. the expert of a stack.
-        transposed: the stored matrix has its last two dimensions swapped.
+        index: Position in the leading dimensions, e.g. the number of an expert in a stack.
+        transposed: Whether the stored matrix has its last two dimensions swapped.
     """
 
     index: tuple[int, ...] = ()
     transposed: bool = False
 
     def of(self, param: Any) -> Any:
-        """The view of a tensor (shares its memory)."""
+        """The view of a tensor; it shares the tensor's memory."""
         shown = param[self.index] if self.index else param
         return shown.swapaxes(-1, -2) if self.transposed else shown
 
     def stored_box(self, box: Box) -> Box:
-        """Where a rectangle of what the view shows lies in the stored parameter."""
+        """The rectangle of the stored parameter that a rectangle of the view covers."""
         lo, size = self._swapped(box.lo), self._swapped(box.size)
         return Box((*self.index, *lo), (*(1 for _ in self.index), *size))
 
     def shown_box(self, box: Box) -> Box:
-        """The inverse of :meth:`stored_box`."""
+        """The rectangle of the view that a rectangle of the stored parameter covers."""
         depth = len(self.index)
         return Box(self._swapped(box.lo[depth:]), self._swapped(box.size[depth:]))
 

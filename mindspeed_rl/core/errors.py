@@ -1,4 +1,4 @@
-"""The user's mistakes as an exception. Imports nothing, so that every module can raise it."""
+"""The exception for mistakes of the user. It imports nothing, so that every module can raise it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: write beside the target, then rename."""
+"""Atomic writes: a file is written under a temporary name in its folder and then renamed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 @contextmanager
 def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a temporary path beside ``target`` that replaces it when the block succeeds.
+    """Yield a temporary path in the folder of ``target`` that replaces it when the block succeeds.
 
-    A reader sees the old file or the new one, never a part. When the block raises, the temporary
-    file is removed and the old file stays. The temporary name keeps the suffix, because libraries
-    such as matplotlib choose the format by it. Missing parent folders are made.
+    A reader sees the old file or the new one, never a part of either. When the block raises, the
+    temporary file is removed and the old file stays. The temporary name keeps the suffix, because
+    libraries such as matplotlib choose the format by it. Missing parent folders are made.
 
     Raises:
-        FileNotFoundError: the block succeeded without writing the file.
+        FileNotFoundError: The block succeeded without writing the file.
     """
     target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -32,13 +32,13 @@ def atomic_path(target: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_text_atomic(target: str | os.PathLike[str], text: str) -> None:
-    """Replaces the content of ``target`` by ``text`` (UTF-8) in one step."""
+    """Replace the content of ``target`` by ``text`` (UTF-8) in one step."""
     with atomic_path(target) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def sync_path(path: Path) -> None:
-    """Data before names: after a power cut a valid name must not point at unwritten blocks."""
+    """Flush a file or folder to disk: a name that survives a power cut must not lack its data."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""How a dataclass field becomes a command-line flag."""
+"""Dataclass fields that are command-line flags: their metadata, limits and spellings."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Needs:
-    """The flag that decides whether another one is read.
+    """The condition on one flag under which another flag is read.
 
     Attributes:
-        flag: as it is typed.
-        values: those with which the other one is read; empty: all but the one that is off (0, no
-            text, a switch that is not given).
+        flag: Spelling of the deciding flag on the command line.
+        values: Values of the deciding flag with which the other flag is read; empty: every value
+            but the one that turns it off (0, an empty text, a switch that is not given).
     """
 
     flag: str
     values: tuple[str, ...] = ()
 
     def met_by(self, value: object) -> bool:
-        """Whether the other flag is read while this one has a value."""
+        """Whether the other flag is read when the deciding flag has this value."""
         return value in self.values if self.values else bool(value)
 
     def __str__(self) -> str:
@@ -35,16 +35,17 @@ class FlagInfo:
     """Everything about a flag that the annotation of its field does not say.
 
     Attributes:
-        help: one or two sentences, units included.
-        names: spellings; the first is the canonical one.
-        choices: allowed values; empty for any.
-        minimum: smallest allowed number; ``None`` for any.
-        maximum: largest allowed number; ``None`` for any.
-        below: the number must be smaller than this; ``None`` for any.
-        nargs: ``"*"`` for lists.
-        inert: accepted for scripts that have it; a run that is given it says so at its start.
-        above: the number must be larger than this; ``None`` for any.
-        needs: what decides whether it is read; ``None``: it always is.
+        help: Description of the flag in one or two sentences, units included.
+        names: Spellings of the flag; the first is the canonical one.
+        choices: Allowed values; empty for any value.
+        minimum: Smallest allowed number; ``None`` for any.
+        maximum: Largest allowed number; ``None`` for any.
+        below: The number must be smaller than this; ``None`` for any.
+        nargs: What argparse takes for lists (``"*"`` or ``"+"``); ``None`` for a single value.
+        inert: Whether the flag is accepted and does nothing; a run that is given it says so at its
+            start.
+        above: The number must be larger than this; ``None`` for any.
+        needs: Condition under which the flag is read; ``None``: always.
     """
 
     help: str
@@ -69,7 +70,7 @@ class FlagInfo:
 
     @property
     def limits(self) -> str:
-        """The limits in words, like ``at least 0 and below 1``; empty without limits."""
+        """The limits in words, like ``at least 0 and below 1``; empty where there are none."""
         named = (
             ("at least", self.minimum),
             ("more than", self.above),
@@ -93,7 +94,7 @@ def flag(
     above: float | None = None,
     needs: Needs | None = None,
 ) -> Any:
-    """A dataclass field that is a flag; its canonical spelling is the field name with dashes."""
+    """Make a dataclass field that is a flag, canonically spelled like the field with dashes."""
     info = FlagInfo(
         help, tuple(names), tuple(choices), minimum, maximum, below, nargs, inert, above, needs
     )
@@ -101,7 +102,7 @@ def flag(
 
 
 def flag_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
-    """All spellings of a field's flag, canonical first; switches that are on get ``--no-``."""
+    """All spellings of a field's flag, canonical first; a switch that is on gets ``--no-``."""
     info: FlagInfo = field.metadata["flag"]
     prefix = "--no-" if field.default is True else "--"
     canonical = info.names or (prefix + field.name.replace("_", "-"),)

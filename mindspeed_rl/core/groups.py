@@ -26,4 +26,4 @@ MEGATRON_GROUPS: Mapping[str, str] = MappingProxyType(
         "intra_dist_opt_instance": "intra_distributed_optimizer_instance_group",
     }
 )
-"""Groups that megatron-core makes here: what it calls their options -> their description."""
+"""Process groups that megatron-core makes here: name in its options -> group description."""

@@ -1,4 +1,4 @@
-"""What is installed and visible beside torch, without importing it."""
+"""Which packages are installed and visible, found out without importing torch or any of them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 VISIBLE_DEVICES = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
-"""The variable that chooses devices of a platform."""
+"""Environment variable that chooses the visible devices of a platform."""
 
 
 def resolve_platform(name: str) -> str:
-    """``auto`` becomes ``npu`` where torch_npu is installed; CUDA or CPU only torch can tell."""
+    """Replace ``auto`` by ``npu`` where torch_npu is installed.
+
+    Elsewhere the name stays: whether ``auto`` means CUDA or CPU only torch can tell.
+    """
     return "npu" if name == "auto" and find_spec("torch_npu") else name
 
 
@@ -33,7 +36,7 @@ def has_transformer_engine(platform: str) -> bool:
 
 
 def foreign_packages() -> Iterator[str]:
-    """Folders of other packages that are named ``mindspeed_rl``, in the order of the path."""
+    """Yield the folders of other packages named ``mindspeed_rl``, in the order of ``sys.path``."""
     here = Path(__file__).resolve().parents[1]
     for entry in dict.fromkeys(sys.path):
         other = (Path(entry or ".") / "mindspeed_rl").resolve()

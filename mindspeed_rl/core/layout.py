@@ -1,4 +1,4 @@
-"""Where each rank stands in the training and rollout grids: pure arithmetic, no process groups.
+"""Positions of ranks in the training and rollout grids: pure arithmetic, no process groups.
 
 Rank order is Megatron's default ``tp-cp-ep-dp-pp``: tensor-parallel ranks are neighbours, pipeline
 stages are furthest apart. Experts have a grid of their own over the ranks of a stage: expert tensor
@@ -35,7 +35,7 @@ class ExpertCoords:
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """The training layout.
+    """The sizes of the training layout.
 
     ``dp`` is what remains of the world: ``world / (tp cp pp)``; experts have a data parallelism of
     ``world / (etp ep pp)``.
@@ -59,10 +59,10 @@ class ParallelLayout:
         ep: int = 1,
         etp: int | None = None,
     ) -> ParallelLayout:
-        """Check the sizes; ``etp`` is ``tp`` when not given.
+        """Check the sizes and make the layout; ``etp`` is ``tp`` when it is not given.
 
         Raises:
-            UsageError: sizes that do not multiply into ``world``.
+            UsageError: The sizes do not multiply into ``world``.
         """
         etp = tp if etp is None else etp
         for flag, size in (
@@ -91,30 +91,26 @@ class ParallelLayout:
 
     @property
     def pp(self) -> int:
-        """Pipeline stages."""
         return self.stages.pp
 
     @property
     def dp(self) -> int:
-        """Data-parallel size."""
         return self.world // (self.tp * self.cp * self.pp)
 
     @property
     def expert_dp(self) -> int:
-        """Data-parallel size of experts."""
         return self.world // (self.etp * self.ep * self.pp)
 
     @property
     def ranks_per_stage(self) -> int:
-        """Ranks of one pipeline stage."""
         return self.world // self.pp
 
     def describe(self, *, experts: bool, sequence_parallel: bool) -> str:
         """The layout in words, for the start of a run.
 
         Args:
-            experts: the model has some.
-            sequence_parallel: activations are sharded along the sequence.
+            experts: Whether the model has experts.
+            sequence_parallel: Whether activations are sharded along the sequence.
         """
         sizes = f"tp {self.tp} x cp {self.cp} x pp {self.pp} x dp {self.dp}"
         parts = [f"{sizes} with sequence parallelism" if sequence_parallel else sizes]
@@ -155,11 +151,11 @@ class ParallelLayout:
         )
 
     def replicas(self, tp: int, pp: int) -> range:
-        """The ranks that hold the same dense parameters: all of (cp, dp) at one (tp, pp)."""
+        """The ranks that hold the same dense parameters: all (cp, dp) positions at one (tp, pp)."""
         return range(pp * self.ranks_per_stage + tp, (pp + 1) * self.ranks_per_stage, self.tp)
 
     def expert_replicas(self, etp: int, ep: int, pp: int) -> range:
-        """The ranks that hold the same expert parameters."""
+        """The ranks that hold the same expert parameters: all positions at one (etp, ep, pp)."""
         first = pp * self.ranks_per_stage
         return range(first + etp + self.etp * ep, first + self.ranks_per_stage, self.etp * self.ep)
 
@@ -168,8 +164,8 @@ class ParallelLayout:
 class EngineLayout:
     """The rollout layout: an engine is ``tp x pp x dp`` consecutive ranks, innermost first.
 
-    With ``expert_parallel`` the experts of a layer are spread over the ``tp x dp`` ranks of a
-    stage, whole; without, every expert is cut over all of them. Dense models have ``dp`` 1.
+    With ``expert_parallel`` each of the ``tp x dp`` ranks of a stage holds whole experts of a
+    layer; without it each of them holds a slice of every expert. Dense models have ``dp`` 1.
     """
 
     world: int
@@ -197,35 +193,35 @@ class EngineLayout:
 
     @property
     def size(self) -> int:
-        """Ranks of one engine."""
+        """Number of ranks of one engine."""
         return self.tp * self.pp * self.dp
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks of one engine that share the experts of a layer, whole or cut."""
+        """Number of ranks of one engine that share the experts of a layer, whole or sliced."""
         return self.tp * self.dp
 
     @property
     def ep(self) -> int:
-        """Ranks among which whole experts of a layer are shared out."""
+        """Number of ranks that the whole experts of a layer are spread over; 1 for slices."""
         return self.expert_ranks if self.expert_parallel else 1
 
     @property
     def expert_tp(self) -> int:
-        """Ranks that share one expert."""
+        """Number of ranks that share one expert."""
         return 1 if self.expert_parallel else self.expert_ranks
 
     @property
     def num_replicas(self) -> int:
-        """Independent engines."""
+        """Number of independent engines."""
         return self.world // self.size
 
     def replica_of(self, rank: int) -> int:
-        """The engine that a rank belongs to."""
+        """The number of the engine that a rank belongs to."""
         return rank // self.size
 
     def tp_rank(self, rank: int) -> int:
-        """Position among the tensor-parallel ranks of an engine."""
+        """The position of a rank among the tensor-parallel ranks of its engine."""
         return rank % self.tp
 
     def stage_of(self, rank: int) -> int:
@@ -233,26 +229,26 @@ class EngineLayout:
         return rank // self.tp % self.pp
 
     def expert_rank(self, rank: int) -> int:
-        """Position among the ranks of an engine that share the experts of a layer."""
+        """The position of a rank among the ranks of its engine that share a layer's experts."""
         return rank // (self.tp * self.pp) % self.dp * self.tp + self.tp_rank(rank)
 
     def describe(self, *, experts: bool) -> str:
-        """The layout in words, for the start of a run; ``experts``: the model has some."""
+        """The layout in words, for a run's start; ``experts``: whether the model has experts."""
         stages = f" x pp {self.pp}" if self.pp > 1 else ""
         engines = f"{self.num_replicas} replicas of tp {self.tp}{stages} x dp {self.dp}"
         return engines + (f"; experts: tp {self.expert_tp} x ep {self.ep}" if experts else "")
 
     @property
     def num_groups(self) -> int:
-        """Groups of ranks with prompts of their own: data-parallel ranks of all engines."""
+        """Number of rank groups with prompts of their own: data-parallel ranks of all engines."""
         return self.world // (self.tp * self.pp)
 
     def group_of(self, rank: int) -> int:
-        """The group with prompts of its own that a rank belongs to."""
+        """The number of the group with prompts of its own that a rank belongs to."""
         return rank // (self.tp * self.pp)
 
     def layers_of(self, stage: int, num_layers: int) -> range:
-        """The layers of a stage: what is left over goes to the stages before the last, as in vLLM.
+        """The layers of a stage; a remainder goes to the stages before the last, as in vLLM.
 
         Source: ``vllm.distributed.utils.get_pp_indices``.
         """
@@ -266,6 +262,6 @@ class EngineLayout:
         return range(stage * self.tp + tp_rank, self.world, self.tp * self.pp)
 
     def expert_replicas(self, position: int, stage: int = 0) -> range:
-        """The ranks at one position of their engine: they hold the same expert weights."""
+        """The ranks at one position of all engines, which hold the same expert weights."""
         dp, tp = divmod(position, self.tp)
         return range((dp * self.pp + stage) * self.tp + tp, self.world, self.size)

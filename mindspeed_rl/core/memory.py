@@ -1,4 +1,4 @@
-"""Who owns device memory, and when: the names that prediction and measurement share."""
+"""Owners of device memory and phases of a step: the names that prediction and measurement share."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 
 class MemoryOwner(enum.StrEnum):
-    """What bytes on a device are for."""
+    """The purpose of bytes on a device."""
 
     PARAMETERS = "parameters"  # of the policy, in the training precision
     GRAD_BUFFERS = "grad_buffers"
     OPTIMIZER = "optimizer"  # main parameters where they are copies, exp_avg, exp_avg_sq
     REFERENCE = "reference"  # parameters of the first policy, for the KL term
-    CRITIC = "critic"  # its parameters
+    CRITIC = "critic"  # parameters of the critic
     CRITIC_GRAD_BUFFERS = "critic_grad_buffers"
     CRITIC_OPTIMIZER = "critic_optimizer"
-    REWARD_MODEL = "reward_model"  # its parameters
-    ACTIVATIONS = "activations"  # what forward keeps for backward, and what both work with
-    LOGITS = "logits"  # of the tokens of one chunk and their vocabulary shard, in fp32
+    REWARD_MODEL = "reward_model"  # parameters of the reward model
+    ACTIVATIONS = "activations"  # kept by forward for backward, and the workspace of both
+    LOGITS = "logits"  # of one chunk of tokens and one vocabulary shard, in fp32
     RESHARD_STAGING = "reshard_staging"
     ENGINE_WEIGHTS = "engine_weights"
     KV_CACHE = "kv_cache"
@@ -28,20 +28,21 @@ class MemoryOwner(enum.StrEnum):
     COMMUNICATORS = "communicators"  # buffers of HCCL or NCCL; gloo has none on the device
 
 
-# What only updates of the policy need: it leaves before the engine's weights come.
+# Only updates of the policy need these; they leave before the engine's weights arrive.
 UPDATE_STATE = (MemoryOwner.GRAD_BUFFERS, MemoryOwner.OPTIMIZER)
 # Memory of the critic's updates; its parameters alone suffice for its passes.
 CRITIC_OWNERS = (MemoryOwner.CRITIC, MemoryOwner.CRITIC_GRAD_BUFFERS, MemoryOwner.CRITIC_OPTIMIZER)
-# Other models. What of them leaves comes for their own passes and updates only.
+# Models other than the policy. When they are offloaded, they are on the device only for their own
+# passes and updates.
 VISITORS = (MemoryOwner.REFERENCE, MemoryOwner.REWARD_MODEL, *CRITIC_OWNERS)
 LEAVING = (*UPDATE_STATE, MemoryOwner.PARAMETERS, *VISITORS)
 
 
 class MemoryPhase(enum.StrEnum):
-    """When bytes are counted: the edges of a step, and the peaks between them."""
+    """The phase in which bytes are counted: the edges of a step, and the peaks between them."""
 
     LOAD = "load"  # weights just read, optimizer built, engine built and asleep
-    TRAIN_IDLE = "train_idle"  # the trainer's turn, before its first micro-batch
+    TRAIN_IDLE = "train_idle"  # the training phase, before its first micro-batch
     TRAIN = "train"  # the peak of a training step
     SYNC = "sync"  # the peak of a weight update: both sides and the staging
     ROLLOUT = "rollout"  # the peak of generation
@@ -49,12 +50,12 @@ class MemoryPhase(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Policy:
-    """An offload mode.
+    """What an offload mode does.
 
     Attributes:
-        help: in the text of the flag.
-        leaves: owners that are away in the phases of :meth:`OffloadMode.away`.
-        frees_engine_weights: the engine's weights leave while the trainer trains.
+        help: Description of the mode in the help of the flag.
+        leaves: Owners that are off the device in the phases of :meth:`OffloadMode.away`.
+        frees_engine_weights: Whether the engine's weights are freed while the trainer trains.
     """
 
     help: str
@@ -65,8 +66,8 @@ class _Policy:
 class OffloadMode(enum.StrEnum):
     """``--rl-offload``: what of the trainer leaves the device while the engine samples.
 
-    A further mode is a name here and its row in the table below: flag, dry run and phases follow
-    from it. AUTO tries the others in this order.
+    To add a mode, give it a name here and a row in ``_POLICIES``: flag, dry run and phases follow
+    from it. AUTO tries the other modes in this order.
     """
 
     AUTO = "auto"
@@ -76,16 +77,16 @@ class OffloadMode(enum.StrEnum):
 
     @property
     def help(self) -> str:
-        """What it does, in the text of the flag."""
+        """Description of the mode in the help of the flag."""
         return _POLICIES[self].help
 
     @property
     def leaves(self) -> frozenset[MemoryOwner]:
-        """Owners that are away in the phases of :meth:`away`."""
+        """Owners that are off the device in the phases of :meth:`away`."""
         return frozenset(_POLICIES[self].leaves)
 
     def away(self, phase: MemoryPhase) -> frozenset[MemoryOwner]:
-        """Owners that are not on the device in a phase; VISITORS come for their own passes."""
+        """Owners that are off the device in a phase; VISITORS return for their own passes."""
         absent: dict[MemoryPhase, tuple[MemoryOwner, ...]] = {
             MemoryPhase.TRAIN_IDLE: VISITORS,
             MemoryPhase.TRAIN: VISITORS,
@@ -95,7 +96,7 @@ class OffloadMode(enum.StrEnum):
         return self.leaves.intersection(absent.get(phase, ()))
 
     def sleeps_deeply(self, rollout_sleep: str) -> bool:
-        """Whether the engine's weights leave, too, under ``--rollout-sleep`` auto, kv or all."""
+        """Whether ``--rollout-sleep`` auto, kv or all frees the engine's weights as well."""
         return rollout_sleep == "all" or (
             rollout_sleep == "auto" and _POLICIES[self].frees_engine_weights
         )

@@ -1,7 +1,7 @@
 """A registry of monkeypatches that check their target before they touch it.
 
-Every patch says why it exists, where upstream stands, for which versions it was checked
-and when it can go. A target that is gone or whose signature changed is refused, not patched.
+Every patch says why it exists, where upstream stands, for which versions it was checked and when it
+can be removed. A target that is gone or whose signature changed is refused, not patched.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _APPLIED: dict[str, Patch] = {}
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One replacement of one attribute.
+    """The replacement of one attribute of another package.
 
     Attributes:
         target: ``"package.module:Class.method"`` or ``"package.module:function"``.
-        parameters: the parameter names of the target that the replacement was written for.
-        make: original -> replacement.
-        why: the reason, in one or two sentences.
-        upstream: the thread or file where the cause lives.
-        versions: where it was checked.
-        remove_when: the condition under which it can go.
+        parameters: Parameter names of the target that the replacement was written for.
+        make: Function that turns the original into the replacement.
+        why: Reason for the patch, in one or two sentences.
+        upstream: Thread or file of the upstream project where the cause lies.
+        versions: Versions for which the patch was checked.
+        remove_when: Condition under which the patch can be removed.
     """
 
     target: str
@@ -62,7 +62,7 @@ def apply_patch(patch: Patch) -> None:
     """Apply a patch once; a second call does nothing.
 
     Raises:
-        RuntimeError: the target is missing or has other parameters than the patch was written for.
+        RuntimeError: The target is missing or has other parameters than the patch was written for.
     """
     if patch.target in _APPLIED:
         return

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds: even, uneven, interleaved, with empty slots."""
+"""Layers of each pipeline stage: even and uneven splits, interleaved chunks, empty slots."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mindspeed_rl.core.errors import UsageError
 
 
 class LayerPlace(NamedTuple):
-    """Where a layer lives: pipeline stage, chunk of that stage, number within the chunk."""
+    """The place of a layer: pipeline stage, chunk of that stage, number within the chunk."""
 
     stage: int
     chunk: int
@@ -19,11 +19,11 @@ class LayerPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageLayout:
-    """Layers of each chunk in the order of the model; chunk ``i`` is on stage ``i % pp``.
+    """The number of layers of each chunk, in model order; chunk ``i`` is on stage ``i % pp``.
 
     Attributes:
-        pp: pipeline stages.
-        layers_per_chunk: ``pp x vpp`` counts.
+        pp: Number of pipeline stages.
+        layers_per_chunk: Numbers of layers, ``pp x vpp`` of them.
     """
 
     pp: int
@@ -31,12 +31,11 @@ class StageLayout:
 
     @property
     def vpp(self) -> int:
-        """Chunks of every stage."""
+        """Number of chunks on every stage."""
         return len(self.layers_per_chunk) // self.pp
 
     @property
     def num_layers(self) -> int:
-        """All layers."""
         return sum(self.layers_per_chunk)
 
     @property
@@ -45,7 +44,7 @@ class StageLayout:
         return len(set(self.layers_per_chunk)) == 1
 
     def describe(self) -> str:
-        """What a reader cannot tell from the number of stages: uneven ones, chunks; else empty."""
+        """Describe uneven stages and chunks in words; empty for an even layout without chunks."""
         if self.is_even and self.vpp == 1:
             return ""
         counts = ",".join(map(str, self.layers_per_chunk))
@@ -54,7 +53,7 @@ class StageLayout:
         return f"vpp {self.vpp}, layers per chunk {counts}"
 
     def place_of(self, layer: int) -> LayerPlace:
-        """Where a global layer lives."""
+        """The place of a layer, which is numbered over the whole model."""
         first = 0
         for position, count in enumerate(self.layers_per_chunk):
             if first <= layer < first + count:
@@ -63,7 +62,7 @@ class StageLayout:
         raise IndexError(f"layer {layer} is not one of {self.num_layers}")
 
     def layers_of(self, stage: int, chunk: int = 0) -> range:
-        """The global layers of a chunk."""
+        """The layers of a chunk, numbered over the whole model."""
         position = chunk * self.pp + stage
         first = sum(self.layers_per_chunk[:position])
         return range(first, first + self.layers_per_chunk[position])
@@ -72,16 +71,16 @@ class StageLayout:
 def even_stages(
     num_layers: int, pp: int = 1, vpp: int = 1, noop_layers: Sequence[int] = ()
 ) -> StageLayout:
-    """Split slots evenly; a slot of ``noop_layers`` is left empty.
+    """Split layer slots evenly over the chunks; the slots in ``noop_layers`` stay empty.
 
     Args:
-        num_layers: layers of the model, without the empty slots.
-        pp: pipeline stages.
-        vpp: chunks of each stage.
-        noop_layers: numbers of the empty slots among all ``num_layers + len(noop_layers)``.
+        num_layers: Number of layers of the model, without the empty slots.
+        pp: Number of pipeline stages.
+        vpp: Number of chunks of each stage.
+        noop_layers: Numbers of the empty slots among all ``num_layers + len(noop_layers)`` slots.
 
     Raises:
-        UsageError: slots that do not divide, or numbers outside them.
+        UsageError: The chunks do not divide the slots, or a number is outside the slots.
     """
     slots = num_layers + len(noop_layers)
     if pp < 1 or vpp < 1:
@@ -111,20 +110,20 @@ def even_stages(
 def accounted_stages(
     num_layers: int, pp: int, vpp: int = 1, *, embedding: bool, loss: bool
 ) -> StageLayout:
-    """Split evenly with the embedding, the loss or both as one more layer.
+    """Split layers evenly, with the embedding, the loss or both counted as one more layer.
 
-    The first chunk has a layer less for the embedding, the last one for the loss. Source:
+    The first chunk has one layer less for the embedding, the last one for the loss. Source:
     ``megatron.core.transformer.transformer_block.get_num_layers_to_build``.
 
     Args:
-        num_layers: layers of the model.
-        pp: pipeline stages.
-        vpp: chunks of each stage.
-        embedding: ``--account-for-embedding-in-pipeline-split``.
-        loss: ``--account-for-loss-in-pipeline-split``.
+        num_layers: Number of layers of the model.
+        pp: Number of pipeline stages.
+        vpp: Number of chunks of each stage.
+        embedding: Value of ``--account-for-embedding-in-pipeline-split``.
+        loss: Value of ``--account-for-loss-in-pipeline-split``.
 
     Raises:
-        UsageError: layers that do not divide.
+        UsageError: The chunks do not divide the layers.
     """
     slots = num_layers + embedding + loss
     if slots % (pp * vpp) or slots < pp * vpp:
@@ -148,7 +147,7 @@ def accounted_stages(
 def filled_slots(
     num_layers: int, pp: int, vpp: int, noop_layers: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """For each chunk of :func:`even_stages` the numbers of its slots that hold a layer."""
+    """For each chunk of :func:`even_stages`, the numbers of its slots that hold a layer."""
     size = (num_layers + len(noop_layers)) // (pp * vpp)
     empty = set(noop_layers)
     return tuple(
@@ -158,10 +157,10 @@ def filled_slots(
 
 
 def listed_stages(num_layers: int, pp: int, counts: Sequence[int]) -> StageLayout:
-    """Stages with given numbers of layers, ``pp`` or a multiple of it, in the order of the model.
+    """Make a layout of given numbers of layers in model order: ``pp`` of them, or a multiple.
 
     Raises:
-        UsageError: counts that do not fit.
+        UsageError: The counts do not fit the stages or the model.
     """
     text = ",".join(map(str, counts))
     if not counts or len(counts) % pp:

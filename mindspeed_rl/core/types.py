@@ -1,7 +1,7 @@
-"""The values that flow through an RL step: prompts in, scored rollouts out.
+"""The values that pass through an RL step: prompts go in, scored rollouts come out.
 
-Token ids are the only truth that crosses from rollout to training; text is
-decoded for rewards and for people, and never tokenised again.
+Responses cross from rollout to training as token ids only; text is decoded from them for rewards
+and for people, and is never tokenised again.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class Prompt:
     """One question of the data set, tokenised once.
 
     Attributes:
-        index: position of the row in the filtered data set; equal on all ranks.
-        token_ids: the prompt as the model reads it, chat template applied.
-        text: the last user message, as a person would read it.
-        answer: the reference answer handed to the rewards.
-        metadata: whatever else the row of the data file holds.
+        index: Position of the row in the filtered data set; equal on all ranks.
+        token_ids: Tokens of the prompt as the model reads it, chat template applied.
+        text: Last user message, as a person would read it.
+        answer: Reference answer for the rewards.
+        metadata: All other fields of the row in the data file.
     """
 
     index: int
@@ -34,19 +34,19 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the engine answered to one request.
+    """The response of an engine to one request.
 
     Attributes:
-        token_ids: sampled ids, the stop token included when one was sampled.
-        logprobs: log p(token) under the sampling distribution of the engine, one per token.
+        token_ids: Tokens of the response, the stop token included when one was sampled.
+        logprobs: Log p(token) under the sampling distribution of the engine, one per token.
         finish_reason: ``"stop"`` (stop token sampled) or ``"length"`` (cut off); a request that an
-            engine gave up (aborted, failed) is no completion.
-        weights_version: the trainer's update count of the weights that sampled it.
-        loss_mask: per token, whether the model sampled it (and is trained on it) or an environment
-            wrote it, with log-prob 0; ``None``: all are the model's.
-        experts: of every token, those that the engine's routers chose where it was predicted:
-            [tokens, layers with experts, k] of one byte each (two above 256 experts); ``None``:
-            they were not asked for.
+            engine gave up (aborted, failed) has no completion.
+        weights_version: Number of trainer updates in the weights that sampled the response.
+        loss_mask: Per token, whether the model sampled it (and is trained on it) or an environment
+            wrote it, with log-prob 0; ``None``: the model sampled all tokens.
+        experts: Experts that the engine's routers chose when each token was predicted: [tokens,
+            layers with experts, k] of one byte each (two above 256 experts); ``None``: they were
+            not asked for.
     """
 
     token_ids: tuple[int, ...]
@@ -79,7 +79,7 @@ class Completion:
 
     @property
     def sampled_ids(self) -> tuple[int, ...]:
-        """The tokens that the model sampled."""
+        """The tokens that the model sampled, without those of an environment."""
         if self.loss_mask is None:
             return self.token_ids
         pairs = zip(self.token_ids, self.loss_mask, strict=True)
@@ -91,10 +91,10 @@ class Rollout:
     """One scored sample.
 
     Attributes:
-        sample_id: prompt position in the step times group size plus sibling; equal on all ranks
-            and independent of the layout.
-        reward: the total reward; ``None`` when the reward function abstained.
-        reward_parts: each reward function's own score, by name.
+        sample_id: Position of the prompt in the step times the group size, plus the position in the
+            group; equal on all ranks and independent of the layout.
+        reward: Total reward; ``None`` when the reward function abstained.
+        reward_parts: Score of each reward function, by name.
     """
 
     sample_id: int

@@ -1,4 +1,4 @@
-"""Reads the version matrix ``versions.cfg``."""
+"""Reader of the version matrix ``versions.cfg``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MATRIX = Path(__file__).parents[1] / "versions.cfg"
 
 
 def read_matrix(path: Path = MATRIX) -> dict[str, dict[str, str]]:
-    """Section -> package -> specifier (possibly empty)."""
+    """Read the matrix: section -> package -> version specifier, which may be empty."""
     parser = configparser.ConfigParser(allow_no_value=True, delimiters=("=",))
     parser.optionxform = str  # type: ignore[assignment,method-assign]
     parser.read_string(path.read_text())
@@ -17,18 +17,18 @@ def read_matrix(path: Path = MATRIX) -> dict[str, dict[str, str]]:
 
 
 def requirements(section: str, matrix: dict[str, dict[str, str]] | None = None) -> list[str]:
-    """Requirement lines of a section, as pip reads them."""
+    """The requirement lines of a section in pip's syntax."""
     rows = (matrix or read_matrix())[section]
     return [f"{name}{specifier}" for name, specifier in rows.items()]
 
 
 def mindspeed_branch(matrix: dict[str, dict[str, str]] | None = None) -> str:
-    """The branch of MindSpeed that belongs to the NPU's set."""
+    """The branch of MindSpeed that belongs to the package set for NPUs."""
     return (matrix or read_matrix())["npu.system"]["mindspeed"]
 
 
 def pins(platform: str) -> dict[str, str]:
-    """Packages of a platform that are pinned exactly -> version."""
+    """The packages of a platform that are pinned exactly -> their version."""
     matrix = read_matrix()
     rows: dict[str, str] = {}
     for section in ("core", platform, f"{platform}.no-deps"):

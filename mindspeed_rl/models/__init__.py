@@ -1,1 +1,1 @@
-"""Model families: architecture numbers and one weight table each."""
+"""Architecture numbers and weight tables of model families."""

@@ -1,4 +1,4 @@
-"""Rows of attention: projections cut by heads, fused as either side keeps them."""
+"""Rows of attention: projections cut by heads, fused as the trainer or the engine stores them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,12 @@ def _grouped(spec: ModelSpec) -> GroupedQueryAttention:
 
 @dataclass(frozen=True, slots=True)
 class QKV(WeightRow):
-    """Base of fused projections; ``bias`` rows have one dimension.
-
-    ``{p}`` in ``hf`` stands for ``q``, ``k`` and ``v``.
-    """
+    """Base class of fused query, key and value projections; ``bias`` rows have one dimension."""
 
     hf: str = ""
     bias: bool = False
 
     def hf_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-        """Three tensors."""
         tail = () if self.bias else (spec.hidden_size,)
         attention = _grouped(spec)
         rows = {"q": attention.q_size, "k": attention.kv_size, "v": attention.kv_size}
@@ -46,14 +42,14 @@ class QKV(WeightRow):
 
 @dataclass(frozen=True, slots=True)
 class GroupedQKV(QKV):
-    """Megatron's interleave: per key/value head its query heads, then its key, then its value.
+    """Megatron's interleaved rows: per key/value head its query heads, then its key and its value.
 
     Ranks hold equal runs of these rows. With more ranks than key/value heads a run is a part of a
     group; megatron-core gathers the rows of the activations then.
     """
 
     def check(self, spec: ModelSpec, count: int) -> None:
-        """Megatron's own rule: key/value heads divide or are divided; rows divide."""
+        """Check Megatron's rule: ranks divide the kv heads or the reverse, and divide the rows."""
         kv, rows = _grouped(spec).num_kv_heads, self._rows(spec)
         if (kv % count and count % kv) or rows % count:
             raise UsageError(
@@ -79,13 +75,13 @@ class GroupedQKV(QKV):
 
     @staticmethod
     def _rows(spec: ModelSpec) -> int:
-        """Rows of the whole fused tensor."""
+        """Number of rows of the whole fused tensor."""
         attention = _grouped(spec)
         return attention.q_size + 2 * attention.kv_size
 
     @staticmethod
     def _runs(spec: ModelSpec) -> Iterator[tuple[str, int, int, int]]:
-        """Part, its HF row, the row of the whole fused tensor, and how many rows."""
+        """Yield runs of rows: part, first row in HF, first row in the fused tensor, length."""
         attention = _grouped(spec)
         head, kv_heads = attention.head_dim, attention.num_kv_heads
         q_rows = attention.num_heads // kv_heads * head
@@ -98,10 +94,10 @@ class GroupedQKV(QKV):
 
 @dataclass(frozen=True, slots=True)
 class StackedQKV(QKV):
-    """vLLM's order ``[q; k; v]``; key/value heads are replicated when there are more ranks."""
+    """Rows in vLLM's order ``[q; k; v]``; more ranks than key/value heads hold copies of those."""
 
     def check(self, spec: ModelSpec, count: int) -> None:
-        """vLLM's own rule: query heads divide; kv heads divide or are divided."""
+        """Check vLLM's rule: ranks divide the query heads, and divide kv heads or the reverse."""
         heads, kv = _grouped(spec).num_heads, _grouped(spec).num_kv_heads
         if heads % count or (kv % count and count % kv):
             raise UsageError(
@@ -111,7 +107,7 @@ class StackedQKV(QKV):
             )
 
     def _kv(self, num_kv_heads: int, index: int, count: int) -> tuple[int, int]:
-        """First key/value head and number of them on a rank."""
+        """The first key/value head on a rank and the number of its key/value heads."""
         if count <= num_kv_heads:
             return even_span(num_kv_heads, index, count, "num_kv_heads")
         return index // (count // num_kv_heads), 1
@@ -124,7 +120,6 @@ class StackedQKV(QKV):
         return self._shape(spec, heads * attention.head_dim)
 
     def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
-        """Three rectangles."""
         self.check(spec, share.tp_size)
         attention = _grouped(spec)
         head = attention.head_dim
@@ -140,7 +135,6 @@ class HeadSplit(Split):
     """A :class:`Split` whose shares are whole attention heads."""
 
     def check(self, spec: ModelSpec, count: int) -> None:
-        """Whole heads per rank."""
         heads = spec.attention.num_heads
         if heads % count:
             raise UsageError(
@@ -151,22 +145,22 @@ class HeadSplit(Split):
 
 @dataclass(frozen=True, slots=True)
 class HeadPart(HeadSplit):
-    """The same channels of every head of a projection, heads one below the other.
+    """A matrix with the same channels of every head of a projection, head below head.
 
     ``hf`` is the whole projection, ``dims`` its dimensions. Latent attention with
-    ``--mla-mm-split`` keeps the two halves of its up projections in matrices of their own.
+    ``--mla-mm-split`` keeps the two parts of its up projections in matrices of their own.
 
     Attributes:
-        sizes: attributes of :class:`~mindspeed_rl.models.layers.LatentAttention`, the channels of
-            a head in order.
-        part: which of ``sizes`` this row keeps.
+        sizes: Attributes of :class:`~mindspeed_rl.models.layers.LatentAttention` with the channels
+            of each part of a head, in order.
+        part: Index in ``sizes`` of the part that this row keeps.
     """
 
     sizes: tuple[str, str] = ("", "")
     part: int = 0
 
     def _channels(self, spec: ModelSpec) -> tuple[int, int, int]:
-        """Channels of a head, the first that is kept, and how many are."""
+        """Channels of a head, the first channel that is kept, and how many channels are kept."""
         assert spec.latent is not None, f"{self.param}: heads have parts in latent attention only"
         first, second = (int(getattr(spec.latent, name)) for name in self.sizes)
         return first + second, first * self.part, second if self.part else first

@@ -1,7 +1,7 @@
-"""Parts of decoder models as rows: the names on both sides and how each is cut.
+"""Parts of decoder models as rows: parameter names in trainer and engines, and how each is cut.
 
-Families put their table together from these. A row whose condition the model does not fulfil (no
-bias, no query norm, ...) does not exist, so one block serves all variants.
+Families compose their weight tables from these blocks. A row whose condition the model does not
+fulfil (no bias, no query norm, ...) does not exist, so one block serves all variants.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from mindspeed_rl.models.rules import (
 _M, _H = "decoder.layers.{l}.", "model.layers.{l}."
 EMBED_NAME = _EMBED = "model.embed_tokens.weight"
 _HEAD, _NORM = "lm_head.weight", "model.norm.weight"
-#: of a sequence classifier with one label, as transformers names it
+#: Head of a sequence classifier with one label, as transformers names it.
 VALUE_HEAD = "score.weight"
 
 
 def _vllm(*rows: WeightRow) -> dict[str, tuple[WeightRow, ...]]:
-    """The column of vLLM. Another engine's is joined to it: ``_vllm(...) | {"name": (...)}``."""
+    """The rows of vLLM. Rows of another engine are added by ``_vllm(...) | {"name": (...)}``."""
     return {"vllm": rows}
 
 
@@ -64,7 +64,7 @@ def _of_kind(
     trainer: tuple[WeightRow, ...],
     engines: Mapping[str, tuple[WeightRow, ...]],
 ) -> Block:
-    """Rows that the layers of one kind have."""
+    """Make a block of rows that only layers of one kind have."""
 
     def with_kind(rows: tuple[WeightRow, ...]) -> tuple[WeightRow, ...]:
         return tuple(replace(row, stage=kind) for row in rows)
@@ -124,7 +124,7 @@ _KV_A_NORM = f"{_H}self_attn.kv_a_layernorm.weight"
 
 
 def _latent_up(query: str, plain: str, key_value: str, output: str) -> tuple[WeightRow, ...]:
-    """Projections of latent attention that are cut by heads; equal on both sides but for names."""
+    """Rows of latent attention that are cut by heads; trainer and engine differ in names only."""
     return (
         HeadSplit(query, hf=_Q_B, dims=("q_size", "q_lora_rank"), when="compressed_query"),
         HeadSplit(plain, hf=_Q_PLAIN, dims=("q_size", "hidden_size"), when="plain_query"),

@@ -1,4 +1,4 @@
-"""Types of the values of a Hugging Face ``config.json``, checked before any of them is used."""
+"""Type checks of the values of a Hugging Face ``config.json``, made before any of them is used."""
 
 from __future__ import annotations
 
@@ -91,16 +91,16 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[[object], bool], str], ...] = (
 
 
 def checked_values(config: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
-    """The config without its nulls, which mean as much as no key at all.
+    """Check the values of a config and drop its nulls, which mean the same as an absent key.
 
-    Keys that no family reads are not looked at.
+    Keys that no family reads are not checked.
 
     Args:
-        config: parsed ``config.json``, or an object in it.
-        inside: key of that object.
+        config: Parsed ``config.json``, or an object in it.
+        inside: Key of that object; empty for the whole config.
 
     Raises:
-        UsageError: a value of another type than its key needs.
+        UsageError: A value has another type than its key needs.
     """
     values = {key: value for key, value in config.items() if value is not None}
     for keys, is_right, needed in _CHECKS:

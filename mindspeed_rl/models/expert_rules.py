@@ -12,30 +12,28 @@ from mindspeed_rl.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class ExpertRow(WeightRow):
-    """Base of the rows of routed experts: ``inner`` describes the matrix of one expert.
+    """Base class of the rows of routed experts: ``inner`` describes the matrix of one expert.
 
-    Experts are cut by expert parallelism and each of them by expert tensor parallelism; both are
-    known to the layout, which gives the local expert in the share.
+    Expert parallelism distributes the experts, and expert tensor parallelism cuts each of them; the
+    layout knows both and passes the local expert in the share.
     """
 
     inner: WeightRow | None = None
 
     @property
     def matrix(self) -> WeightRow:
-        """The row of one expert."""
+        """The row that describes the matrix of one expert."""
         assert self.inner is not None, f"{self.param}: a row of experts needs an inner row"
         return self.inner
 
     def hf_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-        """Those of one expert, ``{e}`` in their names."""
+        """The shapes of one expert's tensors, with ``{e}`` in their names."""
         return self.matrix.hf_shapes(spec)
 
     def check(self, spec: ModelSpec, count: int) -> None:
-        """That of one expert."""
         self.matrix.check(spec, count)
 
     def padding(self, spec: ModelSpec, share: Share) -> int:
-        """That of one expert."""
         return self.matrix.padding(spec, share)
 
 
@@ -44,11 +42,9 @@ class PerExpert(ExpertRow):
     """One parameter per local expert; ``{e}`` in ``param`` is its number."""
 
     def local_shape(self, spec: ModelSpec, share: Share) -> tuple[int, ...]:
-        """That of one expert."""
         return self.matrix.local_shape(spec, share)
 
     def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
-        """Those of one expert."""
         return self.matrix.cuts(spec, share)
 
 
@@ -68,11 +64,10 @@ class StackedExperts(ExpertRow):
         return (share.num_local_experts, *matrix)
 
     def padding(self, spec: ModelSpec, share: Share) -> int:
-        """That of all local experts."""
         return share.num_local_experts * self.matrix.padding(spec, share)
 
     def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
-        """Those of one expert, inside the stack."""
+        """The rectangles of one expert, placed inside the stack."""
         view = ParamView((share.expert,), self.transposed)
         for cut in self.matrix.cuts(spec, share):
             yield replace(cut, view=view)

@@ -1,4 +1,4 @@
-"""How a Megatron checkpoint on disk names, joins and cuts what the trainer's rows hold.
+"""Names and shapes of parameters in Megatron checkpoints on disk, where the trainer's rows differ.
 
 The tables of the families name parameters after megatron-core's own modules. Checkpoints of other
 implementations hold the same numbers under other names: norms inside the linear layer that follows
@@ -31,27 +31,31 @@ _OLD_NAMES = {
 }
 _ONE_EXPERT = "mlp.experts.local_experts.{e}."
 _STACKS = {"linear_fc1.weight": "mlp.experts.weight1", "linear_fc2.weight": "mlp.experts.weight2"}
-#: HF tensors of a multi-token-prediction layer that repeat the model's own
+#: HF tensors of a multi-token-prediction layer that repeat tensors of the model.
 MTP_COPIES = {"embed_tokens.weight": EMBED_NAME, "shared_head.head.weight": "lm_head.weight"}
 
 
 @dataclass(frozen=True, slots=True)
 class FileNames:
-    """The dialect of a checkpoint.
+    """The naming dialect of a checkpoint.
 
     Attributes:
-        input_norm: the norm before attention is in its projection (Transformer Engine).
-        dense_norm: the norm before a dense MLP is in its first linear layer.
-        expert_norm: the norm before experts is named like ``dense_norm``, though no linear follows:
-            what megatron-core calls it in a distributed checkpoint of its own modules.
-        latent_norms: norms of compressed query and key/value are in the projections that follow.
+        input_norm: Whether the norm before attention is in its projection (Transformer Engine).
+        dense_norm: Whether the norm before a dense MLP is in its first linear layer.
+        expert_norm: Whether the norm before experts is named as ``dense_norm`` names it, though no
+            linear layer follows; megatron-core does so in a distributed checkpoint of its own
+            modules.
+        latent_norms: Whether norms of compressed query and key/value are in the projections after
+            them.
         experts: ``"single"``: one module per expert; ``"stacked"``: MindSpeed's grouped GEMM, all
             experts of a rank in ``weight1`` and ``weight2``, transposed; ``"numbered"``:
             Transformer Engine's, one module with a numbered weight per expert.
-        joined_down: the down projections of latent attention are one ``linear_qkv``.
-        old_latent: names of latent attention before MindSpeed-LLM took megatron-core's.
-        split_up: ``--mla-mm-split``: up projections of latent attention by kind of channel.
-        mtp: layers of multi-token prediction are there.
+        joined_down: Whether the down projections of latent attention are one ``linear_qkv``.
+        old_latent: Whether latent attention has the names that MindSpeed-LLM gave it before it took
+            megatron-core's.
+        split_up: Whether up projections of latent attention are split by kind of channel
+            (``--mla-mm-split``).
+        mtp: Whether there are layers of multi-token prediction.
     """
 
     input_norm: bool = False
@@ -65,7 +69,7 @@ class FileNames:
     mtp: bool = False
 
     def param(self, pattern: str, spec: ModelSpec, layer: int) -> str:
-        """The name pattern of a row at a layer of the model."""
+        """The name pattern that a row of the table has at a layer of the model."""
         prefix, separator, tail = pattern.partition("{l}.")
         deep = "transformer_layer." if tail.startswith("transformer_layer.") else ""
         tail = tail.removeprefix(deep)
@@ -131,13 +135,12 @@ _KEY_VALUE = ("nope_head_dim", "v_head_dim")
 
 @dataclass(frozen=True, slots=True)
 class _JoinedDown(Joined):
-    """Query, compressed or not, above compressed key/value, whole on every rank."""
+    """The query, compressed or not, above the compressed key/value; whole on every rank."""
 
     query: str = ""
     key_value: str = ""
 
     def hf_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-        """One tensor per part."""
         compressed = spec.latent is not None and spec.latent.compressed_query
         name, rows = ("q_a_proj", "q_lora_rank") if compressed else ("q_proj", "q_size")
         return {
@@ -162,7 +165,7 @@ def _parts(
 
 
 def _mtp_rows(spec: ModelSpec, rows: tuple[WeightRow, ...]) -> Iterator[WeightRow]:
-    """A layer like the last one of the model, and what joins it to the model."""
+    """Yield the rows of a layer like the model's last one, and of what joins it to the model."""
     head, prefix = "mtp.layers.{l}.", "model.layers.{l}."
     yield Replicated(head + "enorm.weight", stage="mtp", hf=prefix + "enorm.weight")
     yield Replicated(head + "hnorm.weight", stage="mtp", hf=prefix + "hnorm.weight")
@@ -179,14 +182,14 @@ def _mtp_rows(spec: ModelSpec, rows: tuple[WeightRow, ...]) -> Iterator[WeightRo
     yield Replicated(
         "mtp.final_layernorms.{l}.weight", stage="mtp", hf=prefix + "shared_head.norm.weight"
     )
-    # the last of several stages needs the embedding as well
+    # The last of several stages needs the embedding as well.
     yield Vocab("embedding.word_embeddings.weight", stage="last", hf=EMBED_NAME)
 
 
 def mindspeed_names(
     spec: ModelSpec, *, transformer_engine: bool, grouped: bool, split_up: bool, mtp: bool
 ) -> FileNames:
-    """What MindSpeed-LLM writes for a model and its flags."""
+    """The dialect that MindSpeed-LLM writes for a model and its flags."""
     experts = ("numbered" if transformer_engine else "stacked") if grouped else "single"
     return FileNames(
         input_norm=transformer_engine,
@@ -199,7 +202,7 @@ def mindspeed_names(
 
 
 def distributed_names(spec: ModelSpec, modules: ModuleNames) -> FileNames:
-    """Keys of megatron-core's distributed format; its own modules borrow the fused names."""
+    """The dialect of megatron-core's distributed format, whose own modules use the fused names."""
     if not modules.fused_norms:
         plain = spec.latent is None
         return FileNames(input_norm=plain, dense_norm=plain, expert_norm=plain)
@@ -208,7 +211,7 @@ def distributed_names(spec: ModelSpec, modules: ModuleNames) -> FileNames:
 
 
 def told_from(params: Collection[str], spec: ModelSpec) -> FileNames:
-    """The dialect that the parameter names of a checkpoint are in."""
+    """Recognise the dialect of a checkpoint by its parameter names."""
 
     def ends(tail: str) -> bool:
         return any(name.endswith(tail) for name in params)

@@ -12,12 +12,12 @@ from mindspeed_rl.models.tensors import tensor_groups
 
 
 def active_parameters(spec: ModelSpec) -> int:
-    """Weights that one token is multiplied with: ``top_k`` experts of each layer."""
+    """Number of weights that one token is multiplied with: of experts, ``top_k`` of each layer."""
     return sum(active_by_part(spec).values())
 
 
 def active_by_part(spec: ModelSpec) -> Counter[str]:
-    """Active parameters by the part of a layer that recomputation names; the rest is ``other``."""
+    """Number of active parameters by the part that recomputation names; the rest is ``other``."""
     experts = {
         row.param
         for row in weight_table(spec.family).trainer_rows(spec)
@@ -34,22 +34,22 @@ def active_by_part(spec: ModelSpec) -> Counter[str]:
             active["moe"] += count
         else:
             active["mlp" if ".mlp." in group.row else "other"] += count
-    if not spec.tie_embeddings:  # a tied one is the head as well
+    if not spec.tie_embeddings:  # a tied embedding is the head as well
         active["other"] -= spec.vocab_size * spec.hidden_size  # the embedding is looked up
     return active
 
 
 def attention_flops(spec: ModelSpec, mean_length: float) -> float:
-    """Of scores and values of one token, forward: half of the sequence is before it on average."""
+    """Forward operations of one token's attention, which on average covers half of the sequence."""
     return sum(layer.attention.pair_flops for layer in spec.layers) * mean_length / 2
 
 
 def forward_flops(spec: ModelSpec, mean_length: float) -> float:
-    """Of one token's forward pass: two per active parameter, and attention."""
+    """Operations of one token's forward pass: two per active parameter, and attention."""
     return 2 * active_parameters(spec) + attention_flops(spec, mean_length)
 
 
 @cache
 def sequence_flops(spec: ModelSpec) -> tuple[float, float]:
-    """Of a sequence's forward pass: per token, and per squared token (attention)."""
+    """Operations of a sequence's forward pass: per token, and per squared token (attention)."""
     return 2.0 * active_parameters(spec), attention_flops(spec, 1.0)

@@ -1,4 +1,4 @@
-"""Code that a Hugging Face checkpoint brings along: what ``auto_map`` names, and its imports."""
+"""Python code in a Hugging Face checkpoint: modules that ``auto_map`` names, and their imports."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 from mindspeed_rl.core.errors import UsageError
 
 _CONFIG, _TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
-# Keys of the auto_map of config.json that are about the tokenizer.
+# Keys of the auto_map in config.json that belong to the tokenizer.
 _OF_TOKENIZER = frozenset({"AutoTokenizer", "AutoProcessor"})
 
 
 def code_files(source: Path, tokenizer: Path) -> list[Path]:
-    """The modules that readers of an export will import, as transformers finds them. Local.
+    """Find the modules that readers of an export will import, as transformers finds them. Local.
 
-    Those that ``auto_map`` names, and the modules beside them that they import relatively. What
-    names another repository (``owner/repo--module.Class``) is there and not here.
+    These are the modules that ``auto_map`` names, and the modules in their folder that they import
+    relatively. A name in another repository (``owner/repo--module.Class``) is left out.
 
     Args:
-        source: directory of the checkpoint, with ``config.json``.
-        tokenizer: directory of the tokenizer; that of the checkpoint, or another one, which then
+        source: Directory of the checkpoint, with ``config.json``.
+        tokenizer: Directory of the tokenizer: that of the checkpoint, or another one, which then
             has the tokenizer's code.
 
     Raises:
-        UsageError: one is missing or no Python, or two have one name.
+        UsageError: A module is missing or is no Python, or two modules have one name.
     """
     own = _modules(source / _CONFIG)
     if tokenizer.resolve() != source.resolve():
@@ -49,30 +49,30 @@ def code_files(source: Path, tokenizer: Path) -> list[Path]:
 
 
 def _modules(config: Path) -> dict[str, list[str]]:
-    """Key of ``auto_map`` -> the modules that it names."""
+    """Map every key of ``auto_map`` to the modules that it names."""
     if not config.is_file():
         return {}
     try:
         auto_map: Any = json.loads(config.read_text(encoding="utf-8")).get("auto_map", {})
     except (ValueError, AttributeError) as error:
         raise UsageError(f"{config}: no JSON object: {error}") from error
-    if not isinstance(auto_map, dict):  # tokenizers were saved so before transformers 4.27
+    if not isinstance(auto_map, dict):  # the form that transformers before 4.27 wrote
         auto_map = {"AutoTokenizer": auto_map}
     return {key: [*_local_modules(value)] for key, value in auto_map.items()}
 
 
 def _local_modules(value: Any) -> Iterator[str]:
-    """Of ``"module.Class"``, or of ``[slow tokenizer, fast tokenizer]``, one perhaps null."""
+    """Yield modules of ``"module.Class"``, or of ``[slow, fast]`` tokenizers, one maybe null."""
     for reference in value if isinstance(value, list) else [value]:
         if isinstance(reference, str) and "--" not in reference:
             yield reference.partition(".")[0]
 
 
 def _with_imports(first: Path, named_by: str) -> list[Path]:
-    """A module and all that it needs of its folder.
+    """Find a module and all modules of its folder that it needs.
 
     Raises:
-        UsageError: one is missing, or no Python; ``named_by`` says who needs the first.
+        UsageError: A module is missing, or is no Python; ``named_by`` says who needs the first.
     """
     found: dict[Path, str] = {}
     open_files = [(first, named_by)]
@@ -92,7 +92,7 @@ def _with_imports(first: Path, named_by: str) -> list[Path]:
 
 
 def _relative_imports(path: Path) -> Iterator[str]:
-    """Modules of the same folder, as they are written behind the dot."""
+    """Yield the modules of the same folder that a module imports, as written behind the dot."""
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What the readers of Hugging Face configs share."""
+"""Readers of the parts of a Hugging Face ``config.json`` that the families have in common."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mindspeed_rl.models.spec import eos_ids_of
 
 
 def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a ``ModelSpec`` besides its layers, which every decoder family spells alike.
+    """The fields of a ``ModelSpec`` except its layers, which every decoder family spells alike.
 
     Raises:
-        KeyError: a key that the config lacks.
-        UsageError: a feature that is not computed.
+        KeyError: The config lacks a key.
+        UsageError: The model has a feature that is not computed.
     """
     if config.get("use_sliding_window"):
         raise UsageError("config.json: use_sliding_window true is not supported; set it to false")
@@ -49,7 +49,7 @@ def grouped_query_attention(
     """The attention of a config whose layers agree in it.
 
     Raises:
-        KeyError: a key that the config lacks.
+        KeyError: The config lacks a key.
     """
     heads = int(config["num_attention_heads"])
     return GroupedQueryAttention(
@@ -62,20 +62,20 @@ def grouped_query_attention(
 
 
 def dense_layers(config: Mapping[str, Any], attention: Attention) -> tuple[LayerSpec, ...]:
-    """Equal layers with this attention and a dense MLP.
+    """Make equal layers with one attention and a dense MLP.
 
     Raises:
-        KeyError: a key that the config lacks.
+        KeyError: The config lacks a key.
     """
     layer = LayerSpec(attention, DenseMLP(int(config["intermediate_size"])))
     return (layer,) * int(config["num_hidden_layers"])
 
 
 def first_of(config: Mapping[str, Any], *keys: str) -> Any:
-    """The value of the first key that is there; transformers renamed some.
+    """The value of the first of ``keys`` that is set; transformers renamed some keys.
 
     Raises:
-        KeyError: none of them is.
+        KeyError: None of the keys is set.
     """
     for key in keys:
         if config.get(key) is not None:

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face checkpoint directory: their names, and whether they are there."""
+"""Names of the files of a Hugging Face checkpoint directory, and checks that they are there."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ VOCABULARY_FILES = (
 
 
 def shard_names(count: int) -> list[str]:
-    """The files of a checkpoint of ``count`` files, as transformers expects them."""
+    """Names of the weight files of a checkpoint of ``count`` files, as transformers reads them."""
     if count == 1:
         return [SINGLE]
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
 def index_text(file_of: Mapping[str, str], num_bytes: int) -> str:
-    """The index of a checkpoint of several files; :func:`read_index` reads it.
+    """The text of the index of a checkpoint of several files; :func:`read_index` reads it.
 
     Args:
-        file_of: name of the file that holds each HF tensor.
-        num_bytes: of all tensors.
+        file_of: Name of the file that holds each HF tensor.
+        num_bytes: Bytes of all tensors together.
     """
     index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(file_of)}
     return json.dumps(index, indent=2, sort_keys=True)
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """HF tensor name -> file name, of an index of safetensors files.
+    """Read an index of safetensors files: HF tensor name -> file name.
 
     Raises:
-        UsageError: it is none.
+        UsageError: The file is no such index.
     """
     try:
         mapping: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -56,17 +56,17 @@ def read_index(index: Path) -> dict[str, str]:
 
 
 def find_weights(directory: str | Path, flag: str = "--hf-checkpoint") -> dict[str, Path] | Path:
-    """Where the weights are, without opening them. Local.
+    """Find the weight files without opening them. Local.
 
     Args:
-        directory: of the checkpoint.
-        flag: that names it, for messages.
+        directory: Directory of the checkpoint.
+        flag: Flag that names the directory, for messages.
 
     Returns:
         HF tensor name -> file where there is an index; else the one file.
 
     Raises:
-        UsageError: no safetensors weights, a broken index, or a missing shard.
+        UsageError: There are no safetensors weights, the index is broken, or a shard is missing.
     """
     root = Path(directory)
     index, single = root / INDEX, root / SINGLE
@@ -92,11 +92,11 @@ def check_tokenizer_files(directory: str | Path, flag: str) -> None:
     """Refuse a directory without a tokenizer's vocabulary. Local.
 
     Args:
-        directory: of the tokenizer.
-        flag: that names it, for messages.
+        directory: Directory of the tokenizer.
+        flag: Flag that names the directory, for messages.
 
     Raises:
-        UsageError: there is none.
+        UsageError: The directory or a vocabulary in it is missing.
     """
     root = Path(directory)
     if not root.is_dir():

@@ -1,8 +1,8 @@
-"""The kinds of layers: attention and MLP with their dimensions, and what follows from them.
+"""Kinds of attention and MLP with their dimensions, and the quantities that follow from them.
 
-A model is a list of :class:`LayerSpec`. What depends on the kind (cached values, saved activations,
-operations) is answered here, so that readers sum over the layers of a model. Weight tables name
-their dimensions and conditions by the attribute names of these classes.
+A model is a list of :class:`LayerSpec`. Each kind computes its own cached values, saved activations
+and operations, so that callers sum over the layers of a model. Weight tables name their dimensions
+and conditions by the attribute names of these classes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def check_positive(**sizes: int) -> None:
     """Refuse sizes of a model that are below 1.
 
     Raises:
-        UsageError: naming the first of them.
+        UsageError: A size is below 1; the message names the first one.
     """
     for name, size in sizes.items():
         if size < 1:
@@ -31,11 +31,11 @@ class GroupedQueryAttention:
     """Attention whose query heads share key/value heads in groups (arXiv:2305.13245).
 
     Attributes:
-        num_heads: query heads.
-        num_kv_heads: key heads, and value heads; divides ``num_heads``.
-        head_dim: channels of a head.
-        qkv_bias: the projections of queries, keys and values have a bias.
-        qk_norm: query and key heads are normalised before the rotation.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key heads, and of value heads; divides ``num_heads``.
+        head_dim: Channels of a head.
+        qkv_bias: Whether the projections of queries, keys and values have a bias.
+        qk_norm: Whether query and key heads are normalised before the rotary embedding.
     """
 
     kind: ClassVar[str] = "grouped"
@@ -63,7 +63,7 @@ class GroupedQueryAttention:
 
     @property
     def kv_size(self) -> int:
-        """Rows of the key (and of the value) projection."""
+        """Rows of the key projection, and of the value projection."""
         return self.num_kv_heads * self.head_dim
 
     @property
@@ -79,20 +79,20 @@ class GroupedQueryAttention:
     def softmax_scale(self, rope: RopeSpec) -> float:
         """Factor of attention scores before the softmax.
 
-        All channels of queries and keys are rotated, so the factor of cosine and sine amounts to
-        its square here.
+        All channels of queries and keys are rotated, so the factor of cosine and sine enters the
+        scores squared.
         """
         return 1 / math.sqrt(self.head_dim) * rope.attention_factor**2
 
     def cached_values(self, tp: int) -> int:
-        """Elements that an engine of ``tp`` ranks caches per token on each rank."""
+        """Number of elements that an engine of ``tp`` ranks caches per token on each rank."""
         return 2 * max(1, self.num_kv_heads // tp) * self.head_dim
 
     @property
     def saved_values(self) -> int:
         """Elements per token that a backward pass needs: queries, keys, values and the output.
 
-        With norms also queries and keys before them.
+        Where heads are normalised, the queries and keys before their norms count as well.
         """
         normed = self.q_size + self.kv_size if self.qk_norm else 0
         return self.q_size + 2 * self.kv_size + normed + self.attention_size
@@ -104,7 +104,7 @@ class GroupedQueryAttention:
 
     @property
     def pair_flops(self) -> int:
-        """Operations of the score and the value of one query token and one key token."""
+        """Operations for the score and the weighted value of one query token and one key token."""
         return 2 * self.num_heads * 2 * self.head_dim
 
 
@@ -113,17 +113,17 @@ class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
     Attributes:
-        num_heads: query heads; each has a key and a value of its own.
-        q_lora_rank: size of the compressed query; 0: queries are not compressed.
-        kv_lora_rank: size of the compressed key and value.
-        nope_head_dim: channels of a query and key head without rotary embedding.
-        rope_head_dim: channels of a query head, and of the shared key, with it.
-        v_head_dim: channels of a value head.
+        num_heads: Number of query heads; each has a key and a value of its own.
+        q_lora_rank: Size of the compressed query; 0: queries are not compressed.
+        kv_lora_rank: Size of the compressed key and value.
+        nope_head_dim: Channels of a query and key head without rotary embedding.
+        rope_head_dim: Channels of a query head, and of the shared key, with rotary embedding.
+        v_head_dim: Channels of a value head.
     """
 
     kind: ClassVar[str] = "latent"
     qkv_bias: ClassVar[bool] = False
-    qk_norm: ClassVar[bool] = True  # of the compressed ones
+    qk_norm: ClassVar[bool] = True  # of the compressed query and key/value
 
     num_heads: int
     q_lora_rank: int
@@ -137,7 +137,7 @@ class LatentAttention:
 
     @property
     def num_kv_heads(self) -> int:
-        """Key (and value) heads once they are expanded."""
+        """Number of key heads (and of value heads) once they are expanded."""
         return self.num_heads
 
     @property
@@ -167,12 +167,11 @@ class LatentAttention:
 
     @property
     def compressed_query(self) -> bool:
-        """Whether queries are compressed."""
         return self.q_lora_rank > 0
 
     @property
     def plain_query(self) -> bool:
-        """Whether queries have one full projection."""
+        """Whether queries have one full projection instead of a compressed form."""
         return self.q_lora_rank == 0
 
     @property
@@ -185,32 +184,32 @@ class LatentAttention:
         return 1 / math.sqrt(self.head_dim) * rope.softmax_mscale**2
 
     def cached_values(self, tp: int) -> int:
-        """Elements that an engine caches per token on each rank: the compressed ones, whole."""
+        """Elements cached per token on each rank: all of compressed key/value and rotary key."""
         return self.kv_a_size
 
     @property
     def saved_values(self) -> int:
         """Elements per token that a backward pass needs.
 
-        Queries, keys, values, the output, and the compressed query and key/value.
+        These are queries, keys, values, the output, and the compressed query and key/value.
         """
         heads = 2 * self.q_size + 2 * self.attention_size
         return heads + self.q_lora_rank + self.kv_a_size
 
     @property
     def engine_values(self) -> int:
-        """Elements per token that an engine works with: as expanded for a prompt."""
+        """Elements per token that an engine works with when it expands the keys of a prompt."""
         return 2 * self.q_size + self.kv_b_size + self.attention_size
 
     @property
     def pair_flops(self) -> int:
-        """Operations of the score and the value of one query token and one key token."""
+        """Operations for the score and the weighted value of one query token and one key token."""
         return 2 * self.num_heads * (self.head_dim + self.v_head_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class DenseMLP:
-    """A gated MLP; ``ffn_hidden_size`` channels between its two projections."""
+    """A gated MLP with ``ffn_hidden_size`` channels between its two projections."""
 
     kind: ClassVar[str] = "dense"
 
@@ -222,19 +221,20 @@ class DenseMLP:
 
 @dataclass(frozen=True, slots=True)
 class MoE:
-    """Mixture of experts.
+    """A mixture of experts.
 
     Attributes:
-        num_experts: routed experts of the layer.
-        top_k: experts per token.
-        expert_ffn_size: intermediate size of one routed expert.
-        shared_ffn_size: of all shared experts together; 0: there are none.
+        num_experts: Number of routed experts of the layer.
+        top_k: Number of experts that a token is routed to.
+        expert_ffn_size: Intermediate size of one routed expert.
+        shared_ffn_size: Intermediate size of all shared experts together; 0: there are none.
         score_function: ``"softmax"`` or ``"sigmoid"``.
-        normalize_top_k: the weights of the chosen experts sum to 1.
-        router_bias: a bias per expert takes part in the choice, but not in the weights.
-        num_groups: experts are chosen from the best ``top_k_groups`` of so many groups; 1: of all.
-        top_k_groups: see ``num_groups``.
-        scaling_factor: routed outputs are multiplied by it.
+        normalize_top_k: Whether the weights of the chosen experts are scaled to sum to 1.
+        router_bias: Whether a bias per expert takes part in the choice, but not in the weights.
+        num_groups: Number of groups of experts; experts are chosen from the best ``top_k_groups``
+            groups; 1: from all experts.
+        top_k_groups: Number of groups that experts are chosen from.
+        scaling_factor: Factor of the outputs of routed experts.
     """
 
     kind: ClassVar[str] = "moe"
@@ -281,5 +281,5 @@ class LayerSpec:
 
     @property
     def moe(self) -> MoE | None:
-        """Its experts; ``None`` where the MLP is dense."""
+        """The experts of the layer; ``None`` where the MLP is dense."""
         return self.mlp if isinstance(self.mlp, MoE) else None

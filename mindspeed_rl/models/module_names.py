@@ -2,7 +2,7 @@
 
 The tables of the families name parameters after megatron-core's own modules. Transformer Engine's
 modules, which MindSpeed replaces one by one on NPUs, keep a norm inside the linear layer that
-follows it, and grouped GEMM keeps the experts of a rank in one module. Shapes and cuts stay.
+follows it, and grouped GEMM keeps the experts of a rank in one module. Shapes and cuts stay equal.
 
 Source: megatron-core 0.16.1, ``models/gpt/gpt_layer_specs.py`` and ``models/backends.py``.
 """
@@ -28,11 +28,11 @@ _ONE_EXPERT, _ALL_EXPERTS = "mlp.experts.local_experts.{e}.", "mlp.experts."
 
 @dataclass(frozen=True, slots=True)
 class ModuleNames:
-    """Which implementations the modules of a trainer have.
+    """The implementations of a trainer's modules.
 
     Attributes:
-        fused_norms: linear layers of Transformer Engine hold the norm before them.
-        grouped_experts: one module holds all experts of a rank, one weight each.
+        fused_norms: Whether linear layers of Transformer Engine hold the norm before them.
+        grouped_experts: Whether one module holds all experts of a rank, with one weight per expert.
     """
 
     fused_norms: bool = False
@@ -42,7 +42,7 @@ class ModuleNames:
         assert self.fused_norms or not self.grouped_experts, "grouped GEMM comes with fused norms"
 
     def param(self, pattern: str, spec: ModelSpec, layer: int) -> str:
-        """The name pattern of a row of the table at a layer of the model."""
+        """The name pattern that a row of the table has at a layer of the model."""
         prefix, separator, tail = pattern.partition("{l}.")
         if self.grouped_experts and tail.startswith(_ONE_EXPERT):
             return prefix + separator + _ALL_EXPERTS + tail.removeprefix(_ONE_EXPERT) + "{e}"

@@ -1,4 +1,4 @@
-"""Which family serves which Hugging Face architecture: every module of ``models/families``."""
+"""Look-up of the family of a Hugging Face architecture among the modules of ``models/families``."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
     """The spec of a parsed ``config.json`` of any known family.
 
     Raises:
-        UsageError: unknown architecture, a missing key, a value of a wrong type, or a feature that
-            is not computed.
+        UsageError: An architecture is unknown, a key is missing, a value has a wrong type, or a
+            feature is not computed.
     """
     config = checked_values(config)
     names = list(config.get("architectures") or [])
@@ -54,10 +54,10 @@ def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
 def value_spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
     """The spec of a critic or reward model: one number per token in place of log-probs.
 
-    A causal language model lends its body; of a sequence classifier the head is taken as well.
+    Of a causal language model the body is taken, of a sequence classifier also the head.
 
     Raises:
-        UsageError: as :func:`spec_from_hf_config`, or a classifier with several labels.
+        UsageError: As :func:`spec_from_hf_config`, or a classifier has several labels.
     """
     names = list(config.get("architectures") or [])
     is_classifier = any(name.endswith(CLASSIFIER) for name in names)

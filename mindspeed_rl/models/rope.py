@@ -17,20 +17,20 @@ KINDS = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Base frequency and scaling.
+    """The base frequency and the scaling of rotary embeddings.
 
     Attributes:
-        theta: base.
-        kind: one of ``KINDS``.
-        factor: by how much the context is stretched.
-        original_max_position: context before stretching, in tokens; llama3 and yarn.
-        low_freq_factor: llama3.
-        high_freq_factor: llama3.
-        beta_fast: yarn: rotations above which a frequency stays as it is.
-        beta_slow: yarn: rotations below which a frequency is stretched in full.
-        truncate: yarn: the two borders are rounded outwards to whole channels.
-        attention_factor: yarn: cosine and sine are multiplied by it.
-        softmax_mscale: yarn of DeepSeek: the softmax scale is multiplied by its square.
+        theta: Base of the frequencies.
+        kind: One of ``KINDS``.
+        factor: Factor by which the context is stretched.
+        original_max_position: Context before stretching, in tokens; for llama3 and yarn.
+        low_freq_factor: For llama3: rotations below which a frequency is stretched in full.
+        high_freq_factor: For llama3: rotations above which a frequency stays unchanged.
+        beta_fast: For yarn: rotations above which a frequency stays unchanged.
+        beta_slow: For yarn: rotations below which a frequency is stretched in full.
+        truncate: For yarn: whether the two borders are rounded outwards to whole channels.
+        attention_factor: For yarn: factor of cosine and sine.
+        softmax_mscale: For DeepSeek's yarn: the softmax scale is multiplied by the square of it.
     """
 
     theta: float
@@ -92,10 +92,10 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def rope_of(config: Mapping[str, Any]) -> RopeSpec:
-    """The rotary embedding of a config.
+    """Read the rotary embedding of a config.
 
     Raises:
-        UsageError: a kind that is not computed, or a missing number.
+        UsageError: A kind is not computed, or a number is missing.
     """
     scaling: dict[str, Any] = {
         **(config.get("rope_scaling") or {}),

@@ -7,8 +7,8 @@ HF tensor. Dimensions and conditions are attribute names of
 :class:`~mindspeed_rl.models.spec.ModelSpec` and of the parts of its layers
 (:mod:`~mindspeed_rl.models.layers`).
 
-A model may have layers of several kinds: a row belongs to the layers of its kind, and what is asked
-of it with dimensions is asked of the model at one layer (``ModelSpec.at``).
+A model may have layers of several kinds: a row belongs to the layers of its kind, and methods that
+need dimensions are called with the model at one of these layers (``ModelSpec.at``).
 
 The same row types serve the trainer's and the engine's tables; they differ in names, in fusions, in
 the storage of experts and in padding.
@@ -34,20 +34,20 @@ Stage = Literal["layer", "grouped", "latent", "dense", "moe", "first", "last", "
 
 
 def part_name(pattern: str, part: str) -> str:
-    """An HF name with its ``{p}`` filled in."""
+    """The HF name with its ``{p}`` replaced by ``part``."""
     return pattern.replace("{p}", part)
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which share of a row a rank holds.
+    """The share of a row that a rank holds.
 
     Attributes:
-        tp: position among ``tp_size`` ranks that cut the matrix.
-        tp_size: see ``tp``.
-        expert: the local expert, for rows of experts.
-        num_local_experts: experts of the rank, for rows of experts.
-        multiple: rows of a vocabulary, over all ranks, or channels of an expert, on each rank, are
+        tp: Position of the rank among the ranks that cut the matrix.
+        tp_size: Number of ranks that cut the matrix.
+        expert: Number of the local expert, for rows of experts.
+        num_local_experts: Number of experts on the rank, for rows of experts.
+        multiple: Rows of a vocabulary, over all ranks, or channels of an expert, on each rank, are
             padded to a multiple of this.
     """
 
@@ -62,7 +62,7 @@ class Share:
 class Cut:
     """One rectangle of an HF tensor and where it lies in the local parameter (element units).
 
-    ``param_box`` is a rectangle of what ``view`` shows of the parameter.
+    ``param_box`` is a rectangle of ``view``, which may be a part of the parameter.
     """
 
     hf_name: str
@@ -73,15 +73,15 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class WeightRow(ABC):
-    """Base of all rows: ``param`` is the local name, ``stage`` says where it exists.
+    """Base class of the rows of weight tables.
 
     Attributes:
-        param: name of the parameter.
-        stage: layers or pipeline stage that have it.
-        tied_to: the HF tensor that replaces this row's own when embeddings are tied.
-        when: attribute that must be true for the row to exist: of the spec, or of the attention or
-            MLP of a layer; empty: always.
-        dtype: element type on both sides; empty: that of the model.
+        param: Name of the local parameter.
+        stage: Layers or pipeline stage that have this row.
+        tied_to: HF tensor that replaces this row's own when embeddings are tied.
+        when: Attribute that must be true for the row to exist: of the spec, or of the attention or
+            MLP of a layer; empty: the row always exists.
+        dtype: Element type on both sides; empty: that of the model.
     """
 
     param: str
@@ -92,7 +92,7 @@ class WeightRow(ABC):
 
     @abstractmethod
     def hf_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-        """HF name pattern -> shape of the whole tensor."""
+        """Map every HF name pattern of the row to the shape of the whole tensor."""
 
     @abstractmethod
     def local_shape(self, spec: ModelSpec, share: Share) -> tuple[int, ...]:
@@ -100,13 +100,13 @@ class WeightRow(ABC):
 
     @abstractmethod
     def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
-        """The rectangles that a rank holds."""
+        """The rectangles of HF tensors that a rank holds."""
 
     def check(self, spec: ModelSpec, count: int) -> None:  # noqa: B027 - most rows need no more
         """Raise ``ValueError`` when ``count`` tensor-parallel ranks cannot share this row."""
 
     def layers(self, spec: ModelSpec) -> tuple[int, ...]:
-        """The global layers that have this row; the single 0 for rows outside the layers."""
+        """Numbers of the layers that have this row; the single 0 for rows outside the layers."""
         if self.stage in ("first", "last"):
             return (0,) if not self.when or getattr(spec, self.when) else ()
         if self.stage == "mtp":
@@ -124,17 +124,17 @@ class WeightRow(ABC):
         return at.mlp if self.stage in ("dense", "moe") else at.attention
 
     def first_alike(self, spec: ModelSpec) -> dict[int, int]:
-        """For every layer that has this row the first one where its dimensions are the same."""
+        """Map every layer that has this row to the first one whose dimensions are the same."""
         first: dict[Attention | MLP, int] = {}
         return {n: first.setdefault(self._part(spec, n), n) for n in self.layers(spec)}
 
     def padding(self, spec: ModelSpec, share: Share) -> int:
-        """Elements of the parameter on a rank that belong to no HF tensor, as declared."""
+        """Number of elements of the parameter on a rank that belong to no HF tensor."""
         return 0
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The smallest multiple that is not below ``size``."""
+    """The smallest multiple of ``multiple`` that is not below ``size``."""
     return -(-size // multiple) * multiple
 
 
@@ -143,7 +143,7 @@ def _missing_to(multiple: int, size: int) -> int:
 
 
 def even_span(total: int, index: int, count: int, what: str) -> tuple[int, int]:
-    """Start and length of an even share."""
+    """Start and length of share ``index`` of ``count`` equal shares."""
     if total % count:
         raise UsageError(
             f"--tensor-model-parallel-size or --rollout-tp {count} does not divide the model's "
@@ -161,15 +161,12 @@ class Replicated(WeightRow):
     dims: tuple[str, ...] = ("hidden_size",)
 
     def hf_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-        """One tensor."""
         return {self.hf: spec.dims(self.dims)}
 
     def local_shape(self, spec: ModelSpec, share: Share) -> tuple[int, ...]:
-        """The whole shape."""
         return spec.dims(self.dims)
 
     def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
-        """One rectangle: everything."""
         box = Box.whole(spec.dims(self.dims))
         yield Cut(self.hf, box, box)
 
@@ -183,7 +180,6 @@ class Split(WeightRow):
     dim: int = 0
 
     def hf_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-        """One tensor."""
         return {self.hf: spec.dims(self.dims)}
 
     def local_shape(self, spec: ModelSpec, share: Share) -> tuple[int, ...]:
@@ -193,13 +189,11 @@ class Split(WeightRow):
         return (*shape[: self.dim], round_up(size, share.multiple), *shape[self.dim + 1 :])
 
     def padding(self, spec: ModelSpec, share: Share) -> int:
-        """Channels up to the multiple."""
         shape = spec.dims(self.dims)
         size = even_span(shape[self.dim], 0, share.tp_size, self.dims[self.dim])[1]
         return _missing_to(share.multiple, size) * (prod(shape) // shape[self.dim])
 
     def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
-        """One slab."""
         shape = spec.dims(self.dims)
         start, size = even_span(shape[self.dim], share.tp, share.tp_size, self.dims[self.dim])
         box = Box.whole(shape).with_dim(self.dim, start, size)
@@ -210,28 +204,27 @@ class Split(WeightRow):
 class Vocab(WeightRow):
     """A ``[vocab, hidden]`` matrix cut along the vocabulary, padded to a multiple of rows.
 
-    Rows past the vocabulary are padding: they are declared by being covered by no cut.
+    Rows past the vocabulary are padding: no cut covers them.
     """
 
     hf: str = ""
 
     def hf_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-        """One tensor."""
         return {self.hf: (spec.vocab_size, spec.hidden_size)}
 
     def local_shape(self, spec: ModelSpec, share: Share) -> tuple[int, ...]:
-        """Padded rows per rank, hidden."""
+        """``[padded vocabulary / count, hidden]``."""
         rows = round_up(spec.vocab_size, share.multiple)
         return even_span(rows, 0, share.tp_size, "the padded vocabulary")[1], spec.hidden_size
 
     def padding(self, spec: ModelSpec, share: Share) -> int:
-        """Rows past the vocabulary."""
+        """Number of elements in the rows past the vocabulary."""
         rows = self.local_shape(spec, share)[0]
         real = min(max(spec.vocab_size - share.tp * rows, 0), rows)
         return (rows - real) * spec.hidden_size
 
     def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
-        """At most one slab: the real rows of this rank's share."""
+        """At most one rectangle: the rows of this rank's share that are not padding."""
         padded = round_up(spec.vocab_size, share.multiple)
         start, size = even_span(padded, share.tp, share.tp_size, "the padded vocabulary")
         size = min(size, spec.vocab_size - start)
@@ -251,7 +244,6 @@ class GateUp(WeightRow):
     dims: tuple[str, str] = ("ffn_hidden_size", "hidden_size")
 
     def hf_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-        """Two tensors of equal shape."""
         shape = spec.dims(self.dims)
         return {part_name(self.hf, part): shape for part in ("gate", "up")}
 
@@ -262,13 +254,11 @@ class GateUp(WeightRow):
         return 2 * round_up(size, share.multiple), hidden
 
     def padding(self, spec: ModelSpec, share: Share) -> int:
-        """Channels of both halves up to the multiple."""
         ffn, hidden = spec.dims(self.dims)
         size = even_span(ffn, 0, share.tp_size, self.dims[0])[1]
         return 2 * _missing_to(share.multiple, size) * hidden
 
     def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
-        """One slab of each."""
         ffn, hidden = spec.dims(self.dims)
         start, size = even_span(ffn, share.tp, share.tp_size, self.dims[0])
         for offset, part in ((0, "gate"), (round_up(size, share.multiple), "up")):
@@ -278,25 +268,19 @@ class GateUp(WeightRow):
 
 @dataclass(frozen=True, slots=True)
 class Joined(WeightRow):
-    """Several whole HF tensors with equal columns on top of each other, on every rank.
-
-    ``parts`` lists (HF name, dimension name of its rows) in order; ``columns`` names the columns.
-    """
+    """Several whole HF tensors with equal columns, stacked along their rows, on every rank."""
 
     parts: tuple[tuple[str, str], ...] = ()
     columns: str = "hidden_size"
 
     def hf_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-        """One tensor per part."""
         return {name: spec.dims((rows, self.columns)) for name, rows in self.parts}
 
     def local_shape(self, spec: ModelSpec, share: Share) -> tuple[int, ...]:
-        """All rows, columns."""
         shapes = self.hf_shapes(spec).values()
         return sum(shape[0] for shape in shapes), spec.dims((self.columns,))[0]
 
     def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
-        """One rectangle per part."""
         start = 0
         for name, shape in self.hf_shapes(spec).items():
             yield Cut(name, Box.whole(shape), Box((start, 0), shape))
@@ -305,11 +289,11 @@ class Joined(WeightRow):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of one part of a model on both sides.
+    """The rows of one part of a model for the trainer and for the engines.
 
     Attributes:
-        trainer: under megatron-core's parameter names.
-        engines: for each kind of engine, by its name, the rows under its parameter names.
+        trainer: Rows under megatron-core's parameter names.
+        engines: Rows under each kind of engine's own parameter names, by the name of the kind.
     """
 
     trainer: tuple[WeightRow, ...]
@@ -318,10 +302,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class WeightTable:
-    """All rows of a family, keyed by HF tensor names.
+    """All rows of a model family.
 
-    ``config_keys`` are keys of config.json, and their values, that every model of the family has
-    and that some reader guesses wrongly where they are absent; exports always hold them.
+    ``config_keys`` are keys of config.json with their values that exports always hold: every model
+    of the family has them, and some reader guesses wrongly where they are absent.
     """
 
     family: str
@@ -330,9 +314,9 @@ class WeightTable:
     config_keys: tuple[tuple[str, str], ...] = ()
 
     def trainer_rows(self, spec: ModelSpec) -> tuple[WeightRow, ...]:
-        """The rows that a model of this spec has in the trainer."""
+        """The rows that the trainer has for a model of this spec."""
         return tuple(r for block in self.blocks for r in block.trainer if r.layers(spec))
 
     def engine_rows(self, spec: ModelSpec, engine: str) -> tuple[WeightRow, ...]:
-        """The rows that a model of this spec has in an engine of a kind."""
+        """The rows that an engine of a kind has for a model of this spec."""
         return tuple(r for block in self.blocks for r in block.engines[engine] if r.layers(spec))

@@ -30,11 +30,12 @@ class ModelSpec:
     the parts of its layers.
 
     Attributes:
-        layers: all layers, each with its kind of attention and of MLP.
-        intermediate_size: of the config; flags and checkpoints state it also where no MLP is dense.
-        num_mtp_layers: the checkpoint's multi-token-prediction layers, which are not built.
-        head: what comes out per token: ``"lm"`` log-probs of the vocabulary, ``"value"`` one
-            number.
+        layers: All layers, each with its kind of attention and of MLP.
+        intermediate_size: Value of the config; flags and checkpoints state it also where no MLP is
+            dense.
+        num_mtp_layers: Number of multi-token-prediction layers of the checkpoint, which are not
+            built.
+        head: Output per token: ``"lm"`` log-probs of the vocabulary, ``"value"`` one number.
     """
 
     family: str
@@ -62,20 +63,19 @@ class ModelSpec:
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are."""
         return len(self.layers)
 
     def layer(self, number: int) -> LayerSpec:
-        """A layer (from 0); those of multi-token prediction, behind them, are like the last."""
+        """A layer (from 0); multi-token-prediction layers, numbered last, are like the last one."""
         return self.layers[min(number, self.num_layers - 1)]
 
     def at(self, layer: int) -> ModelSpec:
-        """The same model with one layer alone, whose dimensions are then the model's."""
+        """The model with one of its layers alone, so that its dimensions are that layer's."""
         return replace(self, layers=(self.layer(layer),))
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
-        """The layers (from 0) with experts."""
+        """Numbers (from 0) of the layers with experts."""
         return tuple(n for n, layer in enumerate(self.layers) if layer.moe)
 
     def has_experts(self, layer: int) -> bool:
@@ -83,23 +83,23 @@ class ModelSpec:
         return self.layer(layer).moe is not None
 
     def cached_values(self, tp: int, layers: Iterable[int] | None = None) -> int:
-        """Elements that an engine of ``tp`` ranks caches per token on each rank.
+        """Number of elements that an engine of ``tp`` ranks caches per token on each rank.
 
         Args:
-            tp: tensor-parallel ranks of the engine.
-            layers: those to count; all when not given.
+            tp: Number of tensor-parallel ranks of the engine.
+            layers: Numbers of the layers to count; ``None``: all layers.
         """
         counted = self.layers if layers is None else [self.layers[n] for n in layers]
         return sum(layer.attention.cached_values(tp) for layer in counted)
 
-    # What the trainer and the engine need one of for all layers.
+    # Properties that the trainer and the engine need to be equal in all layers.
 
     @property
     def attention(self) -> Attention:
-        """The attention of every layer.
+        """The attention that all layers have.
 
         Raises:
-            UsageError: the layers differ in it.
+            UsageError: The layers differ in attention.
         """
         found = self._agreed("attention", (layer.attention for layer in self.layers))
         assert found is not None
@@ -107,44 +107,44 @@ class ModelSpec:
 
     @property
     def latent(self) -> LatentAttention | None:
-        """The attention of every layer where it is latent attention.
+        """The attention that all layers have if it is latent attention, else ``None``.
 
         Raises:
-            UsageError: the layers differ in attention.
+            UsageError: The layers differ in attention.
         """
         return self.attention if isinstance(self.attention, LatentAttention) else None
 
     @property
     def moe(self) -> MoE | None:
-        """The experts of every layer that has some.
+        """The experts that all layers with experts have; ``None`` where no layer has experts.
 
         Raises:
-            UsageError: such layers differ in them.
+            UsageError: Layers with experts differ in them.
         """
         return self._agreed("experts", (layer.moe for layer in self.layers if layer.moe))
 
     @property
     def num_experts(self) -> int:
-        """Routed experts of every layer that has some; 0 without.
+        """The number of routed experts in each layer with experts; 0 where no layer has experts.
 
         Raises:
-            UsageError: such layers differ in their number.
+            UsageError: Layers with experts differ in this number.
         """
         counts = (layer.moe.num_experts for layer in self.layers if layer.moe)
         return self._agreed("the number of experts", counts) or 0
 
     @property
     def ffn_hidden_size(self) -> int:
-        """Intermediate size of every dense MLP; without any, the config's.
+        """The intermediate size of all dense MLPs; the config's value where no MLP is dense.
 
         Raises:
-            UsageError: dense MLPs differ in it.
+            UsageError: Dense MLPs differ in this size.
         """
         sizes = (m.ffn_hidden_size for m in (x.mlp for x in self.layers) if isinstance(m, DenseMLP))
         return self._agreed("the size of dense MLPs", sizes) or self.intermediate_size
 
     def _agreed(self, what: str, values: Iterable[_T]) -> _T | None:
-        """The one value that there is; ``None`` without any."""
+        """Return the one value that all ``values`` have; ``None`` where there is no value."""
         objects = {id(value): value for value in values}  # layers share their parts
         different = list(dict.fromkeys(objects.values()))
         if len(different) > 1:
@@ -161,7 +161,7 @@ class ModelSpec:
         """The sizes behind dimension names, e.g. ``("q_size", "hidden_size")``.
 
         Raises:
-            UsageError: a name that the layers have different values of; see :meth:`at`.
+            UsageError: Layers have different values of a name; see :meth:`at`.
         """
         return tuple(self._dim(name) for name in names)
 
@@ -176,12 +176,12 @@ class ModelSpec:
 
     @property
     def mtp_input_size(self) -> int:
-        """Columns of the projection of a multi-token-prediction layer: embedding and hidden."""
+        """Columns of a multi-token-prediction layer's projection of embedding and hidden state."""
         return 2 * self.hidden_size
 
     @property
     def num_values(self) -> int:
-        """Rows of a value head."""
+        """Number of rows of a value head."""
         return 1
 
     @property
@@ -218,15 +218,15 @@ def eos_ids_of(config: Mapping[str, Any]) -> tuple[int, ...]:
 def read_hf_config(
     checkpoint: str | Path, *, or_file: bool = False, flag: str = "--hf-checkpoint"
 ) -> dict[str, Any]:
-    """The parsed ``config.json`` of a Hugging Face checkpoint directory.
+    """Read the ``config.json`` of a Hugging Face checkpoint directory.
 
     Args:
-        checkpoint: the directory.
-        or_file: whether it may be the ``config.json`` itself, for which no weights are needed.
-        flag: whose value it is, for messages.
+        checkpoint: Directory of the checkpoint.
+        or_file: Whether ``checkpoint`` may be the ``config.json`` itself, for uses without weights.
+        flag: Flag that names the checkpoint, for messages.
 
     Raises:
-        UsageError: no file is there, or it holds no JSON object.
+        UsageError: No file is there, or it holds no JSON object.
     """
     path = Path(checkpoint)
     if not or_file or path.suffix != ".json":

@@ -1,4 +1,4 @@
-"""The Hugging Face tensors of a model, told from its spec and weight table alone."""
+"""The Hugging Face tensors of a model, derived from its spec and weight table alone."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class TensorGroup:
     """HF tensors of one shape that differ in layer and expert only.
 
     Attributes:
-        pattern: their name, with ``{l}`` for the layer and ``{e}`` for the expert.
-        row: the trainer's parameter that holds them.
-        shape: of one tensor.
-        layers: the layers that have it.
-        num_experts: tensors of one layer; 1 where ``pattern`` has no expert.
-        dtype: element type; empty: that of the model.
+        pattern: Name of the tensors, with ``{l}`` for the layer and ``{e}`` for the expert.
+        row: Name of the trainer's parameter that holds the tensors.
+        shape: Shape of one tensor.
+        layers: Numbers of the layers that have the tensors.
+        num_experts: Number of tensors per layer; 1 where ``pattern`` has no expert.
+        dtype: Element type of the tensors; empty: that of the model.
     """
 
     pattern: str
@@ -37,21 +37,20 @@ class TensorGroup:
 
     @property
     def num_tensors(self) -> int:
-        """How many there are."""
         return len(self.layers) * self.num_experts
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all."""
+        """Number of elements of all tensors of the group."""
         return self.num_tensors * prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Size of all where the model is bfloat16."""
+        """Bytes of all tensors of the group where the model is bfloat16."""
         return self.num_parameters * (4 if self.dtype == "float32" else 2)
 
     def names(self) -> Iterator[str]:
-        """All names."""
+        """The names of all tensors of the group."""
         for layer in self.layers:
             of_layer = self.pattern.replace("{l}", str(layer))
             for expert in range(self.num_experts):
@@ -59,7 +58,7 @@ class TensorGroup:
 
 
 def tensor_groups(spec: ModelSpec) -> tuple[TensorGroup, ...]:
-    """All HF tensors of a model in the order of its table; a tied head is the embedding."""
+    """All HF tensors of a model in the order of its weight table; a tied head is left out."""
     groups = []
     for row in weight_table(spec.family).trainer_rows(spec):
         if spec.tie_embeddings and row.tied_to:
@@ -76,15 +75,12 @@ def tensor_groups(spec: ModelSpec) -> tuple[TensorGroup, ...]:
 
 
 def num_parameters(spec: ModelSpec) -> int:
-    """Elements of all HF tensors of a model, the bias of routers among them.
-
-    Multi-token-prediction layers, which are not built, do not count.
-    """
+    """Number of elements of all HF tensors of a model, the bias of routers among them."""
     return sum(group.num_parameters for group in tensor_groups(spec))
 
 
 def pattern_of(name: str) -> str:
-    """A name with its layer and expert taken out: ``{l}`` and ``{e}``."""
+    """Replace the layer and the expert in a name by ``{l}`` and ``{e}``."""
     for placeholder in ("{l}", "{e}"):
         name = _NUMBER.sub(placeholder, name, count=1)
     return name

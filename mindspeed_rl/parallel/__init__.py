@@ -1,1 +1,1 @@
-"""Parallel layouts: ranks to coordinates and back."""
+"""Process groups of the training layout, and exchanges of small tensors between ranks."""

@@ -1,4 +1,4 @@
-"""What engines that hold conversations tell each other between two turns."""
+"""Exchanges between engines that hold conversations, from one turn to the next."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Continuation:
     """A sample whose next turn is to be generated.
 
     Attributes:
-        sample_id: position in the step.
-        max_tokens: limit of the turn.
-        token_ids: of its conversation, what was said since its last turn began.
+        sample_id: Position of the sample in the step.
+        max_tokens: Largest number of tokens of the turn.
+        token_ids: Tokens of the conversation since the beginning of its last turn.
     """
 
     sample_id: int
@@ -26,7 +26,7 @@ class Continuation:
 
 
 def exchange_continuations(mine: Sequence[Continuation]) -> list[Continuation]:
-    """Those of all ranks on every rank, by sample id. Collective: the world."""
+    """Gather the continuations of all ranks on every rank, by sample id. Collective: the world."""
     packed: list[int] = []
     for c in mine:
         packed += (c.sample_id, c.max_tokens, len(c.token_ids), *c.token_ids)
@@ -44,9 +44,9 @@ def exchange_continuations(mine: Sequence[Continuation]) -> list[Continuation]:
 def all_gather_pairs(
     integers: torch.Tensor, floats: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The int64 and the fp32 tensor of every rank, in rank order. Collective: the world.
+    """Gather the int64 and the fp32 tensor of every rank, in rank order. Collective: the world.
 
-    Two collectives in all; tensors are on the host, of any length.
+    This takes two collectives; the tensors are on the host and may have any length.
     """
     sizes = gather_rows(torch.tensor([integers.numel(), floats.numel()]))
     borders = [(8 * n, 8 * n + 4 * m) for n, m in sizes.tolist()]

@@ -1,4 +1,4 @@
-"""Process groups of the training layout: built once, by megatron-core."""
+"""Checks of the process groups of the training layout, which megatron-core builds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rank_lists(layout: ParallelLayout) -> dict[str, list[list[int]]]:
 def _groups(
     world: int, coords_of: Callable[[int], Coords | ExpertCoords], axis: str
 ) -> list[list[int]]:
-    """Ranks that differ along one axis only."""
+    """Groups of ranks that differ along one axis only."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(world):
         coords = coords_of(rank)
@@ -34,13 +34,13 @@ def _groups(
 
 
 def check_equal_nodes(local_size: int) -> None:
-    """All nodes must run the same number of ranks: plans need one number. Collective: the world.
+    """Check that all nodes run equally many ranks, as plans assume. Collective: the world.
 
     Args:
-        local_size: ranks of this rank's node.
+        local_size: Number of ranks on this rank's node.
 
     Raises:
-        UsageError: on all ranks, with the sizes.
+        UsageError: Nodes differ; raised on all ranks, with the sizes.
     """
     mine = torch.tensor([local_size])
     sizes = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -57,10 +57,10 @@ def check_equal_nodes(local_size: int) -> None:
 
 
 def check_group(layout: ParallelLayout, axis: str, group: dist.ProcessGroup) -> None:
-    """Compare a real group with the layout; the layout is what plans are computed from.
+    """Compare the ranks of a real group with the layout, which plans are computed from.
 
     Raises:
-        RuntimeError: they differ, so every plan would be wrong.
+        RuntimeError: They differ, so every plan would be wrong.
     """
     mine = sorted(dist.get_process_group_ranks(group))
     rank = dist.get_rank()

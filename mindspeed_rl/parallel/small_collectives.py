@@ -1,7 +1,7 @@
 """Sums and gathers of small tensors, in one or two messages from rank to rank.
 
-The collectives of gloo pass a tensor around a ring: their time is the number of ranks times that
-of a message, however small the tensor is. What is small goes straight to all ranks instead.
+The collectives of gloo pass a tensor around a ring: their time is the number of ranks times that of
+a message, however small the tensor is. Small tensors are sent directly to all ranks instead.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-# Up to so many bytes to all ranks together a rank sends the whole to each; beyond, a sum sends a
-# share of it, twice, and a gather takes the ring, which needs no copies.
+# A tensor is sent whole to every rank where all its copies have at most this many bytes. A larger
+# sum sends one part per rank, twice; a larger gather takes the ring, which needs no copies.
 DIRECT_BYTES = 2**20
 
 
 def sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """The sum over the ranks of a group. Collective: the group.
+    """Sum the tensors of all ranks of a group. Collective: the group.
 
     Args:
-        values: integers, whose sum does not depend on the order; of one shape on all ranks.
-        group: the world, if it is not given.
+        values: Integers, whose sum does not depend on the order; of one shape on all ranks.
+        group: Process group; ``None``: the world.
 
     Returns:
-        The shape and dtype of ``values``, which stay as they are.
+        The sum, of the shape and dtype of ``values``, which are not changed.
 
     Raises:
-        AssertionError: ``values`` are floating-point numbers.
+        AssertionError: The tensor has floating-point numbers.
     """
     assert not values.is_floating_point(), "the sum of floats depends on the order of ranks"
     if values.device.type != "cpu":
@@ -43,11 +43,11 @@ def sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = None)
 
 
 def gather_rows(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """[ranks, *shape] the tensors of all ranks of a group, in their order. Collective: the group.
+    """Gather the tensors of a group as [ranks, *shape], in rank order. Collective: the group.
 
     Args:
-        values: of one shape and dtype on all ranks.
-        group: the world, if it is not given.
+        values: Tensor of one shape and dtype on all ranks.
+        group: Process group; ``None``: the world.
     """
     world = dist.get_world_size(group)
     if values.device.type == "cpu" and world * values.nbytes <= DIRECT_BYTES:
@@ -58,13 +58,13 @@ def gather_rows(values: torch.Tensor, group: dist.ProcessGroup | None = None) ->
 
 
 def _from_all(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """What every rank sends to every rank, with a copy for each: [ranks, *shape]."""
+    """Gather the tensors as [ranks, *shape] by sending a copy of one's own to every rank."""
     world = dist.get_world_size(group)
     return _exchanged(values.expand(world, *values.shape).contiguous(), group)
 
 
 def _exchanged(rows: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Row r to rank r, and theirs in their order."""
+    """Send row r to rank r; return the rows of all ranks in their order."""
     received = torch.empty_like(rows)
     dist.all_to_all_single(received, rows, group=group)
     return received

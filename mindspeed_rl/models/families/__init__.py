@@ -1,1 +1,1 @@
-"""One file per model family: ``TABLE`` and ``spec_from_hf``. The registry finds all."""
+"""One module per model family with ``TABLE`` and ``spec_from_hf``; the registry finds them all."""

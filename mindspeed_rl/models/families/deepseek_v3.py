@@ -16,15 +16,15 @@ TABLE = WeightTable(
     family="deepseek_v3",
     architectures=("DeepseekV3ForCausalLM",),
     blocks=(EMBEDDING, LATENT_ATTENTION, DENSE_MLP, EXPERTS, HEAD),
-    # transformers 5 leaves them out; vLLM then routes by softmax and without the bias
+    # transformers 5 leaves these keys out; vLLM then routes by softmax and without the bias.
     config_keys=(("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")),
 )
-# transformers gives the norms of latent attention their default, whatever the config says
+# transformers gives the norms of latent attention their default, whatever the config says.
 _LATENT_NORM_EPS = 1e-6
 
 
 def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
-    """The spec of a DeepSeek-V3 ``config.json``; refuses what is not computed."""
+    """The spec of a DeepSeek-V3 ``config.json``; features that are not computed are refused."""
     fields = decoder_fields(config)
     if fields["norm_eps"] != _LATENT_NORM_EPS:
         raise UsageError(f"config.json: rms_norm_eps {fields['norm_eps']}; allowed: 1e-06")
@@ -61,11 +61,7 @@ def _attention(config: Mapping[str, Any]) -> LatentAttention:
 
 
 def _check_rope(config: Mapping[str, Any], kind: str) -> None:
-    """Refuse what trainer, transformers and vLLM scale differently.
-
-    vLLM takes every scaled kind for YaRN and reads neither ``attention_factor`` nor ``truncate``
-    nor ``mscale`` alone.
-    """
+    """Refuse rope scaling that trainer, transformers and vLLM compute differently."""
     scaling = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     if kind not in ("default", "yarn"):
         raise UsageError(
@@ -95,7 +91,7 @@ def _experts(config: Mapping[str, Any]) -> MoE:
     if not config.get("norm_topk_prob", True):
         raise UsageError("config.json: norm_topk_prob false is not supported; allowed: true")
     if int(config.get("moe_layer_freq") or 1) != 1:
-        # DeepSeek's own code and vLLM leave layers without experts, transformers does not
+        # DeepSeek's own code and vLLM leave layers without experts, transformers does not.
         raise UsageError(f"config.json: moe_layer_freq {config['moe_layer_freq']}; allowed: 1")
     size = int(config["moe_intermediate_size"])
     moe = MoE(
@@ -110,11 +106,11 @@ def _experts(config: Mapping[str, Any]) -> MoE:
         scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
     )
     if moe.top_k == 1:
-        # transformers normalises the weight of a single expert to 1, megatron-core does not
+        # transformers normalises the weight of a single expert to 1, megatron-core does not.
         raise UsageError("config.json: num_experts_per_tok 1 is not supported; allowed: 2 or more")
     if moe.num_groups > 1 and moe.top_k // moe.top_k_groups != 2:
         # transformers and vLLM rank groups by their two best experts, megatron-core by
-        # top_k / top_k_groups
+        # top_k / top_k_groups.
         raise UsageError(
             f"config.json: num_experts_per_tok {moe.top_k} with topk_group {moe.top_k_groups}: "
             "groups are ranked by their best two experts, so allowed: 2 experts per chosen group"
