@@ -38,6 +38,18 @@ class Models:
     critic: TrainEngine | None = None
     reward_model: TrainEngine | None = None
 
+    def companions(self, ref_update_interval: int) -> dict[str, TrainEngine]:
+        """Return the models besides the policy that change, by role.
+
+        Args:
+            ref_update_interval: Number of steps after which the policy becomes the reference; 0:
+                the reference never changes.
+        """
+        found = {"critic": self.critic} if self.critic is not None else {}
+        if self.reference is not None and ref_update_interval:
+            found["reference"] = self.reference
+        return found
+
 
 @dataclass(frozen=True)
 class PromptData:

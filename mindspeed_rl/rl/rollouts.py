@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.metrics.metric_set import MetricSet
 from mindspeed_rl.rl.advantages import length_penalty
-from mindspeed_rl.rl.algorithm_settings import advantage_estimator
 from mindspeed_rl.rl.assignment import observe_lengths
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.dynamic_sampling import Group, fill_step, numbered, take_complete
@@ -91,6 +90,17 @@ class _StepSampling:
         self.metrics = self.metrics.merge(done.metrics(state.version))
         return done.complete
 
+    def greedy_rewards(self, groups: Sequence[Group]) -> list[float]:
+        """Return the reward of a greedy response to the prompt of each group, penalised."""
+        prompts = [self.run.data.train[group[0].prompt_index] for group in groups]
+        worker = self.run.rollouts
+        found = worker.run(
+            prompts, self.step, worker.settings(0.0), self.state.version, self.run.phase
+        )
+        self.metrics = self.metrics.merge(found.metrics)
+        # Penalised as samples are; otherwise a long greedy response is too high a baseline.
+        return [s.reward + length_penalty(self.run.config, s) for s in found.samples]
+
 
 def generate_rollouts(run: Components, state: RunState, step: int) -> RolloutBatch:
     """Sample and score the rollouts of a step. Collective: the world; within ROLLOUT."""
@@ -122,21 +132,9 @@ def generate_rollouts(run: Components, state: RunState, step: int) -> RolloutBat
         )
     else:
         groups = generated = draw(num_groups, num_groups, 0)
-    greedy, metrics = _greedy_rewards(run, state, step, groups)
+    greedy = None
+    if run.config.advantages.estimator.needs_greedy:
+        greedy = sampling.greedy_rewards(groups)
     everything, trained = numbered(generated), numbered(groups)
     observe_lengths(state.lengths, everything)
-    return RolloutBatch(trained, everything or trained, sampling.metrics.merge(metrics), greedy)
-
-
-def _greedy_rewards(
-    run: Components, state: RunState, step: int, groups: Sequence[Group]
-) -> tuple[list[float] | None, MetricSet]:
-    """Return the reward of a greedy response to each prompt, if the estimator needs them."""
-    if not advantage_estimator(run.config).needs_greedy:
-        return None, MetricSet()
-    prompts = [run.data.train[group[0].prompt_index] for group in groups]
-    worker = run.rollouts
-    found = worker.run(prompts, step, worker.settings(0.0), state.version, run.phase)
-    # Penalised as samples are; otherwise a long greedy response is too high a baseline.
-    rewards = [s.reward + length_penalty(run.config, s) for s in found.samples]
-    return rewards, found.metrics
+    return RolloutBatch(trained, everything or trained, sampling.metrics, greedy)

@@ -71,7 +71,7 @@ def test_changed_data_in_rl(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> N
     run: Any = SimpleNamespace(
         config=parse(RLRunConfig, argv, "test").config,
         job=None,
-        models=SimpleNamespace(policy=None, critic=None, reference=None),
+        models=Models(policy=cast(Any, None)),
         scheduler=SimpleNamespace(
             require=lambda phase, what: None, onloaded=lambda *owners: nullcontext()
         ),
