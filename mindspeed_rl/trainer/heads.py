@@ -29,7 +29,7 @@ class Head(Protocol):
     """The last part of a model, which computes the outputs that a loss needs."""
 
     def __call__(self, micro: MicroBatch, hidden: torch.Tensor) -> Outputs:
-        """Turn hidden states [T, 1, h] (this rank's rows with sequence parallelism) into [N] each."""
+        """Turn hidden states [T, 1, h] (this rank's rows if sequence-parallel) into [N] each."""
         ...
 
     def loss_inputs(self, micro: MicroBatch, outputs: Outputs, reduce: Reduce) -> Any:
