@@ -1,7 +1,7 @@
 """Writes the pages about flags and algorithms: python tools/make_flag_docs.py [--check].
 
-It writes ``docs/flags.md`` as a whole, and in other pages the tables between ``<!-- table: NAME
--->`` and ``<!-- end -->``.
+It writes all of ``docs/flags.md``, and in other pages the tables between ``<!-- table: NAME -->``
+and ``<!-- end -->``.
 """
 
 from __future__ import annotations

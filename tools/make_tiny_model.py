@@ -251,7 +251,8 @@ def write_tiny_model(
     """Write a Hugging Face model folder with random fp32 weights and a tokenizer.
 
     Embeddings are untied, the RoPE base is 1e4, weights are drawn from N(0, 0.05), norms are 1,
-    biases 0. The weights depend only on ``seed``, family and sizes, not on the global random state.
+    biases 0. Only ``seed``, family and sizes decide the weights; the global random state stays as
+    it is.
 
     Args:
         out_dir: Folder to write; made if missing, files of an earlier call are replaced.

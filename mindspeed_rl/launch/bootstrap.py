@@ -56,7 +56,7 @@ _DETERMINISTIC = {
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Rank and size of this process among all and on its node, as torchrun sets them."""
+    """Rank of this process and number of ranks, in the job and on its node, as torchrun sets them."""
 
     rank: int
     size: int
@@ -65,7 +65,7 @@ class World:
 
     @classmethod
     def from_environment(cls) -> World:
-        """Read torchrun's variables; without them the world is this one process."""
+        """Read torchrun's variables; without them this process is the only rank."""
         get = os.environ.get
         return cls(
             int(get("RANK", "0")),
@@ -78,7 +78,7 @@ class World:
 def prepare_environment(
     platform: str, environ: MutableMapping[str, str], *, deterministic: bool = False
 ) -> list[str]:
-    """Set the variables that torch, torch_npu and the engine read at import; call it before that.
+    """Set the variables that torch, torch_npu and the engine read at import; call this before.
 
     Args:
         platform: Value of ``--platform``.
@@ -157,7 +157,7 @@ def start(
     Args:
         platform_name: Value of ``--platform``.
         timeout_minutes: Timeout of one collective.
-        world: Rank and size of this process.
+        world: Rank of this process and number of ranks.
         setup: Settings of an NPU process.
     """
     from datetime import timedelta

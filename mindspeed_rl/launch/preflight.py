@@ -47,7 +47,7 @@ class Axis:
 class Visit:
     """One rank's result of checking its group of an axis.
 
-    ``num_bytes`` is the decrease of the device's free memory (of the process's memory on a CPU).
+    ``num_bytes`` is the decrease of the device's free memory; on a CPU the growth of the process.
     """
 
     seconds: float
@@ -102,7 +102,7 @@ class Preflight:
     """The checks of one rank.
 
     Args:
-        world: Rank and size of this process.
+        world: Rank of this process and number of ranks.
         platform: Platform of the devices.
         store: Store that all ranks see.
         axes: Axes to check, the same on all ranks.

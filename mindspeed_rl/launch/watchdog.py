@@ -108,7 +108,7 @@ class Heartbeats:
 
     Args:
         store: Store of all ranks.
-        world: Rank and size of this process.
+        world: Rank of this process and number of ranks.
         phases: Phase clock of this rank.
         settings: Interval of heartbeats, and how long a peer may be silent.
         clock: Steady clock that returns seconds.
@@ -157,7 +157,7 @@ class Watchdog:
     """The watchdog of one rank. Create and start it in the main thread.
 
     Args:
-        world: Rank and size of this process.
+        world: Rank of this process and number of ranks.
         phase_timeout_s: Deadline of a phase, in seconds.
         prog: Name of the entry, for messages.
         settings: Waiting times, and who prints.

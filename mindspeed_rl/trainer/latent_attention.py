@@ -28,7 +28,7 @@ class DuplicatedLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Project [..., in] to [..., out]; the second result stands for a bias."""
+        """Project [..., in] to [..., out], and return no bias."""
         return F.linear(x, self.weight), None
 
     def sharded_state_dict(

@@ -31,8 +31,8 @@ class _SelectedLogProbs(torch.autograd.Function):
         chunk: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num = hidden.size(0)
-        # Rows, over this rank's vocabulary: max x, sum of exp(x - max), sum of exp(x - max) * (x -
-        # max), x[target] - max.
+        # Rows, over this rank's vocabulary: max x, sum of exp(x - max),
+        # sum of exp(x - max) * (x - max), x[target] - max.
         stats = hidden.new_zeros((4, num), dtype=torch.float32)
         stats[0] = float("-inf")
         local = targets - vocab_start

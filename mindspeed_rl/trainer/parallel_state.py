@@ -59,7 +59,7 @@ def unchanged(what: str) -> Iterator[None]:
     """Check that the block does not replace groups or sizes that the trainer works with. Local.
 
     Raises:
-        RuntimeError: At the end of the block, some changed; the message names them.
+        RuntimeError: Some have changed at the end of the block; the message names them.
     """
     before = _globals()
     yield

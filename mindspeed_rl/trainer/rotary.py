@@ -20,7 +20,8 @@ class PackedRotaryEmbedding(torch.nn.Module):
     Args:
         spec: Gives the frequencies.
         device: Device of the frequencies.
-        latent: For latent attention, which needs another shape and the factor of cosine and sine.
+        latent: Whether latent attention takes the angles; it needs another shape, and the factor of
+            cosine and sine.
     """
 
     def __init__(self, spec: ModelSpec, device: torch.device, latent: bool = False) -> None:

@@ -59,7 +59,7 @@ class TrainEngine:
         role: A role of :data:`TRAINED_ROLES` trains; ``"reference"`` and ``"reward model"`` only
             compute.
         layout: Spec and parallel layout; the spec's head gives log-probs or values.
-        platform: Device type of this rank.
+        platform: Platform of this rank's device.
         model: Model flags.
         parallel: Layout flags.
         kernels: Flags of fusions and overlap; ignored where the device lacks them.
@@ -68,7 +68,8 @@ class TrainEngine:
         temperature: Divisor of the logits in every log-prob.
         routing: With ``"replay"`` later passes over a micro-batch take the experts of the first
             pass; with ``"engine"`` the first pass also takes the engine's experts; with
-            ``"compare"`` only the metrics report how many experts the passes share.
+            ``"compare"`` only the metrics report how many experts the passes share; ``"free"`` does
+            none of this.
     """
 
     def __init__(

@@ -207,7 +207,7 @@ Away = list[tuple[torch.UntypedStorage, int, torch.Tensor | None]]
 
 
 def away(group: Any, keep: bool = True) -> Away:
-    """Copy each storage to newly allocated host memory and free it on the device."""
+    """Free each storage; if it is kept, copy it to newly allocated host memory before."""
     found: Away = []
     for storage in storages_of(group._find()):
         host = as_bytes(storage).clone() if keep else None
