@@ -56,7 +56,7 @@ _DETERMINISTIC = {
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Rank of this process and number of ranks, in the job and on its node, as torchrun sets them."""
+    """Rank of this process and number of ranks, in the job and on its node, set by torchrun."""
 
     rank: int
     size: int

@@ -11,7 +11,8 @@ Models have two layers of real shape and a vocabulary of 1024. The ways alternat
 after the last run of each the engine's weights are compared with the HF tensors bit by bit. Seconds
 are medians. Received bytes are those over the wire, of all ranks and of the rank that receives the
 most. The floor is the largest number of bytes that a rank's engine needs and its trainer lacks. The
-last line is RESULT and a JSON object. tools/inspect_plan.py counts bytes at any number of ranks.
+last line is RESULT and a JSON object. tools/inspect_plan.py counts bytes for any model and number
+of ranks.
 """
 
 from __future__ import annotations
