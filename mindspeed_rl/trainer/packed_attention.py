@@ -210,10 +210,10 @@ class PackedSelfAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedRow | None = None,
     ) -> torch.Tensor:
-        """Attend within each sequence. query, key, value: [T, 1, n, d], or [T, n, d] if latent.
+        """Attend within each sequence. query, key, value: [T, 1, n d], or [T, n, d] if latent.
 
         Returns:
-            [T, 1, n, d]; zero at padding.
+            [T, 1, n d]; zero at padding.
         """
         row = packed_seq_params
         if row is None:
