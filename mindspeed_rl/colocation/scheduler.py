@@ -202,7 +202,7 @@ class DeviceScheduler:
         return [*self._offload(*UPDATE_STATE), *self._tidy("offload")]
 
     def _idle_to_train(self) -> list[Action]:
-        """Bring that memory back; copies overlap with the first passes, and ``step`` waits."""
+        """Bring back the memory of the update; ``step`` waits for the copies, passes do not."""
         return self._onload(*UPDATE_STATE)
 
     def _idle_to_sync(self) -> list[Action]:
