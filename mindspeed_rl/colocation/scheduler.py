@@ -248,7 +248,7 @@ class DeviceScheduler:
         ]
 
     def _tidy(self, phase: str) -> list[Action]:
-        """Return freed memory to the device, where the plan has a function for it."""
+        """Give freed memory back to the device, where the plan has a function for it."""
         release = self._sharing.release_cached_memory
         return [] if release is nothing else [Action("tidy", phase, release)]
 

@@ -69,7 +69,7 @@ class StorageGroup:
         return num_bytes(storages_of(self._find()))
 
     def release(self) -> None:
-        """Copy the content to the host and free the memory. Local; may be called again.
+        """Copy content that is kept to the host and free the memory. Local; may be called again.
 
         Copies run on the platform's copy stream, and later work on the device waits for them. After
         an error :meth:`restore` brings everything back.

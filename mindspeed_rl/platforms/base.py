@@ -124,7 +124,7 @@ class Platform(Protocol):
         ...
 
     def release_cached_memory(self) -> None:
-        """Return memory that the allocator caches to the device."""
+        """Give memory that the allocator caches back to the device."""
         ...
 
     def profiler(self, request: ProfileRequest) -> Profiler:

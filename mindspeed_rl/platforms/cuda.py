@@ -63,7 +63,7 @@ class CudaPlatform:
         )
 
     def memory(self) -> DeviceMemory:
-        """Ask the driver, because torch counts neither NCCL's buffers nor freed memory pools."""
+        """Ask the driver, because torch misses NCCL's buffers and memory that a pool has freed."""
         free, total = torch.cuda.mem_get_info(self.device)
         return DeviceMemory(total - free, free, total)
 
@@ -75,7 +75,7 @@ class CudaPlatform:
         return int(torch.cuda.max_memory_allocated(self.device))
 
     def release_cached_memory(self) -> None:
-        """Wait, because blocks in use by a stream cannot be freed, and empty the allocator."""
+        """Wait for streams, whose blocks cannot be freed, and empty the caching allocator."""
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -12,7 +12,7 @@ _RESET_PEAK = "5"  # proc(5): sets the high-water mark to the present resident s
 
 
 class ProcFile:
-    """A file of /proc that is opened once and read often. It is of the process that opened it."""
+    """A file of /proc that is opened once and read often, for the process that opened it."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)

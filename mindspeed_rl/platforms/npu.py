@@ -76,7 +76,7 @@ class NpuPlatform:
         return int(self._npu.max_memory_allocated(self.device))
 
     def release_cached_memory(self) -> None:
-        """Wait, because blocks in use by a stream cannot be freed, and empty the allocator."""
+        """Wait for streams, whose blocks cannot be freed, and empty the caching allocator."""
         gc.collect()
         self._npu.synchronize()
         self._npu.empty_cache()

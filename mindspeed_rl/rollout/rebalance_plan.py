@@ -41,7 +41,7 @@ class StepCost:
         return max(1.0, padded / self.ridge_tokens)
 
     def steps(self, steps: int, running: int, context: int) -> float:
-        """Return the time of decode steps whose sequences start with ``context`` tokens in all."""
+        """Return the time of ``steps`` decode steps that start with ``context`` tokens in all."""
         read = steps * context + running * steps * (steps - 1) // 2
         return steps * self.decode(running) + read / self.context_tokens
 

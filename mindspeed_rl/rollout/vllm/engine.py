@@ -286,7 +286,7 @@ class VllmEngine:
                 done |= finished
                 if on_step is not None:
                     on_step(finished)
-        if self._agreement is None and rebalancer is None:  # steps have told of the finished alone
+        if self._agreement is None and rebalancer is None:  # steps output finished requests alone
             lengths = [len(c.token_ids) for _, c in sorted(done.items())]
             self.stats.running += decode_batches(lengths, self.max_num_seqs)
         if rebalancer is not None:
@@ -297,7 +297,7 @@ class VllmEngine:
         return VllmPort(self._engine, settings, follow)
 
     def _shared_steps(self, rebalancer: Rebalancer | None) -> Iterator[list[Any]]:
-        """Yield the outputs of each step of a generation; with ``rebalancer`` moves requests."""
+        """Yield the outputs of each step, with settlements in between if there is a rebalancer."""
         if rebalancer is None:
             yield from self._steps()
             return
