@@ -43,15 +43,15 @@ def perform(
         UndoFailed: An undo raised as well; its cause is the first error.
         BaseException: The error of an action, after all actions were undone.
     """
-    prefix_tokens: list[Action] = []
+    done: list[Action] = []
     try:
         for name, same_phase in groupby(actions, key=lambda action: action.phase):
             with phase(name):
                 for action in same_phase:
-                    prefix_tokens.append(action)
+                    done.append(action)
                     action.do()
     except BaseException as error:
-        for action in reversed(prefix_tokens):
+        for action in reversed(done):
             try:
                 action.undo()
             except BaseException as second:

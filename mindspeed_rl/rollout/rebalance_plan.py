@@ -261,9 +261,9 @@ def _choices(loads: Sequence[Load], running: bool) -> Iterator[tuple[Load, ...]]
     waiting = tuple(load for load in reversed(loads) if not load.computed)
     orders = [waiting]
     if running:
-        prefix_tokens = [load for load in loads if load.computed]
-        orders.append(tuple(sorted(prefix_tokens, key=lambda b: (-b.remaining, b.sample_id))))
-        orders.append(tuple(sorted(prefix_tokens, key=lambda b: (b.context, b.sample_id))))
+        running = [load for load in loads if load.computed]
+        orders.append(tuple(sorted(running, key=lambda b: (-b.remaining, b.sample_id))))
+        orders.append(tuple(sorted(running, key=lambda b: (b.context, b.sample_id))))
     for order in orders:
         count = len(order)
         while count:

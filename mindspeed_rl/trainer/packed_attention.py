@@ -210,7 +210,7 @@ class PackedSelfAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedRow | None = None,
     ) -> torch.Tensor:
-        """Attend within each sequence. query, key, value: [T, 1, n d], or [T, n, d] if latent.
+        """Attend within each sequence. query, key, value: [T, 1, n, d], or [T, n, d] if latent.
 
         Returns:
             [T, 1, n d]; zero at padding.
