@@ -261,9 +261,9 @@ def _choices(loads: Sequence[Load], running: bool) -> Iterator[tuple[Load, ...]]
     waiting = tuple(load for load in reversed(loads) if not load.computed)
     orders = [waiting]
     if running:
-        running = [load for load in loads if load.computed]
-        orders.append(tuple(sorted(running, key=lambda b: (-b.remaining, b.sample_id))))
-        orders.append(tuple(sorted(running, key=lambda b: (b.context, b.sample_id))))
+        active = [load for load in loads if load.computed]
+        orders.append(tuple(sorted(active, key=lambda b: (-b.remaining, b.sample_id))))
+        orders.append(tuple(sorted(active, key=lambda b: (b.context, b.sample_id))))
     for order in orders:
         count = len(order)
         while count:
