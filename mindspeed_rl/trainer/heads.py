@@ -1,4 +1,4 @@
-"""What a model makes of its last hidden states: log-probs and entropies, or values.
+"""Heads turn the last hidden states into log-probs and entropies, or into values.
 
 Shapes: T packed tokens of a micro-batch on this context-parallel rank, N trained tokens in it, h
 hidden size. A head works on the rows that predict the trained tokens.
@@ -26,25 +26,25 @@ Outputs = tuple[torch.Tensor, ...]
 
 
 class Head(Protocol):
-    """The end of a model."""
+    """The last part of a model, which computes the outputs that a loss needs."""
 
     def __call__(self, micro: MicroBatch, hidden: torch.Tensor) -> Outputs:
-        """Hidden states [T, 1, h] or, with sequence parallelism, this rank's share -> [N] each."""
+        """Turn hidden states [T, 1, h] (this rank's rows if sequence-parallel) into [N] each."""
         ...
 
     def loss_inputs(self, micro: MicroBatch, outputs: Outputs, reduce: Reduce) -> Any:
-        """What a loss gets of a micro-batch; ``reduce`` sums over context-parallel ranks."""
+        """Build a loss's inputs of a micro-batch; ``reduce`` sums over context-parallel ranks."""
         ...
 
 
 class LogProbHead:
-    """log p and entropy of the trained tokens, each [N] fp32. Collective: the TP group.
+    """Computes log p and entropy of the trained tokens, each [N] fp32. Collective: the TP group.
 
     Args:
-        module: the last chunk of the model.
-        spec: its architecture.
-        temperature: logits are divided by it.
-        chunk: positions whose logits exist at a time.
+        module: Last chunk of the model.
+        spec: Architecture of the model.
+        temperature: Divisor of the logits.
+        chunk: Number of positions whose logits exist at a time.
     """
 
     def __init__(self, module: Any, spec: ModelSpec, temperature: float, chunk: int) -> None:
@@ -54,7 +54,6 @@ class LogProbHead:
         self._chunk = chunk
 
     def __call__(self, micro: MicroBatch, hidden: torch.Tensor) -> Outputs:
-        """Hidden states -> (log-probs, entropies)."""
         rows = hidden[0]
         if self._module.config.sequence_parallel:
             rows = gather_from_sequence_parallel_region(rows)
@@ -78,23 +77,21 @@ class LogProbHead:
         return self._module.output_layer.weight  # type: ignore[no-any-return]
 
     def loss_inputs(self, micro: MicroBatch, outputs: Outputs, reduce: Reduce) -> LossInputs:
-        """Of a policy loss."""
         logprobs, entropy = outputs
         return policy_inputs(micro, logprobs, entropy, reduce)
 
 
 class ValueOutputHead:
-    """The value before each trained token, [N] fp32. Collective: the TP group.
+    """Computes the value before each trained token, [N] fp32. Collective: the TP group.
 
-    Every tensor-parallel rank computes all of it with its copy of the head, so the gradient of a
-    row is whole on each of them: it is cut to the rank's share, not summed.
+    Every tensor-parallel rank computes all values with its copy of the head, so the gradient of a
+    row is whole on each of them: it is cut to the rank's rows, not summed.
     """
 
     def __init__(self, module: Any) -> None:
         self._module = module
 
     def __call__(self, micro: MicroBatch, hidden: torch.Tensor) -> Outputs:
-        """Hidden states -> (values,)."""
         rows = hidden[0]
         if self._module.config.sequence_parallel:
             rows = gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=False)
@@ -103,13 +100,12 @@ class ValueOutputHead:
         return (F.linear(rows.float(), weight.float())[:, 0],)
 
     def loss_inputs(self, micro: MicroBatch, outputs: Outputs, reduce: Reduce) -> ValueInputs:
-        """Of a value loss."""
         (values,) = outputs
         return value_inputs(micro, values, reduce)
 
 
 def make_head(module: Any, spec: ModelSpec, temperature: float, chunk: int) -> Head:
-    """The head of ``spec.head``. Local."""
+    """Build the head that the spec names. Local."""
     if spec.value_head:
         return ValueOutputHead(module)
     return LogProbHead(module, spec, temperature, chunk)

@@ -1,4 +1,4 @@
-"""What a loss gets of a micro-batch.
+"""Builds the inputs of a loss from a micro-batch and the model's outputs.
 
 Shapes: N trained tokens of the micro-batch.
 """
@@ -19,14 +19,13 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 def policy_inputs(
     micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor, reduce: Reduce
 ) -> LossInputs:
-    """What a policy loss gets. Collective when the loss sums over sequences: see ``reduce``.
+    """Build the inputs of a policy loss. Collective if the loss sums over sequences, see below.
 
     Args:
-        micro: the micro-batch; of one without rollout, the engine's log-probs and the advantages
-            are 0.
-        logprobs: [N] of the current policy, with gradient.
-        entropy: the same.
-        reduce: sums a tensor over the context-parallel ranks.
+        micro: The micro-batch. Without rollout the engine's log-probs and the advantages are 0.
+        logprobs: [N] log-probs of the current policy, with gradient.
+        entropy: [N] entropies of the current policy, with gradient.
+        reduce: Sums a tensor over the context-parallel ranks.
     """
     columns, none = micro.columns, torch.zeros_like(logprobs)
     return LossInputs(
@@ -43,12 +42,12 @@ def policy_inputs(
 
 
 def value_inputs(micro: MicroBatch, values: torch.Tensor, reduce: Reduce) -> ValueInputs:
-    """What a value loss gets.
+    """Build the inputs of a value loss.
 
     Args:
-        micro: the micro-batch, with ``old_values`` and ``returns``.
-        values: [N] of the current critic, with gradient.
-        reduce: sums a tensor over the context-parallel ranks.
+        micro: The micro-batch, with the columns ``old_values`` and ``returns``.
+        values: [N] values of the current critic, with gradient.
+        reduce: Sums a tensor over the context-parallel ranks.
     """
     return ValueInputs(
         values, micro.column("old_values"), micro.column("returns"), _sequences(micro, reduce)

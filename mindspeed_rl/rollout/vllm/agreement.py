@@ -1,4 +1,4 @@
-"""All ranks of an engine must be about to generate the same thing."""
+"""Checks that the ranks of an engine are about to generate the same completions."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from mindspeed_rl.core.layout import EngineLayout
 
 
 def check_agreement(digest: bytes, engine: EngineLayout, rank: int) -> None:
-    """Compare digests. Collective: the tensor-parallel ranks of an engine.
+    """Compare the digests of ranks. Collective: the tensor-parallel ranks of an engine.
 
     Raises:
-        RuntimeError: naming the ranks of the engine that differ from its first.
+        RuntimeError: Digests differ; names the ranks of the engine that differ from its first.
     """
     if engine.tp == 1:
         return
