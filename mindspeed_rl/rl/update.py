@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from mindspeed_rl.algorithms.correction import mismatch_terms
+from mindspeed_rl.algorithms.correction import CorrectionSettings, mismatch_terms
 from mindspeed_rl.algorithms.kl import adapted_coefficient
 from mindspeed_rl.algorithms.losses import LossSettings, policy_loss
 from mindspeed_rl.algorithms.selection import (
@@ -25,14 +25,9 @@ from mindspeed_rl.colocation.scheduler import DeviceScheduler, Phase
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet, Total, reduce_metrics
-from mindspeed_rl.rl.algorithm_settings import (
-    covariance_settings,
-    loss_settings,
-    value_loss_settings,
-)
 from mindspeed_rl.rl.batches import OptimizerBatch, StepBatches, sample_of_token
 from mindspeed_rl.rl.components import Components, Models, RunState
-from mindspeed_rl.rl.critic import update_critic
+from mindspeed_rl.rl.critic import update_critic, value_loss_settings
 from mindspeed_rl.samples.packing import MicroBatch
 from mindspeed_rl.trainer.routing_replay import AGREEMENT, ENGINE_AGREEMENT
 from mindspeed_rl.trainer.train_engine import LossFunction, TrainEngine
@@ -130,6 +125,41 @@ def update_once(
     )
 
 
+def loss_settings(config: RLRunConfig, kl_beta: float) -> LossSettings:
+    """Return the settings of the policy's loss.
+
+    Args:
+        config: Flags of the run.
+        kl_beta: Present coefficient of the KL; unused here where the KL is in the reward.
+    """
+    rl, loss, kl = config.rl, config.policy_loss, config.kl
+    return LossSettings(
+        policy_loss=loss.rl_policy_loss,
+        surrogate=config.surrogate,
+        aggregation=loss.aggregation,
+        longest=config.rollout.rollout_max_response_length,
+        kl_beta=0.0 if kl.rl_kl_in_reward else kl_beta,
+        kl_estimator=kl.rl_kl_estimator,
+        entropy_weight=rl.grpo_entropy_term_weight,
+        correction=correction_settings(config),
+    )
+
+
+def correction_settings(config: RLRunConfig) -> CorrectionSettings:
+    """Return the settings that correct for the mismatch of trainer and engine."""
+    flags = config.correction
+    weighted = flags.rl_inference_logprobs_is_correction
+    return CorrectionSettings(
+        mode=flags.rl_is_correction_mode if weighted else "none",
+        level=flags.rl_is_correction_level,
+        upper=flags.rl_importance_sampling_truncation_coef,
+        lower=flags.rl_is_correction_lower,
+        rejection=flags.rl_rejection,
+        rejection_level=flags.rl_rejection_level,
+        rejection_threshold=flags.rl_rejection_threshold,
+    )
+
+
 def step_loss(
     config: RLRunConfig,
     kl_beta: float,
@@ -171,6 +201,25 @@ def empty_loss_metrics(loss: LossFunction) -> MetricSet:
     terms = loss(inputs).terms
     return MetricSet(
         {n: Max() if isinstance(term, MaxTerm) else Mean(0.0, 0.0) for n, term in terms.items()}
+    )
+
+
+def covariance_settings(config: RLRunConfig, update: int) -> CovarianceSettings:
+    """Return the settings that select tokens by covariance for one optimizer step.
+
+    Args:
+        config: Flags of the run.
+        update: Number of the optimizer step in the run; part of the seed of the random choice.
+    """
+    flags = config.surrogate
+    return CovarianceSettings(
+        ratio=flags.cov_ratio,
+        largest=config.policy_loss.loss.selection == "largest",
+        lower=flags.clip_cov_lower,
+        upper=flags.clip_cov_upper,
+        eps_lower=flags.eps_lower,
+        eps_upper=flags.eps_upper,
+        seed=config.train.seed * 1_000_003 + update,
     )
 
 
