@@ -96,6 +96,7 @@ def train_step(
 
     from mindspeed_rl.algorithms.losses import supervised_loss
     from mindspeed_rl.metrics.metric_set import Mean, MetricSet, reduce_metrics
+    from mindspeed_rl.metrics.names import STEP_TIME, TOKENS_PER_S
     from mindspeed_rl.rl.build_models import batch_rules
 
     with timer("train"), job.watchdog.phase("train"):
@@ -108,7 +109,7 @@ def train_step(
     if not math.isfinite(values["loss"]):
         raise FloatingPointError(f"supervised loss is {values['loss']}; lower --lr")
     values |= {"optimizer/grad_norm": stats.grad_norm, "optimizer/lr": stats.learning_rate}
-    return values | {"throughput/tokens_per_s": sum(chosen.lengths) / values["time/step_s"]}
+    return values | {TOKENS_PER_S: sum(chosen.lengths) / values[STEP_TIME]}
 
 
 def refuse_other_data(ignored: Sequence[str]) -> None:

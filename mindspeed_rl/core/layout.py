@@ -247,6 +247,10 @@ class EngineLayout:
         """The number of the group with prompts of its own that a rank belongs to."""
         return rank // (self.tp * self.pp)
 
+    def first_rank_of(self, group: int) -> int:
+        """The first rank of a group with prompts of its own."""
+        return group * self.tp * self.pp
+
     def layers_of(self, stage: int, num_layers: int) -> range:
         """The layers of a stage; a remainder goes to the stages before the last, as in vLLM.
 

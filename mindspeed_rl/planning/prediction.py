@@ -244,7 +244,7 @@ class MemoryPrediction:
         config, plan = self._rl
         return EngineMemory(
             plan.rollout_layout,
-            2 if engine_is_bf16(config) else 4,
+            2 if config.rollout.engine_is_bf16(config.train) else 4,
             engine_provider().sizes(config.engine_options, plan.spec, self.machine.platform),
             int(config.rollout.rollout_kv_cache_gb * _GIB),
             self.imbalance,
@@ -296,12 +296,6 @@ class MemoryPrediction:
 def _passing(peak: TrainPeak) -> Table:
     """Return the bytes that an update allocates itself."""
     return {MemoryOwner.ACTIVATIONS: peak.activations, MemoryOwner.LOGITS: peak.logits}
-
-
-def engine_is_bf16(config: RLRunConfig) -> bool:
-    """Whether the engine computes in bfloat16."""
-    dtype = config.rollout.rollout_dtype
-    return dtype == "bfloat16" or (dtype == "auto" and config.train.bf16)
 
 
 def predict(

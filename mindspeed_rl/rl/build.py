@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -43,9 +41,9 @@ from mindspeed_rl.rl.build_models import (
     initialize_parallel,
     load_tokenizer,
 )
-from mindspeed_rl.rl.components import Components, PromptData, Telemetry
+from mindspeed_rl.rl.components import Components, PromptData, Telemetry, named_phase
 from mindspeed_rl.rl.multi_turn import Environments
-from mindspeed_rl.rl.rollout_worker import PhaseContext, RolloutWorker
+from mindspeed_rl.rl.rollout_worker import RolloutWorker
 from mindspeed_rl.rl.scoring import RewardFunctions
 from mindspeed_rl.rollout.engine import InferenceEngine
 from mindspeed_rl.samples.columns import Column, experts_column, response_columns
@@ -80,7 +78,9 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
     engine = build_rollout_engine(job)
     cache = TensorCache(job.platform.device)
     ledger = open_ledger(job, sharing, engine, cache)
-    scheduler = DeviceScheduler(engine, _phases_of(job, timer), watched(sharing, ledger))
+    scheduler = DeviceScheduler(
+        engine, partial(named_phase, timer, job.watchdog), watched(sharing, ledger)
+    )
     run = Components(
         job=job,
         data=data,
@@ -100,15 +100,6 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
     scheduler.to_train()
     _freeze_objects()
     return run
-
-
-def _phases_of(job: Job[RLRunConfig, RLPlan], timer: PhaseTimer) -> PhaseContext:
-    @contextmanager
-    def phase(name: str) -> Iterator[None]:
-        with timer(name), job.watchdog.phase(name):
-            yield
-
-    return phase
 
 
 def _freeze_objects() -> None:

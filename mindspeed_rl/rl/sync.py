@@ -74,9 +74,20 @@ def check_engine(run: Components, state: RunState) -> float:
         gap = reduce_metrics(mean)["probe"]
     limit = run.config.sync_check_tol
     if not gap <= limit:
-        raise RuntimeError(
-            f"probe: mean |log p(trainer) - log p(engine)| is {gap:.3g}, above "
-            f"--rl-sync-check-tol {limit:g}, although the weights are bit-equal: the engine "
-            "computes something else than the trainer"
-        )
+        raise engine_differs("probe", gap, limit)
     return gap
+
+
+def engine_differs(where: str, mean: float, limit: float) -> RuntimeError:
+    """Return the error that the engine computes something else than the trainer.
+
+    Args:
+        where: Where that was found, for the message.
+        mean: Mean |log p(trainer) - log p(engine)|.
+        limit: ``--rl-sync-check-tol``.
+    """
+    return RuntimeError(
+        f"{where}: mean |log p(trainer) - log p(engine)| is {mean:.3g}, above "
+        f"--rl-sync-check-tol {limit:g}, although the weights are bit-equal: the engine computes "
+        "something else than the trainer; where that is rounding, raise the limit"
+    )
