@@ -223,7 +223,7 @@ class MemoryPrediction:
         if train.max_tokens_per_micro_batch:
             sequences = max(1, train.max_tokens_per_micro_batch // longest)
         sequences = min(sequences, samples)
-        multiple = (2 * parallel.cp if parallel.cp > 1 else 1) * parallel.tp
+        multiple = parallel.row_multiple(sequence_parallel=config.parallel.shards_sequence)
         return Workload(
             tokens=round_up(sequences * longest, multiple),
             trained=sequences * trained,

@@ -36,7 +36,6 @@ from mindspeed_rl.metrics.names import (
     headline,
 )
 from mindspeed_rl.metrics.output_dir import take_output_dir
-from mindspeed_rl.metrics.progress import RunProgress
 from mindspeed_rl.metrics.rollout_dump import RolloutRow, evenly_spread
 from mindspeed_rl.planning.budget import machine_on
 from mindspeed_rl.planning.prediction import predict
@@ -46,6 +45,7 @@ from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.evaluate import Evaluation, evaluate
 from mindspeed_rl.rl.rollouts import RolloutBatch
 from mindspeed_rl.rl.sync import engine_differs
+from mindspeed_rl.rl.telemetry import open_progress
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import PlacedSamples, ResponseTensors
@@ -133,13 +133,8 @@ class RunReporter:
         take_output_dir(config.logging, config.checkpoint.load, run.job.world.local_rank, start)
         run.telemetry.logger.truncate_after(start)
         run.telemetry.dump.truncate_after(start)
-        self._progress = RunProgress(
-            config.train.train_iters,
-            start,
-            config.advantages.rl_advantage_estimator,
-            self._writer,
-            log_interval=config.logging.log_interval,
-        )
+        estimator = config.advantages.rl_advantage_estimator
+        self._progress = open_progress(config, start, estimator, run.job.world.rank)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the summary needs of the steps so far, as JSON."""
