@@ -219,13 +219,13 @@ class MemoryPrediction:
             longest = trained = train.seq_length or self.plan.spec.max_position_embeddings
             per_update, prepared, entropy = train.global_batch_size, 1, False
         samples = max(1, per_update // parallel.dp)
-        sequences = train.micro_batch_size
+        sequences, padded = train.micro_batch_size, round_up(longest, parallel.sequence_multiple)
         if train.max_tokens_per_micro_batch:
-            sequences = max(1, train.max_tokens_per_micro_batch // longest)
+            sequences = max(1, train.max_tokens_per_micro_batch // padded)
         sequences = min(sequences, samples)
         multiple = parallel.row_multiple(sequence_parallel=config.parallel.shards_sequence)
         return Workload(
-            tokens=round_up(sequences * longest, multiple),
+            tokens=round_up(sequences * padded, multiple),
             trained=sequences * trained,
             num_micro_batches=-(-samples // sequences),
             entropy_gradient=entropy,

@@ -12,6 +12,7 @@ from mindspeed_rl.rl.assignment import observe_lengths
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.dynamic_sampling import Group, fill_step, numbered, take_complete
 from mindspeed_rl.rl.partial_rollouts import complete_groups
+from mindspeed_rl.rl.rollout_worker import PassRequest
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 
 
@@ -49,17 +50,17 @@ class _StepSampling:
     ) -> list[RolloutInfo]:
         """Generate a response to each prompt, or continue its prefix. Collective: the world."""
         worker = self.run.rollouts
-        found = worker.run(
+        request = PassRequest(
             prompts,
             self.step,
             worker.settings(self.run.config.rl.rl_default_temperature),
             self.state.version,
-            self.run.phase,
             attempt=attempt,
             key=SampleKey(self.step, self.num_generated),
             lengths=self.state.lengths,
             prefixes=prefixes,
         )
+        found = worker.run(request, self.run.phase)
         self.run.samples.keep(found.rollouts, found.samples)
         self.num_generated += len(prompts)
         self.metrics = self.metrics.merge(found.metrics)
@@ -94,9 +95,8 @@ class _StepSampling:
         """Return the reward of a greedy response to the prompt of each group, penalised."""
         prompts = [self.run.data.train[group[0].prompt_index] for group in groups]
         worker = self.run.rollouts
-        found = worker.run(
-            prompts, self.step, worker.settings(0.0), self.state.version, self.run.phase
-        )
+        request = PassRequest(prompts, self.step, worker.settings(0.0), self.state.version)
+        found = worker.run(request, self.run.phase)
         self.metrics = self.metrics.merge(found.metrics)
         # Penalised as samples are; otherwise a long greedy response is too high a baseline.
         return [s.reward + length_penalty(self.run.config, s) for s in found.samples]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from mindspeed_rl.colocation.scheduler import Phase
 from mindspeed_rl.metrics.metric_set import Mean, MetricSet, reduce_metrics
 from mindspeed_rl.rl.components import Components, RunState
+from mindspeed_rl.rl.rollout_worker import PassRequest
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.rollout_info import UNCACHED, exchange_table
 
@@ -52,7 +53,7 @@ def check_engine(run: Components, state: RunState) -> float:
         settings, max_response_tokens=min(PROBE_TOKENS, settings.max_response_tokens)
     )
     with run.phase("probe"):
-        own = worker.generate(prompts, 0, settings, state.version)
+        own = worker.generate(PassRequest(prompts, 0, settings, state.version))
         known, copies = (own, []) if worker.assignment.leads_engine else ([], own)
         samples = exchange_table(
             known, engine.group_of(run.job.world.rank), (), engine.num_groups, UNCACHED,

@@ -94,9 +94,9 @@ def _swapped_bounds(settings: Any) -> Any:
 
 
 def _as_in_training(original: Callable[..., Any]) -> Callable[..., Any]:
-    def changed(self: Any, *args: Any, **rest: Any) -> Any:
-        judged = rest.get("judge") is not None  # evaluations alone are
-        return original(self, *args, **(rest | {"attempt": 0} if judged else rest))
+    def changed(self: Any, request: Any, phase: Any, judge: Any = None) -> Any:
+        judged = judge is not None  # evaluations alone are
+        return original(self, replace(request, attempt=0) if judged else request, phase, judge)
 
     return changed
 
