@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.metrics.metric_set import MetricSet
 from mindspeed_rl.rl.advantages import length_penalty
 from mindspeed_rl.rl.assignment import observe_lengths
 from mindspeed_rl.rl.components import Components, RunState
-from mindspeed_rl.rl.dynamic_sampling import Group, fill_step, numbered, take_complete
+from mindspeed_rl.rl.dynamic_sampling import Draw, Group, fill_step
 from mindspeed_rl.rl.partial_rollouts import complete_groups
 from mindspeed_rl.rl.rollout_worker import PassRequest
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
@@ -127,7 +128,7 @@ def generate_rollouts(run: Components, state: RunState, step: int) -> RolloutBat
         groups, generated, state.carried_groups = filled.groups, filled.generated, filled.carried
         sampling.metrics = sampling.metrics.merge(filled.metrics)
     elif partial:
-        groups, generated, state.carried_groups = take_complete(
+        groups, generated, state.carried_groups = _take_complete(
             num_groups, state.carried_groups, draw, flags.rl_resample_factor
         )
     else:
@@ -135,6 +136,32 @@ def generate_rollouts(run: Components, state: RunState, step: int) -> RolloutBat
     greedy = None
     if run.config.advantages.estimator.needs_greedy:
         greedy = sampling.greedy_rewards(groups)
-    everything, trained = numbered(generated), numbered(groups)
+    everything, trained = _numbered(generated), _numbered(groups)
     observe_lengths(state.lengths, everything)
     return RolloutBatch(trained, everything or trained, sampling.metrics, greedy)
+
+
+def _take_complete(
+    num_groups: int, carried: Sequence[Group], draw: Draw, factor: float
+) -> tuple[list[Group], list[Group], list[Group]]:
+    """Return the groups of a step of partial rollouts without a filter.
+
+    Args:
+        num_groups: Number of groups of a step.
+        carried: Complete groups of earlier steps; they come first.
+        draw: See :data:`Draw`.
+        factor: Prompts to work on for each missing group.
+
+    Returns:
+        The groups to train on, those that this step completed, and those left for the next step.
+    """
+    missing = max(0, num_groups - len(carried))
+    generated = draw(missing, math.ceil(missing * factor), 0) if missing else []
+    groups = [*carried, *generated]
+    return groups[:num_groups], generated, groups[num_groups:]
+
+
+def _numbered(groups: Sequence[Group]) -> list[RolloutInfo]:
+    """Return the samples of all groups, numbered by their place in the step."""
+    samples = [s for group in groups for s in group]
+    return [s if s.sample_id == i else replace(s, sample_id=i) for i, s in enumerate(samples)]
