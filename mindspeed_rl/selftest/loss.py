@@ -411,6 +411,8 @@ def make_loss(case: Case, denominators: Denominators) -> LossFunction:
 def _annotated(micro: MicroBatch) -> MicroBatch:
     """Add old and reference log-probs that depend on the token alone."""
     places, known = micro.positions[micro.loss_mask].float(), micro.column("rollout_logprobs")
+    if not micro.sample_ids:  # only samples bring advantages along
+        micro = micro.with_column("advantages", torch.zeros_like(known))
     micro = micro.with_column("old_logprobs", known + 0.05 * places.sin())
     return micro.with_column("ref_logprobs", known - 0.1)
 

@@ -131,7 +131,7 @@ def test_rewards_that_raise_end_the_job_with_the_first_traceback(world: Path) ->
     with TorchrunJob(world, ENTRY, flags, port=free_port()) as job:
         ended = job.end(LIMIT_S)
     assert ended.returncodes[0] != 0
-    told = "RewardError: 4 of 4 rewards failed (100.0%), above the limit of 5.0%"
+    told = "RewardError: 4 of 4 rewards failed (100.0%), above --reward-max-error-rate"
     assert f"in phase reward: {told}" in ended.output, ended.output
     assert "KeyError: 'the key that nobody set'" in ended.output
 
