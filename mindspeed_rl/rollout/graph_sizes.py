@@ -70,14 +70,6 @@ def decode_batches(response_lengths: Sequence[int], capacity: int = 0) -> Counte
     return found
 
 
-def padded_rows(histogram: Mapping[int, int], sizes: Sequence[int]) -> int:
-    """Rows of all decode steps when each is padded to the next of ``sizes`` (ascending)."""
-    return sum(
-        steps * next((size for size in sizes if size >= running), running)
-        for running, steps in histogram.items()
-    )
-
-
 def best_graph_sizes(histogram: Mapping[int, int], count: int, multiple: int = 1) -> GraphSizes:
     """At most ``count`` sizes with the least padding; of equal ones, the fewest.
 

@@ -50,8 +50,7 @@ class StepStats:
         seconds: of all of them.
         sync_seconds: of them, waiting for the other ranks to agree; 0 where it is not our code.
         reductions: of that agreement; 0 where it is not our code.
-        settlements: looks at all engines, to move requests between them.
-        settle_seconds: of those, waiting for the other engines included.
+        settle_seconds: of moving requests between engines, waiting for the others included.
         moved: requests that left this rank for another engine.
         moved_tokens: tokens that other engines read again for them, prompts included.
         prompt_steps: in which a rank of the engine read a prompt; 0 where it is not our code.
@@ -63,7 +62,6 @@ class StepStats:
     seconds: float = 0.0
     sync_seconds: float = 0.0
     reductions: int = 0
-    settlements: int = 0
     settle_seconds: float = 0.0
     moved: int = 0
     moved_tokens: int = 0

@@ -129,33 +129,6 @@ def _sum_shares(
     return total
 
 
-def local_checksums(
-    layout: ShardLayout,
-    rank: int,
-    params: Mapping[str, torch.Tensor],
-    dtype: torch.dtype,
-    *,
-    primary_only: bool,
-) -> torch.Tensor:
-    """Compute what this rank adds to the checksum of every HF tensor of ``layout``. Local.
-
-    Args:
-        layout: Layout that says what the rank holds.
-        rank: Global rank.
-        params: Parameters of the rank by local name.
-        dtype: Element type that values are cast to first, as on the wire.
-        primary_only: Count each element on one rank only, so that the sum over all ranks is the
-            checksum; otherwise every copy counts, and the sum is the checksum times the number of
-            copies.
-
-    Returns:
-        [number of HF tensors] int64, in the order of ``layout.hf_shapes``.
-    """
-    rows = {name: i for i, name in enumerate(layout.hf_shapes)}
-    shares = _shares(layout, rank, rows, primary_only=primary_only)
-    return _sum_shares(shares, params, dtype, len(rows))
-
-
 def copies_held(layout: ShardLayout, names: Sequence[str] = ()) -> torch.Tensor:
     """Count the ranks that hold each element of all HF tensors or of ``names``: [n] int64."""
     copies = []
@@ -186,6 +159,18 @@ class WeightVerifier:
         self._copies = copies_held(target, self._names)
         self._dtype = dtype
 
+    def checksums(
+        self, read: Mapping[str, torch.Tensor], write: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Compute what this rank adds to the checksums of both sides. Local.
+
+        Returns:
+            [2, number of HF tensors] int64, in the order of ``source.hf_shapes``.
+        """
+        sides = ((self._source, read), (self._target, write))
+        count = len(self._names)
+        return torch.stack([_sum_shares(*side, self._dtype, count) for side in sides])
+
     def differing_tensors(
         self,
         read: Mapping[str, torch.Tensor],
@@ -196,14 +181,7 @@ class WeightVerifier:
 
         Every rank gets the same list. Two int64 per tensor go to every rank.
         """
-        count = len(self._names)
-        sums = torch.stack(
-            [
-                _sum_shares(self._source, read, self._dtype, count),
-                _sum_shares(self._target, write, self._dtype, count),
-            ]
-        )
-        sums = sum_over_ranks(sums, group)
+        sums = sum_over_ranks(self.checksums(read, write), group)
         differs = (sums[0] * self._copies) != sums[1]
         return [name for name, wrong in zip(self._names, differs.tolist(), strict=True) if wrong]
 

@@ -19,7 +19,6 @@ from support.layout_cases import (
     GQA,
     LATENT,
     MOE,
-    PIPELINED_ENGINE,
     PLAIN_LATENT,
     REDUNDANT,
     TIED,
@@ -72,7 +71,6 @@ def nodes_of(case: Case) -> list[range]:
 @example(MOE)
 @example(LATENT)
 @example(PLAIN_LATENT)
-@example(PIPELINED_ENGINE)
 @example(REDUNDANT)
 @example(replace(LATENT, dp=2, ranks_per_node=3))
 @example(replace(GQA, tp=1, pp=2, dp=4, kv_heads=2, engine_tp=4, ranks_per_node=4))
@@ -120,8 +118,6 @@ SMALL = (
     Reshard("qwen2.5-7b", 32, "tp=2,pp=2,vpp=2,cp=2,num_layer_list=2-1-1-2", "tp=4"),
     # more rollout ranks than key/value heads
     Reshard("qwen3-8b", 32, "tp=8,pp=4,num_layer_list=2-1-1-3", "tp=16", 8),
-    # engines with two uneven stages
-    Reshard("qwen2.5-7b", 16, "tp=4,pp=2,num_layer_list=2-3", "tp=2,pp=2", changes=_TIE),
     # experts that a rank keeps twice, in an engine that is the whole world
     Reshard(
         "qwen3-30b-a3b", 4, "pp=2,ep=2,etp=1,num_layer_list=1-1", "dp=4,ep=4", 4,
@@ -135,13 +131,13 @@ SMALL = (
     Reshard("qwen3-30b-a3b", 16, "tp=2,pp=2,ep=4,etp=2,num_layer_list=1-1", "tp=4,dp=2"),
     Reshard(
         "deepseek-v3", 32, "tp=2,pp=4,ep=4,moe_tp_extend_ep=1,num_layer_list=1-1-2-1",
-        "tp=2,pp=2,dp=8,ep=16", 8,
+        "tp=2,dp=8,ep=16", 8,
     ),
 )  # fmt: skip
 # real depth, few owner ranks of large matrices
 DEEP = (
     Reshard("qwen3-8b", 16, "pp=4", "tp=16"),
-    Reshard("qwen3-30b-a3b", 16, "tp=2,ep=2,etp=1", "tp=4,pp=2,ep=4", changes={"num_experts": 16}),
+    Reshard("qwen3-30b-a3b", 16, "tp=2,ep=2,etp=1", "tp=4,ep=4", changes={"num_experts": 16}),
 )
 # The four cases of the docs, whole, and tied embeddings.
 WHOLE = (

@@ -14,7 +14,6 @@ from support.layout_cases import (
     GQA,
     LATENT,
     MOE,
-    PIPELINED_ENGINE,
     REDUNDANT,
     TIED,
     cases,
@@ -57,7 +56,6 @@ def staged_bytes(schedule: Schedule, case: Case, relay: bool) -> np.ndarray:
 @example(GQA, False)
 @example(MOE, True)
 @example(LATENT, False)
-@example(PIPELINED_ENGINE, True)
 @example(REDUNDANT, False)
 @example(replace(GQA, tp=1, pp=1, dp=8, kv_heads=4, engine_tp=8, heads_per_group=2), False)
 def test_no_rank_stages_more_than_the_budget(case: Case, relay: bool) -> None:

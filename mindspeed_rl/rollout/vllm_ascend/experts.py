@@ -28,14 +28,12 @@ class ExpertParam:
         module: its owner.
         shape: in kernel layout.
         address: of its memory.
-        conversions: turns to kernel layout by the engine in the present update.
     """
 
     name: str
     module: torch.nn.Module
     shape: torch.Size
     address: int
-    conversions: int = 0
 
     @property
     def attribute(self) -> str:
@@ -97,7 +95,6 @@ class ExpertLayouts:
     def open(self) -> None:
         """Every expert is in loader layout, with a loader, from now on."""
         for param in self.params:
-            param.conversions = 0
             if not param.loadable:
                 self._put(param, param.value.transpose(1, 2))
             getattr(param.module, param.attribute).weight_loader = _loader(param)
@@ -114,7 +111,6 @@ class ExpertLayouts:
         for param in self.params:
             if param.loadable:
                 raise RuntimeError(f"{param.name}: processing left it in loader layout")
-            param.conversions += 1
 
     def views(self, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The parameters, experts in kernel layout whatever they are in now."""

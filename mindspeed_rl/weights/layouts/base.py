@@ -96,7 +96,7 @@ class ShardLayout(Protocol):
         """Return a key that is equal for tensors with equal rectangles on equal ranks."""
         ...
 
-    def num_placed_alike(self, hf_name: str) -> tuple[int, int]:
+    def rotation_period(self, hf_name: str) -> tuple[int, int]:
         """Return how many layers and experts of a tensor's kind the same ranks hold.
 
         The rotations of these tensors even out what the ranks send.
@@ -307,7 +307,7 @@ class TableLayout(ABC):
             for layer in rows
         )
 
-    def num_placed_alike(self, hf_name: str) -> tuple[int, int]:
+    def rotation_period(self, hf_name: str) -> tuple[int, int]:
         pattern, layer, _ = locate(hf_name)
         is_expert = isinstance(self._rows_of_patterns[pattern][layer][0], ExpertRow)
         num_layers = self._layers_of_classes[self._placement_key(pattern, layer)]

@@ -190,7 +190,7 @@ WORLD = ("--world", "16")
         ),
         (
             (*DENSE, *WORLD, "--rollout", "tp=3"),
-            "--rollout: tp x pp x dp = 3 does not divide --world 16; make --world a multiple of 3",
+            "--rollout: tp x dp = 3 does not divide --world 16; make --world a multiple of 3",
         ),
         ((*DENSE, *WORLD, "--rollout", "tp=8"), "--rollout tp=8: .*28 attention heads"),
         ((*DENSE, *WORLD, "--train", "tp=8"), "--train tp=8: .* allowed: the divisors of 28"),
