@@ -14,9 +14,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from mindspeed_rl.metrics.names import measures_machine
-
 MOST_TOLD = 20
+_OF_THE_MACHINE = ("time/", "time_max/", "throughput/", "memory/")
+
+
+def measures_machine(name: str) -> bool:
+    """Whether a metric says how fast or how large the machine was, not what the run computed.
+
+    Two runs of the same numbers differ in those alone: times, rates and memory, by the unit at the
+    end of the name (seconds, milliseconds, anything per second) or by their chapter.
+    """
+    return name.startswith(_OF_THE_MACHINE) or name.endswith(("_s", "_ms"))
 
 
 def metrics(output: Path) -> list[dict[str, str]]:

@@ -188,23 +188,18 @@ class EngineLayout:
 
     @property
     def size(self) -> int:
-        """Number of ranks of one engine."""
+        """Number of ranks of one engine; they share the experts of a layer, whole or sliced."""
         return self.tp * self.dp
-
-    @property
-    def expert_ranks(self) -> int:
-        """Number of ranks that share the experts of a layer, whole or sliced: a whole engine."""
-        return self.size
 
     @property
     def ep(self) -> int:
         """Number of ranks that the whole experts of a layer are spread over; 1 for slices."""
-        return self.expert_ranks if self.expert_parallel else 1
+        return self.size if self.expert_parallel else 1
 
     @property
     def expert_tp(self) -> int:
         """Number of ranks that share one expert."""
-        return 1 if self.expert_parallel else self.expert_ranks
+        return 1 if self.expert_parallel else self.size
 
     @property
     def num_replicas(self) -> int:

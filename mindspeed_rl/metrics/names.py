@@ -23,21 +23,10 @@ HEADLINE = {
     STEP_TIME: "step_s",
 }
 
-_OF_THE_MACHINE = ("time/", "time_max/", "throughput/", "memory/")
-
 
 def is_evaluation(name: str) -> bool:
     """Whether a metric is the result of an evaluation, not of a training step."""
     return name.startswith("eval/")
-
-
-def measures_machine(name: str) -> bool:
-    """Whether a metric says how fast or how large the machine was, not what the run computed.
-
-    Two runs of the same numbers differ in those alone: times, rates and memory, by the unit at the
-    end of the name (seconds, milliseconds, anything per second) or by their chapter.
-    """
-    return name.startswith(_OF_THE_MACHINE) or name.endswith(("_s", "_ms"))
 
 
 def of_set(name: str, evaluation_set: str) -> str:

@@ -59,7 +59,7 @@ class EngineMemory:
         copies = self.sizes.batched_tokens * engine.dp * moe.top_k
         if not engine.expert_parallel:
             return copies  # every rank has a slice of every expert
-        return int(copies / engine.expert_ranks * self.imbalance)
+        return int(copies / engine.size * self.imbalance)
 
     def workspace(self) -> int:
         """The largest moment of an engine step of the most tokens.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mindspeed_rl.core.boxes import Box, ParamView
-from mindspeed_rl.weights.garbage import without_collection
+from mindspeed_rl.core.garbage import without_collection
 from mindspeed_rl.weights.layouts.base import Piece, Shard, ShardLayout, locate
 from mindspeed_rl.weights.sources import RegionDemand, SourceAssignment, assign_sources
 

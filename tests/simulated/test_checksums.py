@@ -14,7 +14,7 @@ from support.layout_cases import GQA, LATENT, MOE, TIED, cases, layouts_of
 from support.layout_oracle import megatron_params, vllm_params
 
 from mindspeed_rl.core.boxes import Box
-from mindspeed_rl.weights.checksums import WeightVerifier, box_checksum, copies_held
+from mindspeed_rl.weights.verify import WeightVerifier, box_checksum, copies_held
 
 Params = dict[str, torch.Tensor]
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}

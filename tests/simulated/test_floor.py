@@ -13,6 +13,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
+from reshard_figures import (
+    busiest_bytes,
+    critical_bytes,
+    missing_elements,
+    node_floors,
+    rank_floor,
+    round_traffic,
+)
 from scipy.optimize import linprog
 from support.layout_arrays import PADDING, Array, Case, hf_arrays
 from support.layout_cases import (
@@ -34,15 +42,7 @@ from mindspeed_rl.weights.executor import round_bytes
 from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.planner import plan_reshard
 from mindspeed_rl.weights.schedule import plan_schedule
-from mindspeed_rl.weights.traffic import (
-    critical_bytes,
-    element_bytes_of,
-    missing_elements,
-    node_floors,
-    rank_floor,
-    rank_traffic,
-    round_traffic,
-)
+from mindspeed_rl.weights.traffic import element_bytes_of, rank_traffic
 
 ITEM_BYTES, BF16 = 4, 2
 
@@ -218,4 +218,4 @@ def test_the_critical_path_is_near_the_busiest_rank(case: Reshard) -> None:
     for rank, total in zip(ranks, totals, strict=True):
         assert total.receive_bytes == rank_floor(source, target, rank, bytes_of) > 0
     by_round = [round_traffic(plan, schedule, source, bytes_of) for plan in plans]
-    assert critical_bytes(by_round) <= 1.1 * max(t.busiest_bytes for t in totals)
+    assert critical_bytes(by_round) <= 1.1 * max(map(busiest_bytes, totals))

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from reshard_figures import rank_floor
 from support.layout_arrays import PADDING, Case, hf_arrays
 from support.layout_cases import (
     FIXED,
@@ -38,7 +39,7 @@ from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
 from mindspeed_rl.weights.planner import ReshardPlan, check_same_tensors, plan_reshard
 from mindspeed_rl.weights.stream import TensorStream
-from mindspeed_rl.weights.traffic import element_bytes_of, rank_floor, rank_traffic
+from mindspeed_rl.weights.traffic import element_bytes_of, rank_traffic
 
 
 def plans_of(

@@ -9,8 +9,8 @@ from dataclasses import replace
 from math import prod
 
 import pytest
+from mapping_checks import check_layout
 
-from mindspeed_rl.checkpoint.mapping import check_layout
 from mindspeed_rl.config import ModelConfig, ParallelConfig, TrainConfig
 from mindspeed_rl.config.architecture import check_architecture
 from mindspeed_rl.config.layouts import training_layout

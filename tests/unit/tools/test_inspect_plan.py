@@ -11,24 +11,17 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import inspect_plan
 import pytest
+from reshard_figures import RoundTraffic, critical_bytes, round_traffic
 from support.published import PUBLISHED, Reshard
 
 from mindspeed_rl.weights.layouts.base import pieces_of
 from mindspeed_rl.weights.planner import plan_reshard
 from mindspeed_rl.weights.schedule import plan_schedule
-from mindspeed_rl.weights.traffic import (
-    RoundTraffic,
-    critical_bytes,
-    element_bytes_of,
-    rank_traffic,
-    round_traffic,
-)
+from mindspeed_rl.weights.traffic import element_bytes_of, rank_traffic
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import inspect_plan  # noqa: E402
 
 QWEN_7B = Reshard("qwen2.5-7b", 16, "tp=4,pp=2", "tp=2", 8)
 QWEN_30B = Reshard(
