@@ -152,7 +152,7 @@ def _assign_sources(
         )
         for fixed, choices, size, passes_on in zip(known, near, sizes, relayed, strict=True)
     )
-    return Shared(slices, all(a.level for several in slices for a in several))
+    return Shared(slices, all(a.is_balanced for several in slices for a in several))
 
 
 # More slices of one matrix would gain little, and so would an unevenness below this.
