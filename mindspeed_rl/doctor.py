@@ -1,8 +1,8 @@
-"""``python -m mindspeed_rl.doctor``: can a run start here? Green and red, a fix for every red row.
+"""``python -m mindspeed_rl.doctor``: can a run start here? Every red row of the answer has a fix.
 
-Alone it looks at packages, environment and devices, imports no torch and takes seconds. Under
-torchrun every process group of the layout does an all-reduce and an all-to-all first, with a limit
-of 60 seconds each. Give it the flags of the run, and it looks at that run.
+Started alone it checks packages, environment and devices, imports no torch and takes seconds. Under
+torchrun it also runs an all-reduce and an all-to-all in every process group of the layout, with a
+limit of 60 seconds for each group. With the flags of a run it checks that run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MEETING = "MASTER_ADDR and MASTER_PORT must be those of the first node, and ope
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The doctor's own flags; all others are those of train_rl."""
+    """Build the parser of the doctor's own flags; all other flags are those of train_rl."""
     parser = argparse.ArgumentParser(
         PROG,
         usage="[torchrun ... -m | python -m] mindspeed_rl.doctor [flags] [flags of train_rl]",
@@ -60,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the rows; 1 when one of them is red, 2 for wrong flags."""
+    """Print the rows and return 1 if one of them is red, 2 for wrong flags."""
     own, rest = build_parser().parse_known_args(argv)
     world = bootstrap.World.from_environment()
     try:
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def local_rows(config: RLRunConfig, platform: str, world: bootstrap.World) -> Iterator[DoctorRow]:
-    """What can be seen on this node alone. Local."""
+    """Check what can be seen on this node alone. Local."""
     environ = dict(os.environ)
     bootstrap.set_defaults(platform, environ)
     facts, matrix = gather(platform, environ), versions.read_matrix()
@@ -104,9 +104,9 @@ def local_rows(config: RLRunConfig, platform: str, world: bootstrap.World) -> It
 def layout_rows(
     config: RLRunConfig, world: bootstrap.World
 ) -> tuple[RLPlan | None, list[DoctorRow]]:
-    """The plan of the flags, if they name a model, and the communicators that it needs. Local.
+    """Return the plan of the flags, if they name a model, and its communicators as rows. Local.
 
-    It is that of the ranks that are here; of ``--rl-world-size`` where there is one alone.
+    The plan is for the ranks that run now, or for ``--rl-world-size`` if there is only one.
     """
     size = world.size if world.size > 1 else config.dry_run.rl_world_size or 1
     if not config.model.hf_checkpoint:
@@ -123,7 +123,7 @@ def layout_rows(
         return plan, [red(_LAYOUT, what, "give the number of ranks, or leave the flag out")]
     groups = groups_of_run(0, config, plan)
     size_mib = os.environ.get("HCCL_BUFFSIZE", "200")
-    mib = 2 * (int(size_mib) if size_mib.isdecimal() else 200)  # its own row says what is wrong
+    mib = 2 * (int(size_mib) if size_mib.isdecimal() else 200)  # another row reports a wrong value
     return plan, [
         note(
             _LAYOUT,
@@ -141,7 +141,7 @@ def collective_rows(
     local: Sequence[DoctorRow],
     limit_s: float,
 ) -> list[DoctorRow]:
-    """Under torchrun: what other nodes found, and what the groups did. Collective: the world."""
+    """Return findings of other nodes and of all groups, under torchrun. Collective: the world."""
     from datetime import timedelta
 
     bootstrap.quiet_libraries()
@@ -160,7 +160,7 @@ def collective_rows(
         platform = select_platform(platform_name)
         platform.set_device()
         dist.init_process_group(platform.backend, timeout=timedelta(seconds=4 * limit_s))
-    except UsageError as error:  # no device, which its own row says
+    except UsageError as error:  # no device, which another row reports
         return [*found, red("collectives", f"not tried: {error}", "mend the rows above first")]
     except (RuntimeError, ValueError) as error:
         what = f"ranks do not meet: {str(error).partition(chr(10))[0]}"
@@ -173,7 +173,7 @@ def collective_rows(
 def rows_of_other_nodes(
     store: Store, world: bootstrap.World, local: Sequence[DoctorRow], limit_s: float
 ) -> list[DoctorRow]:
-    """Red rows that other nodes have and the first one has not; on rank 0."""
+    """Return, on rank 0, the red rows of other nodes that the first node does not have."""
     from mindspeed_rl.launch.preflight import wait_for
 
     if world.local_rank == 0:

@@ -1,7 +1,7 @@
 """Checks a checkpoint, or a config alone, against the weight table of its family.
 
 Every key must be in the table, every element exactly once in the training and the rollout layout,
-declared padding aside. Exit status: 0 all is well, 1 a finding, 2 an input that is not supported.
+except declared padding. Exit status: 0 no findings, 1 findings, 2 an unsupported input.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TRAIN, _ROLLOUT = ("tp", "pp", "cp", "dp", "vpp", "ep", "etp"), ("tp", "dp", "e
 
 
 def _sizes(flag: str, text: str, allowed: tuple[str, ...]) -> Counter[str]:
-    """NAME=NUMBER pairs; what is not given is missing."""
+    """Parse NAME=NUMBER pairs; names that are not given stay missing."""
     sizes: Counter[str] = Counter()
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
@@ -68,7 +68,7 @@ def _read_config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Parse, check, print."""
+    """Parse the flags, check the layouts, print the findings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hf-checkpoint", metavar="DIR", help="Safetensors or their index.")
     parser.add_argument("--hf-config", metavar="FILE", help="Instead of DIR/config.json.")

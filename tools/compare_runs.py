@@ -1,8 +1,8 @@
-"""Whether two RL runs are the same bit for bit: python tools/compare_runs.py OUTPUT_DIR OUTPUT_DIR.
+"""Compares two RL runs bit for bit: python tools/compare_runs.py OUTPUT_DIR OUTPUT_DIR.
 
-Compared are the metrics of all steps, but for times, throughputs and memory, and the bytes of the
-exported models. Exit code 0: they are the same; 1: they are not, with what differs; 2: a folder
-does not hold a run.
+It compares the metrics of all steps, except times, throughputs and memory, and the bytes of the
+exported models. Exit code 0: the runs are the same; 1: they differ, and the differences are
+printed; 2: a folder does not hold a run.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ _OF_THE_MACHINE = ("time/", "time_max/", "throughput/", "memory/")
 
 
 def measures_machine(name: str) -> bool:
-    """Whether a metric says how fast or how large the machine was, not what the run computed.
+    """Whether a metric measures the machine and not the computation.
 
-    Two runs of the same numbers differ in those alone: times, rates and memory, by the unit at the
-    end of the name (seconds, milliseconds, anything per second) or by their chapter.
+    Two runs with the same numbers differ in such metrics alone: times, rates and memory. They are
+    recognised by the prefix of the name, or by the unit at its end (``_s``, ``_ms``).
     """
     return name.startswith(_OF_THE_MACHINE) or name.endswith(("_s", "_ms"))
 
 
 def metrics(output: Path) -> list[dict[str, str]]:
-    """All that do not depend on the clock or the process; as text, so that NaN equals NaN."""
+    """Return metrics that do not depend on the clock or the process, as text: NaN equals NaN."""
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [{k: repr(v) for k, v in row.items() if not measures_machine(k)} for row in rows]
 
 
 def digests(exported: Path) -> dict[str, str]:
-    """SHA-256 of every file with weights."""
+    """Return the SHA-256 of every file with weights."""
     found = {}
     for file in sorted(exported.glob("*.safetensors")):
         with file.open("rb") as stream:
@@ -43,7 +43,7 @@ def digests(exported: Path) -> dict[str, str]:
 
 
 def differences(first: Path, second: Path) -> Iterator[str]:
-    """What is not the same, one line each."""
+    """Yield the differences of two runs, one line each."""
     rows = [metrics(output) for output in (first, second)]
     if len(rows[0]) != len(rows[1]):
         yield f"metrics.jsonl: {len(rows[0])} rows and {len(rows[1])}"
@@ -58,7 +58,7 @@ def differences(first: Path, second: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    """Compare and say so."""
+    """Compare the runs and print the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,6 +1,6 @@
 """Converts checkpoints: Hugging Face to Megatron, back, and Megatron to Megatron.
 
-Exit status: 0 done, 2 flags or files that cannot be converted, 1 the disk.
+Exit status: 0 success, 2 flags or files that cannot be converted, 1 an error of the disk.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mindspeed_rl.convert.options import parse_options
 
 
 def main() -> int:
-    """Parse and convert."""
+    """Parse the flags and convert the checkpoint."""
     torch.set_num_threads(1)  # --workers are the threads
     try:
         run_conversion(parse_options(sys.argv[1:]), lambda line: print(line, flush=True))

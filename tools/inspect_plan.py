@@ -1,7 +1,7 @@
-"""What a reshard would move, for any model and any number of ranks, without a device.
+"""Predicts what a reshard moves, for any model and any number of ranks, without a device.
 
-Bytes in and out per rank, beside the floors and beside whole tensors for every rank; the bytes on
-the critical path, staging, messages and planning time. Sizes are those of bfloat16 weights.
+It compares bytes in and out per rank with the floors and with whole tensors for every rank, and
+counts bytes on the critical path, staging, messages, planning time. Weights are in bfloat16.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ EXAMPLE = """example:
 BF16_BYTES, MIB = 2, 2**20
 Figures: TypeAlias = dict[str, Any]
 CONFIGS = Path(__file__).resolve().parents[1] / "pretrain_scripts" / "models" / "configs"
-# Reference cases: config, --train, --rollout, --world
+# Reference cases: config, --train, --rollout, --world.
 CASES = {
     "A": ("qwen2.5-7b", "tp=4,pp=2", "tp=2", 16),
     "B": ("qwen3-30b-a3b", "tp=4,pp=2,ep=8,etp=1", "tp=2,dp=8,ep=16", 16),
@@ -157,17 +157,17 @@ def _positive(args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is asked: a model, two layouts as text, and the machine.
+    """The question of the command line: a model, two layouts as text, and the machine.
 
     Attributes:
-        spec: the model.
-        train: ``--train``.
-        rollout: ``--rollout``.
-        world: all ranks.
-        ranks: those that are looked at.
-        ranks_per_node: neighbouring ranks with fast links.
-        bucket_bytes: bound of all staging of a rank: of the rounds on their way.
-        relay: look at ``direct`` with a relay, too.
+        spec: Architecture of the model.
+        train: Value of ``--train``.
+        rollout: Value of ``--rollout``.
+        world: Number of all ranks.
+        ranks: Ranks to inspect.
+        ranks_per_node: Number of neighbouring ranks with fast links.
+        bucket_bytes: Bound of a rank's staging over all rounds in flight.
+        relay: Whether to inspect ``direct`` with a relay, too.
     """
 
     spec: ModelSpec
@@ -180,7 +180,7 @@ class Problem:
     relay: bool = False
 
     def layouts(self) -> tuple[MegatronLayout, VllmLayout]:
-        """Both layouts, with nothing looked up yet: what a rank begins with."""
+        """Build both layouts without any cached lookups, as a rank does at its start."""
         return (
             training_from_text(self.spec, self.train, self.world),
             rollout_from_text(self.spec, self.rollout, self.world, VllmLayout),
@@ -188,18 +188,18 @@ class Problem:
 
 
 def inspect(problem: Problem, seconds: Callable[[int, int], float | None]) -> list[Figures]:
-    """Plan the ranks that are looked at and count.
+    """Plan the inspected ranks and count their bytes.
 
     Args:
-        problem: what is asked.
-        seconds: of bytes within nodes and bytes between nodes on the wire.
+        problem: Model, layouts and ranks.
+        seconds: Returns the time on the wire of bytes within nodes and bytes between nodes.
 
     Returns:
-        An object per strategy, ``direct`` first: sizes in bytes, times in seconds; spreads are over
-        the ranks that are looked at, those of floors per node over all nodes.
+        An object per strategy, ``direct`` first: sizes in bytes, times in seconds. Spreads are over
+        the inspected ranks, those of floors per node over all nodes.
 
     Raises:
-        ValueError: layouts that do not fit the model or the world.
+        ValueError: The layouts do not fit the model or the world.
     """
     source, target = problem.layouts()
     bytes_of = element_bytes_of(source, BF16_BYTES)
@@ -210,7 +210,7 @@ def inspect(problem: Problem, seconds: Callable[[int, int], float | None]) -> li
         "node_floor_bytes": spread(
             list(node_floors(source, target, bytes_of, problem.ranks_per_node).values())
         ),
-        # what a rank receives where all whole tensors go to all ranks
+        # Bytes that a rank receives if all ranks get all tensors whole.
         "whole_tensor_bytes": spread([rank_floor(source, everywhere, r, bytes_of) for r in ranks]),
     }
     return [
@@ -220,17 +220,17 @@ def inspect(problem: Problem, seconds: Callable[[int, int], float | None]) -> li
 
 
 def spread(values: Sequence[int]) -> Figures:
-    """Smallest, mean and largest."""
+    """Return the smallest, mean and largest value."""
     return {"min": min(values), "mean": sum(values) / len(values), "max": max(values)}
 
 
 def _strategy(
     problem: Problem, seconds: Callable[[int, int], float | None], *, relay: bool
 ) -> Figures:
-    """Count the plans of the ranks."""
+    """Plan all inspected ranks with one strategy and return its figures."""
     per_node = problem.ranks_per_node
     name = "relay" if relay else "direct"
-    start = time.process_time()  # planning is plain computation, and the machine may be busy
+    start = time.process_time()  # process time, as the machine may be busy
     fresh = problem.layouts()
     plan = plan_reshard(*fresh, problem.ranks[0], per_node, relay=relay)
     split_rounds(plan, _schedule(problem, *fresh, relay), fresh[0], 1 + relay)
@@ -248,9 +248,9 @@ def _strategy(
         by_round.append(round_traffic(plan, schedule, source, bytes_of))
         progress.update(number, {})
     progress.close()
-    # sum over rounds of the largest max(sent, received) of a rank
+    # Sum over rounds of the largest max(sent, received) of a rank.
     critical = critical_bytes(by_round)
-    # that of the rank that has most bytes between nodes
+    # The rank with the most bytes between nodes.
     busiest = max(totals, key=lambda t: (busiest_inter_node_bytes(t), busiest_bytes(t)))
     between = min(busiest_inter_node_bytes(busiest), critical)
     in_flight = min(ROUNDS_IN_FLIGHT, schedule.num_rounds)
@@ -277,7 +277,7 @@ def _strategy(
 def _schedule(
     problem: Problem, source: MegatronLayout, target: VllmLayout, relay: bool
 ) -> Schedule:
-    """The rounds as the executor asks for them."""
+    """Return the rounds that the executor would schedule."""
     return plan_schedule(
         source,
         target,
@@ -289,10 +289,10 @@ def _schedule(
 
 
 def problem_of(args: argparse.Namespace) -> Problem:
-    """What the command line asks.
+    """Build the problem that the command line describes.
 
     Raises:
-        ValueError: a flag that is not possible; the message names what is.
+        ValueError: A flag is not possible; the message names what is.
     """
     if args.case:
         model, args.train, args.rollout, args.world = CASES[args.case]
@@ -313,7 +313,7 @@ def problem_of(args: argparse.Namespace) -> Problem:
 
 
 def wire_seconds(args: argparse.Namespace) -> Callable[[int, int], float | None]:
-    """How long bytes within and between nodes take at the speeds of the command line, if given."""
+    """Return a function for the wire time of bytes at the given speeds; ``None`` without speeds."""
 
     def seconds(within: int, between: int) -> float | None:
         if args.intra_node_gbs is None:
@@ -333,7 +333,7 @@ def _gb_spread(figures: Figures) -> str:
 
 
 def _rows(figures: Figures) -> dict[str, str]:
-    """The figures of one strategy by what they are, as text."""
+    """Return the figures of one strategy as text, by label."""
     floor, seconds = figures["floor_bytes"]["mean"], figures["estimated_s"]
     return {
         "in per rank, GB (min / mean / max)": _gb_spread(figures["recv_bytes"]),
@@ -352,7 +352,7 @@ def _rows(figures: Figures) -> dict[str, str]:
 
 
 def table(strategies: Sequence[Figures], problem: Problem) -> str:
-    """Floors, then one column per strategy."""
+    """Format the floors and one column per strategy."""
     first = strategies[0]
     columns = [{"": figures["strategy"]} | _rows(figures) for figures in strategies]
     wide = max(map(len, columns[0]))
@@ -378,7 +378,7 @@ def table(strategies: Sequence[Figures], problem: Problem) -> str:
 
 
 def main() -> None:
-    """Parse, plan, print."""
+    """Parse the flags, plan the ranks, print the figures."""
     parser = _parser()
     args = parser.parse_args()
     try:

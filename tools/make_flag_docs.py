@@ -1,7 +1,7 @@
-"""Writes what the pages say of flags and algorithms: python tools/make_flag_docs.py [--check].
+"""Writes the pages about flags and algorithms: python tools/make_flag_docs.py [--check].
 
-``docs/flags.md`` as a whole, and in other pages the tables between ``<!-- table: NAME -->`` and
-``<!-- end -->``.
+It writes all of ``docs/flags.md``, and in other pages the tables between ``<!-- table: NAME -->``
+and ``<!-- end -->``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TITLES = {
 
 
 def own_rows() -> Iterator[str]:
-    """One table per section; a section that both entries share is printed once."""
+    """Yield one table per section; a section that both entries share is printed once."""
     entries_of: dict[type, list[str]] = defaultdict(list)
     flags_of: dict[type, list[OwnFlag]] = {}
     for prog, run_type in ENTRIES.items():
@@ -75,14 +75,14 @@ def own_rows() -> Iterator[str]:
 
 
 def reserved_rows() -> Iterator[str]:
-    """Engine options that are refused, by reason."""
+    """Yield the engine options that are refused, by reason."""
     for reason, patterns in RESERVED.items():
         flags = " ".join(f"`{as_flag(pattern)}`" for pattern in patterns.split())
         yield f"| {reason} | {flags} |"
 
 
 def foreign_rows() -> Iterator[str]:
-    """Per disposition one table of reasons and their flags."""
+    """Yield one table of reasons and their flags per disposition."""
     by_reason: dict[tuple[Disposition, str], list[ForeignFlag]] = defaultdict(list)
     for flag in dict.fromkeys(foreign_flags().values()):
         by_reason[flag.disposition, flag.reason].append(flag)
@@ -96,13 +96,13 @@ def foreign_rows() -> Iterator[str]:
 
 
 def foreign_name(flag: ForeignFlag) -> str:
-    """Its spellings and its harmless values."""
+    """Return the spellings of a flag and its harmless values."""
     values = f" [{', '.join(flag.harmless_values)}]" if flag.harmless_values else ""
     return "/".join(f"`{name}`" for name in flag.spellings) + values
 
 
 def flags_page() -> str:
-    """The page of all flags."""
+    """Return the page of all flags."""
     parts = [HEAD, *own_rows(), OPTIONS_HEAD, *reserved_rows(), "", FOREIGN_HEAD, *foreign_rows()]
     return "\n".join(parts).rstrip() + "\n"
 
@@ -115,7 +115,7 @@ _NEEDS: Columns = {
 
 
 def choice_table(catalogue: Catalogue[Any], what: str, more: Columns) -> Iterator[str]:
-    """The choices of a flag, with columns of ``more``; one that would be empty is left out."""
+    """Yield a table of a flag's choices with the columns of ``more``, without empty columns."""
     rows = [
         {
             "name": f"`{name}`",
@@ -130,7 +130,7 @@ def choice_table(catalogue: Catalogue[Any], what: str, more: Columns) -> Iterato
 
 
 def reward_table() -> Iterator[str]:
-    """The built-in rewards."""
+    """Yield the table of the built-in rewards."""
     rows = []
     for name, summary in BUILT_IN_REWARDS.items():
         reward = built_in_reward(name)
@@ -171,13 +171,13 @@ def _cell(text: str) -> str:
 
 
 def _spelled(field: str) -> str:
-    """The flag of a configuration field of train_rl."""
+    """Return the flag of a configuration field of train_rl."""
     flags = (flag for _, own in own_flags(ENTRIES["mindspeed_rl.train_rl"]) for flag in own)
     return next(flag.spellings[0] for flag in flags if flag.field == field)
 
 
 def with_tables(text: str) -> str:
-    """A page with its tables written anew."""
+    """Return a page with its tables replaced by new ones."""
 
     def written(match: re.Match[str]) -> str:
         return match[1] + "\n".join(TABLES[match[2]]()) + "\n" + match[3]
@@ -186,7 +186,7 @@ def with_tables(text: str) -> str:
 
 
 def main() -> None:
-    """Writes the pages, or with ``--check`` fails when one is not up to date."""
+    """Write the pages, or with ``--check`` fail if one is not up to date."""
     parser = argparse.ArgumentParser(description="Write the pages of flags and algorithms.")
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     check = parser.parse_args().check

@@ -27,10 +27,10 @@ from mindspeed_rl.data.rows import read_rows
 
 SPLITS = ("train", "heldout")
 
-# The share of all prompts that is held out is one in this many.
+# One in this many prompts is held out.
 _HELDOUT_MODULUS = 10
 _NUM_DIGITS = 6
-# So many draws in a row without a new prompt mean that the task has (nearly) no more of them.
+# After this many draws in a row without a new prompt the task has (nearly) no more of them.
 _MAX_FRUITLESS_DRAWS = 100_000
 
 
@@ -39,10 +39,10 @@ class Problem:
     """One generated question.
 
     Attributes:
-        question: the user message.
-        answer: the final answer, as the rewards compare it.
-        solution: a response worth imitating; holds the answer at its end.
-        difficulty: number of digits (``digit_sort``) or of steps (``word_problem``).
+        question: Text of the user message.
+        answer: Final answer, as the rewards compare it.
+        solution: Response to imitate; has the answer at its end.
+        difficulty: Number of digits (``digit_sort``) or of steps (``word_problem``).
     """
 
     question: str
@@ -59,22 +59,22 @@ def is_heldout(question: str) -> bool:
 def generate_task(
     name: str, num_rows: int, seed: int, split: str = "train"
 ) -> Iterator[dict[str, Any]]:
-    """Yields ``num_rows`` rows of task ``name`` with different prompts.
+    """Yield ``num_rows`` rows of task ``name`` with different prompts.
 
     The rows depend on the arguments only; a longer run starts with the rows of a shorter one.
 
     Args:
         name: ``"digit_sort"`` or ``"word_problem"``.
-        num_rows: how many rows, at least 1.
-        seed: seed of the rows; does not move a prompt from one split to the other.
+        num_rows: Number of rows, at least 1.
+        seed: Seed of the rows; does not move a prompt from one split to the other.
         split: ``"train"`` or ``"heldout"``.
 
     Yields:
-        ``{"prompt": [{"role": "user", "content": ...}], "answer": str, "solution": str,
-        "metadata": {"task": name, "difficulty": int}}``.
+        ``{"prompt": [{"role": "user", "content": ...}], "answer": str, "solution": str, "metadata":
+        {"task": name, "difficulty": int}}``.
 
     Raises:
-        ValueError: an argument is not allowed, or the task has fewer different prompts.
+        ValueError: An argument is not allowed, or the task has fewer different prompts.
     """
     if name not in _TASKS:
         raise ValueError(f"task name={name!r} is unknown; choose one of {sorted(_TASKS)}")
@@ -87,11 +87,11 @@ def generate_task(
 
 
 def write_jsonl(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> int:
-    """Writes ``rows`` as one JSON object per line; the file appears complete or not at all.
+    """Write ``rows`` as one JSON object per line; the file appears complete or not at all.
 
     Args:
-        path: the file; its folder is made, an older file is replaced.
-        rows: consumed once.
+        path: File to write; its folder is made, an older file is replaced.
+        rows: Rows to write, consumed once.
 
     Returns:
         The number of rows written.
@@ -128,7 +128,7 @@ def _rows(
 
 def _draw_digit_sort(rng: random.Random) -> Problem:
     question = "".join(rng.choice("0123456789") for _ in range(_NUM_DIGITS))
-    rng.random()  # not used: the rows of a seed stay what they always were
+    rng.random()  # unused draw: without it a seed would give other rows
     answer = "".join(sorted(question))
     return Problem(question, answer, answer, _NUM_DIGITS)
 
@@ -198,7 +198,7 @@ _OPERATIONS: dict[str, Callable[[int, int], int]] = {
 
 
 def _draw_operation(rng: random.Random, value: int) -> tuple[str, int]:
-    """An operator and an operand that keep the running ``value`` a positive integer."""
+    """Draw an operator and an operand that keep the running ``value`` a positive integer."""
     operands: dict[str, list[int]] = {
         "+": list(range(2, 21)),
         "-": list(range(1, min(value, 21))),
@@ -217,10 +217,10 @@ TASK_NAMES = tuple(sorted(_TASKS))
 
 
 def prompts_of(path: str) -> set[str]:
-    """The user messages of a file.
+    """Return the user messages of a file.
 
     Raises:
-        ValueError: there is no such file, or a row of it is broken or has no prompt.
+        ValueError: There is no such file, or a row of it is broken or has no prompt.
     """
     found = set()
     for row in read_rows(path):
@@ -231,10 +231,10 @@ def prompts_of(path: str) -> set[str]:
 
 
 def make_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows to write, after a look at the files that may share no prompt with them.
+    """Return the rows to write, and check that the given other files share no prompt with them.
 
     Raises:
-        ValueError: naming the argument or the file at fault.
+        ValueError: An argument or a file is wrong; the message names it.
     """
     rows = list(generate_task(args.task, args.num_rows, args.seed, args.split))
     mine = {json.dumps(row["prompt"]) for row in rows}
@@ -245,7 +245,7 @@ def make_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Generate, check that the file shares no prompt with others, write."""
+    """Generate the rows, check that they share no prompt with other files, write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--task", choices=TASK_NAMES, default="digit_sort")
     parser.add_argument("--num-rows", type=int, required=True, help="Rows to write.")

@@ -1,9 +1,9 @@
 """Writes a tiny randomly initialised checkpoint with its own tokenizer, offline.
 
-It has what makes real checkpoints hard: a chat template, separate pad and end tokens, QKV biases,
-untied embeddings, and a vocabulary size that no tensor-parallel degree divides. What cannot be
-scaled down is fixed by vLLM's CPU kernels: heads of 32 channels or more, experts of 32 channels on
-each rank, and latent attention with the real 512 + 64 cached channels.
+It has the properties that make real checkpoints hard: a chat template, separate pad and end tokens,
+QKV biases, untied embeddings, and a vocabulary size that no tensor-parallel degree divides. vLLM's
+CPU kernels limit how far it can be scaled down: heads of 32 channels or more, experts of 32
+channels on each rank, and latent attention with the real 512 + 64 cached channels.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ class TinySizes:
     """Sizes of a tiny model. vLLM on CPU needs a head size of 32 or more.
 
     Attributes:
-        vocab_size: number of tokens and rows of the embeddings. The default is odd, so tensor
+        vocab_size: Number of tokens and rows of the embeddings. The default is odd, so tensor
             parallelism has to pad it.
-        hidden_size: a multiple of ``num_heads``; the head size must be even.
-        num_layers: number of decoder layers.
-        num_heads: number of query heads.
-        num_kv_heads: number of key and value heads; divides ``num_heads``.
-        ffn: width of a dense MLP.
-        max_position_embeddings: longest sequence, in tokens.
-        num_experts: routed experts of a layer, in families with experts.
-        expert_ffn: width of one of them.
+        hidden_size: Size of hidden states, a multiple of ``num_heads``; the head size must be even.
+        num_layers: Number of decoder layers.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key and value heads; divides ``num_heads``.
+        ffn: Width of a dense MLP.
+        max_position_embeddings: Longest sequence, in tokens.
+        num_experts: Number of routed experts of a layer, in families with experts.
+        expert_ffn: Width of one expert.
 
     Raises:
-        ValueError: the sizes contradict each other.
+        ValueError: The sizes contradict each other.
     """
 
     vocab_size: int = 307
@@ -85,13 +85,13 @@ class TinySizes:
 
 @dataclass(frozen=True, slots=True)
 class TinyFamily:
-    """What a family has beside the sizes.
+    """The properties of a model family apart from the sizes.
 
     Attributes:
-        architecture: class of transformers.
-        experts: its field for the number of experts; empty in a dense family.
-        latent: heads share latent keys and values, and ``head_dim`` is that of the rotary part.
-        usual: further fields.
+        architecture: Name of the model class in transformers.
+        experts: Config field for the number of experts; empty in a dense family.
+        latent: Whether heads share latent keys and values; ``head_dim`` is then of the rotary part.
+        usual: Further config fields.
     """
 
     architecture: str
@@ -137,13 +137,13 @@ TINY_FAMILIES: Mapping[str, TinyFamily] = {
 def family_config(
     name: str, num_experts: int = 0, expert_ffn: int = 0, **fields: Any
 ) -> PretrainedConfig:
-    """The config of one of :data:`TINY_FAMILIES`, with the fields that all families share.
+    """Return the config of a family, with the fields that all families share.
 
     Args:
-        name: of the family.
-        num_experts: routed experts of a layer; not read in a dense family.
-        expert_ffn: width of one of them.
-        **fields: in place of the family's usual ones.
+        name: Key of :data:`TINY_FAMILIES`.
+        num_experts: Number of routed experts of a layer; ignored in a dense family.
+        expert_ffn: Width of one expert.
+        **fields: Fields that replace the family's usual ones.
     """
     from transformers import AutoConfig
 
@@ -158,10 +158,10 @@ def family_config(
 
 
 def tiny_config(family: str, sizes: TinySizes, **more: Any) -> PretrainedConfig:
-    """The config of a family: untied embeddings, RoPE base 1e4.
+    """Return the config of a family with untied embeddings and RoPE base 1e4.
 
     Raises:
-        ValueError: an unknown family.
+        ValueError: The family is unknown.
     """
     if family not in TINY_FAMILIES:
         raise ValueError(f"--family {family}: allowed are {', '.join(TINY_FAMILIES)}")
@@ -185,15 +185,15 @@ def tiny_config(family: str, sizes: TinySizes, **more: Any) -> PretrainedConfig:
 
 
 def build_tokenizer(corpus_texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE tokenizer in which every digit is a token of its own.
+    """Train a byte-level BPE tokenizer in which every digit is a token of its own.
 
-    Ids 0 to 4 are pad, end (the end-of-sequence token) and the three roles; then come the bytes,
-    so that any text can be encoded, and the merges learned from the corpus. Plain text survives
+    Ids 0 to 4 are pad, end (the end-of-sequence token) and the three roles; then come the bytes, so
+    that any text can be encoded, and the merges learned from the corpus. Plain text survives
     ``decode(encode(text))`` unchanged, up to Unicode normalisation (NFC).
 
     Args:
-        corpus_texts: texts to learn merges from.
-        vocab_size: exact number of tokens, at least 261.
+        corpus_texts: Texts to learn merges from.
+        vocab_size: Exact number of tokens, at least 261.
 
     Raises:
         ValueError: ``vocab_size`` is too small, or larger than the corpus can fill.
@@ -248,22 +248,23 @@ def build_tokenizer(corpus_texts: Iterable[str], vocab_size: int) -> PreTrainedT
 def write_tiny_model(
     out_dir: str | Path, *, seed: int = 0, family: str = "qwen2", **sizes: int
 ) -> Path:
-    """Writes a Hugging Face model folder with random fp32 weights and a tokenizer.
+    """Write a Hugging Face model folder with random fp32 weights and a tokenizer.
 
-    Untied embeddings, RoPE base 1e4, weights drawn from N(0, 0.05), norms 1, biases 0. Nothing but
-    ``seed``, the family and the sizes decides the weights; the global random state is left alone.
+    Embeddings are untied, the RoPE base is 1e4, weights are drawn from N(0, 0.05), norms are 1,
+    biases 0. Only ``seed``, family and sizes decide the weights; the global random state stays as
+    it is.
 
     Args:
-        out_dir: the folder; made if missing, files of an earlier call are replaced.
-        seed: seed of the weights.
-        family: one of :data:`TINY_FAMILIES`.
-        **sizes: fields of :class:`TinySizes`.
+        out_dir: Folder to write; made if missing, files of an earlier call are replaced.
+        seed: Seed of the weights.
+        family: Key of :data:`TINY_FAMILIES`.
+        **sizes: Fields of :class:`TinySizes`.
 
     Returns:
         ``out_dir`` as a path.
 
     Raises:
-        ValueError: an unknown family, or sizes that contradict each other.
+        ValueError: The family is unknown, or the sizes contradict each other.
     """
     chosen = TinySizes(**sizes)
     tokenizer = build_tokenizer(_corpus(), chosen.vocab_size)
@@ -285,7 +286,7 @@ def write_tiny_model(
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """transformers shows a bar for every file that it writes, however small."""
+    """Hide the bar that transformers shows for every file that it writes, however small."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -298,7 +299,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def _corpus() -> Iterator[str]:
-    """Text for the merges: word problems, since digits are never merged."""
+    """Yield text for the merges: word problems, since digits are never merged."""
     for row in generate_task("word_problem", num_rows=500, seed=0):
         yield row["prompt"][0]["content"]
         yield row["solution"]
@@ -324,7 +325,7 @@ def _random_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
 
 
 def main() -> None:
-    """Parse and write."""
+    """Parse the flags and write the model."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Draws a run, finished or not: python tools/plot_run.py OUTPUT_DIR [--out PNG]."""
+"""Draws the curves of a run, finished or not: python tools/plot_run.py OUTPUT_DIR [--out PNG]."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mindspeed_rl.metrics.curves import plot_run
 
 
 def main() -> None:
-    """Parses the command line, writes the picture."""
+    """Parse the command line and write the picture."""
     parser = argparse.ArgumentParser(description="Draw the curves of a training run.")
     parser.add_argument("output_dir", type=Path, help="folder that holds metrics.jsonl")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Make --prompt-data of a downloaded file of a published data set.
+"""Makes --prompt-data from a downloaded file of a published data set.
 
 usage: python tools/prepare_data.py --dataset gsm8k|deepscaler|dapo-math-17k --input FILE
                                     --output DIR [--heldout N]
@@ -8,8 +8,8 @@ Download the file yourself (nothing here reaches the network):
   deepscaler      agentica-org/DeepScaleR-Preview-Dataset: deepscaler.json
   dapo-math-17k   BytedTsinghua-SIA/DAPO-Math-17k: data/dapo-math-17k.parquet
 
-Writes DIR/train.jsonl, and with --heldout DIR/heldout.jsonl. Repeated questions are left out (the
-file of dapo-math-17k holds each about a hundred times), and those with several answers.
+It writes DIR/train.jsonl, and with --heldout DIR/heldout.jsonl. Repeated questions (the file of
+dapo-math-17k has each about a hundred times) and questions with several answers are left out.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from make_task_data import write_jsonl
 from mindspeed_rl.data.rows import DataRow, read_rows
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
-"""Asks for what the reward ``math`` looks for first."""
+"""Asks for the form of answer that the reward ``math`` looks for first."""
 _GSM8K_ANSWER = re.compile(r"####\s*(\S[^\n]*)")
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A question as it is asked, and its answer."""
+    """A question in the words of the prompt, and its answer."""
 
     question: str
     answer: str
 
 
 def _text(row: DataRow, *keys: str) -> str:
-    """The first of some columns that holds text.
+    """Return the first text among some columns of a row.
 
     Raises:
-        ValueError: none does; the file is another one than it should be.
+        ValueError: No column holds text; the file is probably another data set's.
     """
     for key in keys:
         value = row.get(key)
@@ -59,7 +59,7 @@ def _text(row: DataRow, *keys: str) -> str:
 
 
 def _gsm8k(row: DataRow) -> Problem:
-    """``question``, and ``answer`` with the result after ``####``."""
+    """Read ``question``, and from ``answer`` the result after ``####``."""
     question, answer = _text(row, "question"), _text(row, "answer")
     found = _GSM8K_ANSWER.search(answer)
     if not found:
@@ -68,12 +68,12 @@ def _gsm8k(row: DataRow) -> Problem:
 
 
 def _deepscaler(row: DataRow) -> Problem:
-    """``problem`` and ``answer``; the solution is left out."""
+    """Read ``problem`` and ``answer``; the solution is left out."""
     return Problem(f"{_text(row, 'problem')}\n{BOXED}", _text(row, "answer"))
 
 
 def _dapo_math(row: DataRow) -> Problem:
-    """One message, which says itself how to answer, and ``reward_model.ground_truth``."""
+    """Read the only message, which asks for a form of answer, and ``reward_model.ground_truth``."""
     messages = row.get("prompt")
     if (
         not isinstance(messages, list)
@@ -94,14 +94,14 @@ PUBLISHED: Mapping[str, Callable[[DataRow], Problem]] = {
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Rows to write, and what became of the file.
+    """The rows to write, and counts of the rows and questions read.
 
     Attributes:
-        train: rows to train on.
-        heldout: rows to evaluate on; no question of them is in ``train``.
-        num_read: rows of the file.
-        num_repeated: rows whose question came before.
-        num_contradicting: questions that the file answers in several ways; none of them is kept.
+        train: Rows to train on.
+        heldout: Rows to evaluate on; none of their questions is in ``train``.
+        num_read: Number of rows of the file.
+        num_repeated: Number of rows whose question came before.
+        num_contradicting: Number of questions that have several answers; none of them is kept.
     """
 
     train: list[dict[str, Any]]
@@ -115,13 +115,13 @@ def prepare(name: str, file: str | Path, num_heldout: int = 0) -> Prepared:
     """Read a downloaded file. Local.
 
     Args:
-        name: key of :data:`PUBLISHED`.
-        file: ``.parquet``, ``.json`` or ``.jsonl``.
-        num_heldout: questions to hold out, chosen by a hash of their text: the same ones whatever
-            the order of the file.
+        name: Key of :data:`PUBLISHED`.
+        file: File of type ``.parquet``, ``.json`` or ``.jsonl``.
+        num_heldout: Number of questions to hold out. A hash of their text chooses them, so the
+            order of the file does not matter.
 
     Raises:
-        ValueError: the file is broken, is another data set's, or has too few questions.
+        ValueError: The file is broken, is another data set's, or has too few questions.
     """
     answers: dict[str, set[str]] = {}
     num_read = 0
@@ -157,7 +157,7 @@ def _hash(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the files; 2 for a mistake of the user."""
+    """Write the files; return 2 for a mistake of the user."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,1 +1,1 @@
-"""Who is on the shared devices when: trainer or engine, and what leaves for the other."""
+"""Shares devices between trainer and engine: phases, offloading and the memory ledger."""

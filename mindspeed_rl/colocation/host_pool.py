@@ -1,4 +1,4 @@
-"""Host memory for what waits there: pinned where the device has it, allocated once."""
+"""Host memory for offloaded tensors, allocated once and pinned where the device supports it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from mindspeed_rl.platforms.base import Platform
 
 
 class HostPool:
-    """One region per owner. A region grows when its owner does and is never given back.
+    """Host regions, one per owner, that grow with their owner and are never freed.
 
     Args:
-        platform: pins the memory.
+        platform: Platform that allocates and pins the memory.
     """
 
     def __init__(self, platform: Platform) -> None:
@@ -19,15 +19,15 @@ class HostPool:
         self._regions: dict[str, torch.Tensor] = {}
 
     def region(self, owner: str, num_bytes: int) -> torch.Tensor:
-        """[num_bytes] uint8: the same memory at every call unless the owner grew. Local."""
+        """Return [num_bytes] uint8, the same memory at every call unless the owner grew. Local."""
         region = self._regions.get(owner)
         if region is None or region.numel() < num_bytes:
-            self._regions.pop(owner, None)  # the old one leaves before the new one comes
+            self._regions.pop(owner, None)  # frees the old region before the new one is allocated
             region = self._platform.host_buffer(num_bytes)
             self._regions[owner] = region
         return region[:num_bytes]
 
     @property
     def num_bytes(self) -> int:
-        """Host memory of all regions."""
+        """Host bytes of all regions."""
         return sum(region.numel() for region in self._regions.values())

@@ -1,8 +1,8 @@
-"""Who owns how much of the device at every border between phases.
+"""Records how many bytes of the device each owner holds at every border between phases.
 
-Owners report the bytes of their storages; what the driver says beyond them is the residue:
-libraries, allocator caches, activations that someone still holds. A residue that grows step by step
-is a leak.
+Owners report the bytes of their storages. The bytes in use beyond these are the residue: libraries,
+allocator caches, activations that are still referenced. A residue that grows step by step is a
+leak.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _MIB, _GIB = 2**20, 2**30
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """The device when a state was reached.
+    """The device's memory at the moment when a state was reached.
 
     Attributes:
-        owners: bytes by owner.
-        device: what the driver said.
+        owners: Bytes by owner.
+        device: Numbers of the driver.
     """
 
     owners: dict[str, int]
@@ -33,12 +33,12 @@ class Border:
 
     @property
     def owned_bytes(self) -> int:
-        """Of all owners."""
+        """Bytes that all owners hold together."""
         return sum(self.owners.values())
 
     @property
     def residue_bytes(self) -> int:
-        """What is in use and has no owner."""
+        """Bytes in use that have no owner."""
         return self.device.used_bytes - self.owned_bytes
 
 
@@ -46,18 +46,18 @@ class Slope:
     """Least-squares slope of the last values, one per step.
 
     Args:
-        window: how many are kept.
+        window: Number of values that are kept.
     """
 
     def __init__(self, window: int = 20) -> None:
         self._values: deque[float] = deque(maxlen=window)
 
     def add(self, value: float) -> None:
-        """One more step."""
+        """Add the value of one more step."""
         self._values.append(value)
 
     def per_step(self) -> tuple[float, float]:
-        """(slope, its standard error); (0, infinity) of fewer than 5 values.
+        """Return (slope, its standard error); (0, infinity) for fewer than 5 values.
 
         Source: simple linear regression, residual variance over n - 2 degrees of freedom.
         """
@@ -73,14 +73,14 @@ class Slope:
 
 
 class MemoryLedger:
-    """Reads the owners at every border, compares with the budget, watches the residue. Local.
+    """Measures owners at every border, enforces the budget, and warns of a growing residue. Local.
 
     Args:
-        owners: bytes that an owner holds now.
-        read: the driver's numbers.
-        budget_bytes: what the run may use of the device; ``None``: all of it.
-        leak_bytes: growth of the residue per step that is warned of; 0: never.
-        predicted: bytes by state and owner after the first update, where they are known.
+        owners: Owner -> function that returns the bytes it holds now.
+        read: Returns the driver's numbers.
+        budget_bytes: Bytes of the device that the run may use; ``None`` means all of them.
+        leak_bytes: Growth of the residue per step above which to warn; 0 means never.
+        predicted: Bytes by state and owner after the first update, where they are predicted.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class MemoryLedger:
         self.borders: dict[str, Border] = {}
 
     def at_border(self, state: str) -> None:
-        """Note what is on the device now that ``state`` is reached.
+        """Record the memory of all owners when ``state`` was reached.
 
         Raises:
-            MemoryError: more is in use than the budget allows; with the table.
+            MemoryError: More is in use than the budget allows; the message has the table.
         """
         owners = {owner: num_bytes() for owner, num_bytes in self._owners.items()}
         border = Border(owners, self._read())
-        self.borders.pop(state, None)  # the latest stands last
+        self.borders.pop(state, None)  # so that the latest border is the last entry
         self.borders[state] = border
         budget = self._budget_bytes
         if budget is not None and border.device.used_bytes > budget:
@@ -117,10 +117,10 @@ class MemoryLedger:
             self._watch(border.residue_bytes)
 
     def require_free(self, num_bytes: int) -> None:
-        """Ask before taking memory, while the table can still be told.
+        """Check that memory is free before it is taken, so that the error can show the table.
 
         Raises:
-            MemoryError: the driver or the budget has less left; with the table.
+            MemoryError: The driver or the budget has less left; the message has the table.
         """
         device = self._read()
         free = device.free_bytes
@@ -142,7 +142,7 @@ class MemoryLedger:
             )
 
     def metrics(self) -> MetricSet:
-        """Of the last time each border was crossed; the fullest rank of each number."""
+        """Return the bytes at the last crossing of each border, as the maximum over ranks."""
         found = MetricSet()
         for state, border in self.borders.items():
             found[f"memory/{state}_used_bytes"] = Max(border.device.used_bytes)
@@ -155,7 +155,7 @@ class MemoryLedger:
         return found
 
     def table(self) -> str:
-        """All borders crossed so far, a column each, in MiB; predictions in brackets."""
+        """Format all borders so far as a table in MiB, a column each; predictions in brackets."""
         states = list(self.borders)
         rows = [["owner", *states]]
         for owner in self._owners:

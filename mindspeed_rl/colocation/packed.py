@@ -1,4 +1,4 @@
-"""Many small storages that come back as one, so that later copies are one copy."""
+"""Packs many small storages into one, so that later copies are a single copy."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 
 from mindspeed_rl.platforms.storages import identity, num_bytes, storages_of
 
-# Where element-wise kernels read whole vectors.
+# Alignment at which element-wise kernels read whole vectors.
 _ALIGNED_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPlace:
-    """Where a tensor is in the packed storage.
+    """The place of a tensor in the packed storage.
 
     Attributes:
-        tensor: whose memory is moved; every other view of it must not be used any more.
-        offset: in elements.
-        size: of each dimension.
-        stride: of each dimension.
+        tensor: Tensor whose memory is moved; no other view of it may be used afterwards.
+        offset: Offset in elements.
+        size: Shape of the tensor.
+        stride: Stride of each dimension.
     """
 
     tensor: torch.Tensor
@@ -30,14 +30,14 @@ class PackedPlace:
     stride: tuple[int, ...]
 
     def move_into(self, storage: torch.UntypedStorage) -> None:
-        """Let the tensor be a view of ``storage``."""
+        """Make the tensor a view of ``storage``."""
         view = torch.empty(0, dtype=self.tensor.dtype, device=storage.device)
         self.tensor.data = view.set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The places of some tensors, and the order in which their storages lie one after another."""
+    """The places of some tensors, and the order of their storages in the packed one."""
 
     storages: tuple[torch.UntypedStorage, ...]
     places: tuple[PackedPlace, ...]
@@ -45,10 +45,10 @@ class Packing:
 
 
 def plan_packing(tensors: Sequence[torch.Tensor]) -> Packing:
-    """Lay the storages of the tensors out without a gap. Pure; they hold their memory now.
+    """Lay the allocated storages of the tensors out without gaps. Pure.
 
-    Sizes that keep what follows aligned come first; after them large elements come before small
-    ones, so that every element starts at a multiple of its size.
+    Storages whose size keeps the next one aligned come first; after them large elements come before
+    small ones, so that every element starts at a multiple of its size.
     """
     items: dict[int, int] = {}
     for tensor in tensors:

@@ -1,6 +1,6 @@
-"""Who has the shared devices: one state machine that everything goes through.
+"""The state machine of the shared devices, through which trainer and engine take turns.
 
-States and what is on the device in each; ``auto`` is resolved before::
+What is on the device in each state, once the mode ``auto`` is resolved::
 
     state     trainer: parameters  gradients, optimizer  engine: weights  cache
     TRAIN              yes         yes                   unless freed     no
@@ -9,17 +9,17 @@ States and what is on the device in each; ``auto`` is resolved before::
     ROLLOUT            unless      unless offloaded      yes              yes
                        offloaded
 
-Moves lead along the chain TRAIN - IDLE - SYNC - ROLLOUT, one edge after another. An edge is a list
-of actions, each with its undo: an error anywhere inside one leaves the state before it, with
-everything where it was. An undo that fails as well leaves BROKEN, in which every call raises.
+A change of state follows the chain TRAIN - IDLE - SYNC - ROLLOUT, one edge after another. An edge
+is a list of actions, each with its undo: an error within an edge restores the state before it and
+the memory of that state. If an undo fails as well the state is BROKEN, in which every call raises.
 
 Towards ROLLOUT: drop gradients (an update zeroes them itself), offload the optimizer | bring back
-engine weights | reshard, prove, offload parameters, bring back the cache. Parameters stay after an
-update because they are about to be resharded; the cache comes last, when everything else has left.
+engine weights | reshard, verify, offload parameters, bring back the cache. Parameters stay after an
+update because they are about to be resharded; the cache comes last, when all other memory is free.
 Towards TRAIN: free the cache, bring back parameters | free engine weights | gradients, optimizer.
 
-Reference, critic and reward model: what of them leaves is away in TRAIN, too, and comes for their
-own passes and updates (:meth:`DeviceScheduler.onloaded`).
+Offloaded memory of the reference, the critic and the reward model stays on the host in TRAIN as
+well, and is brought back for their own passes and updates (:meth:`DeviceScheduler.onloaded`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mindspeed_rl.rollout.engine import InferenceEngine
 
 
 class Phase(enum.Enum):
-    """What the devices are used for."""
+    """The use of the devices."""
 
     TRAIN = "train"
     IDLE = "idle"
@@ -51,17 +51,17 @@ CHAIN = (Phase.TRAIN, Phase.IDLE, Phase.SYNC, Phase.ROLLOUT)
 
 @dataclass(frozen=True, slots=True)
 class ColocationPlan:
-    """What gives way to whom on the shared device.
+    """Which memory is offloaded or freed between the phases, and the hooks to do so.
 
     Attributes:
-        groups: the trainer's memory by owner.
-        mode: what of it leaves; not ``AUTO``.
-        free_engine_weights: engine weights leave while the trainer trains.
-        release_cached_memory: the allocator gives back what was freed.
-        wait_for_copies: computation from now on waits for copies to the device.
-        require_free: called with the bytes that are about to be taken; raises when they are not
-            there.
-        at_border: called with the state that was just reached.
+        groups: The trainer's memory by owner.
+        mode: Which owners are offloaded; not ``AUTO``.
+        free_engine_weights: Whether engine weights are freed while the trainer trains.
+        release_cached_memory: Makes the allocator return freed memory to the device.
+        wait_for_copies: Makes later computation wait for copies to the device.
+        require_free: Called with the bytes that are about to be allocated; raises when fewer are
+            free.
+        at_border: Called with the state that was just reached.
     """
 
     groups: Mapping[MemoryOwner, StorageGroup] = field(default_factory=dict)
@@ -73,24 +73,24 @@ class ColocationPlan:
     at_border: Callable[[str], None] = lambda state: None
 
     def leaving(self, *owners: MemoryOwner) -> list[StorageGroup]:
-        """The groups of these owners that leave in this mode."""
+        """Return the groups of these owners that are offloaded in this mode."""
         leave = self.mode.leaves
         return [self.groups[o] for o in owners if o in self.groups and o in leave]
 
     def leave_all(self) -> None:
-        """Give away everything that leaves: what ROLLOUT expects. Local."""
+        """Offload all groups of the mode, as ROLLOUT expects. Local."""
         for group in self.leaving(*LEAVING):
             group.release()
         self.release_cached_memory()
 
 
 class DeviceScheduler:
-    """Owns the state of the shared devices. It starts in ROLLOUT, with an awake engine.
+    """Owns the state of the shared devices, which starts as ROLLOUT.
 
     Args:
-        engine: the inference engine of this rank, awake.
-        phase: context manager that names a phase for timers and the watchdog.
-        sharing: what leaves the device; what of it leaves in ROLLOUT is away already.
+        engine: The inference engine of this rank, awake.
+        phase: Context manager that names a phase for timers and the watchdog.
+        sharing: Memory to offload and free; the groups of its mode are offloaded already.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class DeviceScheduler:
         self.state = Phase.ROLLOUT
 
     def to_sync(self) -> None:
-        """Make room for the engine's weights beside the trainer's. Local.
+        """Make room for the engine's weights besides the trainer's. Local.
 
-        Before: TRAIN, IDLE or SYNC. After: SYNC, in which the weights are brought over.
+        Before: TRAIN, IDLE or SYNC. After: SYNC, in which the weights are resharded.
 
         Raises:
-            RuntimeError: called in another state.
+            RuntimeError: Called in another state.
         """
         self._go(Phase.SYNC, self._onward)
 
@@ -120,7 +120,7 @@ class DeviceScheduler:
         Before: SYNC. After: ROLLOUT.
 
         Raises:
-            RuntimeError: called in another state, or the engine has no complete weights.
+            RuntimeError: Called in another state, or the engine has no complete weights.
         """
         self.require(Phase.SYNC, "to_rollout")
         if self._engine.weights_version < 0:
@@ -133,27 +133,27 @@ class DeviceScheduler:
         Before: ROLLOUT, SYNC or IDLE, the engine without requests. After: TRAIN, its cache freed.
 
         Raises:
-            RuntimeError: called in another state.
+            RuntimeError: Called in another state.
         """
         self._go(Phase.TRAIN, self._back)
 
     def require(self, phase: Phase, what: str) -> None:
-        """Refuse work whose memory may be away. Local.
+        """Refuse work in a state in which its memory may be offloaded. Local.
 
         Raises:
-            RuntimeError: the state is another one.
+            RuntimeError: The state is not ``phase``.
         """
         if self.state is not phase:
             raise RuntimeError(f"{what}: allowed in {phase.value} only, not in {self.state.value}")
 
     @contextmanager
     def onloaded(self, *owners: MemoryOwner) -> Iterator[None]:
-        """Have the memory of owners that are away in TRAIN, too, for the block. Local.
+        """Bring back, for the block, memory of owners that is offloaded even in TRAIN. Local.
 
-        An error while one comes or leaves does not keep the others here.
+        After an error of one group the others are still offloaded again.
 
         Raises:
-            RuntimeError: called outside TRAIN.
+            RuntimeError: Called outside TRAIN.
         """
         self.require(Phase.TRAIN, ", ".join(owners))
         groups = self._sharing.leaving(*owners)
@@ -181,7 +181,7 @@ class DeviceScheduler:
 
     @property
     def _onward(self) -> dict[Phase, Callable[[], list[Action]]]:
-        """The edges towards ROLLOUT by the state they leave."""
+        """The edges towards ROLLOUT by the state in which they start."""
         return {
             Phase.TRAIN: self._train_to_idle,
             Phase.IDLE: self._idle_to_sync,
@@ -190,7 +190,7 @@ class DeviceScheduler:
 
     @property
     def _back(self) -> dict[Phase, Callable[[], list[Action]]]:
-        """The edges towards TRAIN by the state they leave."""
+        """The edges towards TRAIN by the state in which they start."""
         return {
             Phase.ROLLOUT: self._rollout_to_sync,
             Phase.SYNC: self._sync_to_idle,
@@ -198,15 +198,15 @@ class DeviceScheduler:
         }
 
     def _train_to_idle(self) -> list[Action]:
-        """After the update: what only training needs leaves."""
+        """Offload the memory that only the update needs."""
         return [*self._offload(*UPDATE_STATE), *self._tidy("offload")]
 
     def _idle_to_train(self) -> list[Action]:
-        """The optimizer's copies run beside the first passes; ``step`` waits for them."""
+        """Bring back the memory of the update; ``step`` waits for the copies, passes do not."""
         return self._onload(*UPDATE_STATE)
 
     def _idle_to_sync(self) -> list[Action]:
-        """Memory for the engine's weights; their content comes with the reshard."""
+        """Allocate the engine's weights, whose content the reshard writes."""
         if not self._sharing.free_engine_weights:
             return []
         need = self._engine.weight_bytes
@@ -216,14 +216,14 @@ class DeviceScheduler:
         ]
 
     def _sync_to_idle(self) -> list[Action]:
-        """Their memory can be taken back, their content comes with the next reshard."""
+        """Free the engine's weights; undo allocates them without their content."""
         if not self._sharing.free_engine_weights:
             return []
         free, wake = self._engine.free_weights, self._wake_weights
         return [Action("free engine weights", "sleep", free, wake), *self._tidy("sleep")]
 
     def _sync_to_rollout(self) -> list[Action]:
-        """Parameters away, then the cache."""
+        """Offload parameters, then allocate the cache."""
         need = self._engine.cache_bytes
         return [
             *self._offload(MemoryOwner.PARAMETERS),
@@ -233,7 +233,7 @@ class DeviceScheduler:
         ]
 
     def _rollout_to_sync(self) -> list[Action]:
-        """The cache away, then parameters."""
+        """Free the cache, then bring back parameters."""
         return [
             Action("free cache", "sleep", self._engine.free_cache, self._wake_cache),
             *self._tidy("sleep"),
@@ -248,17 +248,17 @@ class DeviceScheduler:
         ]
 
     def _tidy(self, phase: str) -> list[Action]:
-        """The allocator gives back what was freed, at every border where there is one."""
+        """Give freed memory back to the device, where the plan has a function for it."""
         release = self._sharing.release_cached_memory
         return [] if release is nothing else [Action("tidy", phase, release)]
 
     def _return(self, group: StorageGroup) -> None:
-        """Memory back before anything may use it."""
+        """Restore a group and wait for its copies."""
         group.restore()
         self._sharing.wait_for_copies()
 
     def _onload(self, *owners: MemoryOwner, wait: bool = False) -> list[Action]:
-        """Memory back; ``wait``: what is computed next reads it."""
+        """Restore groups; with ``wait`` the next computation reads them and waits for copies."""
         groups = self._sharing.leaving(*owners)
         if not groups:
             return []
@@ -269,7 +269,7 @@ class DeviceScheduler:
         return [room, *back, *([arrival] if wait else [])]
 
     def _finish_release(self, group: StorageGroup) -> None:
-        """A release that failed half-way is completed: there is no state to go back to."""
+        """Release a group, and try again after an error because no earlier state is restored."""
         try:
             group.release()
         except BaseException:

@@ -1,4 +1,4 @@
-"""The memory of one owner, which leaves the device and comes back as a whole."""
+"""Offloads the memory of one owner from the device and restores it, as a whole."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Find = Callable[[], Iterable[torch.Tensor]]
 
 
 class StorageGroup:
-    """Tensors of one owner.
+    """The tensors of one owner, which are released and restored together.
 
     Args:
-        owner: name in tables and of the host region.
-        find: the owner's tensors. It is asked at every release, since optimizers make their state
-            at their first step.
-        platform: the device.
-        pool: where the content waits; ``None``: it is dropped, and what comes back is undefined
-            until its owner writes it.
-        before_release: called first; raises when the memory is in use.
-        packs: what leaves in several storages comes back as one, so that later copies are one.
-            Only for tensors of which ``find`` gives every view that is in use.
-        num_writes: grows whenever the owner writes its tensors; where it has not since the last
-            copy, the host still has the content. ``None``: it is copied at every release.
+        owner: Name of the owner in tables and of its host region.
+        find: Returns the owner's tensors. It is called at every release, because optimizers create
+            their state at their first step.
+        platform: Platform of the device.
+        pool: Host memory for the content; ``None`` drops the content, which is undefined after
+            :meth:`restore` until the owner writes it.
+        before_release: Called before a release; raises when the memory is in use.
+        packs: Whether several storages are restored as one, so that later copies are a single copy.
+            Only for tensors of which ``find`` returns every view that is in use.
+        num_writes: Returns a count that grows whenever the owner writes its tensors. While it is
+            unchanged the host copy is reused; ``None`` copies at every release.
     """
 
     def __init__(
@@ -61,18 +61,18 @@ class StorageGroup:
 
     @property
     def away_bytes(self) -> int:
-        """Bytes that :meth:`restore` takes."""
+        """Bytes that :meth:`restore` allocates."""
         return sum(size for _, size in self._away)
 
     def num_bytes(self) -> int:
-        """Bytes on the device now; what came into being while the group was away is counted."""
+        """Return the bytes on the device now, with tensors that were created since the release."""
         return num_bytes(storages_of(self._find()))
 
     def release(self) -> None:
-        """Give the memory back to the allocator. Local; what is away already stays so.
+        """Copy content that is kept to the host and free the memory. Local; may be called again.
 
-        Copies run on the platform's copy stream, and later work on the device waits for them. Where
-        it raises, :meth:`restore` brings everything back.
+        Copies run on the platform's copy stream, and later work on the device waits for them. After
+        an error :meth:`restore` brings everything back.
         """
         if self.resident:
             self._before_release()
@@ -97,13 +97,12 @@ class StorageGroup:
         return self._num_writes is not None and self._copied_at == self._num_writes()
 
     def restore(self) -> None:
-        """Take the memory back, with its content if it is kept. Local; no effect when it is here.
+        """Allocate the memory and copy kept content back. Local; no effect while resident.
 
-        Copies may still be on their way: :meth:`Platform.wait_for_copies` before the first use.
-        Where it raises, :meth:`release` gives everything back again.
+        Copies may still be running: call :meth:`Platform.wait_for_copies` before the first use.
 
         Raises:
-            RuntimeError: the device is out of memory; the group is away as before.
+            RuntimeError: The device is out of memory; the group is released as before.
         """
         if self.resident:
             return
@@ -113,7 +112,7 @@ class StorageGroup:
             else:
                 self._unpack(self._packing)
         except BaseException:
-            self._platform.synchronize()  # no copy is on its way into what is given back
+            self._platform.synchronize()  # no copy may write into memory that is freed
             self.release()
             raise
         self._away, self._packing = [], None
@@ -125,7 +124,7 @@ class StorageGroup:
             self._copy(storages, self._pool, to_host=False)
 
     def _unpack(self, packing: Packing) -> None:
-        """One storage for all; the tensors become views of it when the content is on its way."""
+        """Restore all tensors into one storage, of which they become views."""
         assert self._pool is not None
         device = self._platform.device
         whole = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()

@@ -1,4 +1,4 @@
-"""A change of state as a list of actions that is done as a whole or not at all."""
+"""Performs a change of state as a list of actions, as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from itertools import groupby
 
 
 def nothing() -> None:
-    """For an action that has nothing to undo."""
+    """Do nothing: the undo of an action that has nothing to undo."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing to do, and how to take it back.
+    """One step of a transition, and how to undo it.
 
     Attributes:
-        name: for tables and errors.
-        phase: what its time is logged as.
-        do: may raise at any point.
-        undo: takes back what ``do`` has done, all, some or nothing of it. Called when ``do`` or a
-            later action raises.
+        name: Name of the action in tables and errors.
+        phase: Phase under which its time is logged.
+        do: Performs the action, and may raise at any point.
+        undo: Undoes whatever ``do`` has done, which may be a part or nothing. Called when ``do`` or
+            a later action raises.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Action:
 
 
 class UndoFailed(RuntimeError):
-    """The actions of a transition could be neither finished nor taken back."""
+    """The error of a transition that could be neither finished nor undone."""
 
 
 def perform(
@@ -40,18 +40,18 @@ def perform(
     """Do all actions in order; when one raises, undo it and those before, last first. Local.
 
     Raises:
-        UndoFailed: an undo raised as well; its cause is the first error.
-        BaseException: what an action raised; everything is as it was before.
+        UndoFailed: An undo raised as well; its cause is the first error.
+        BaseException: The error of an action, after all actions were undone.
     """
-    prefix_tokens: list[Action] = []
+    done: list[Action] = []
     try:
         for name, same_phase in groupby(actions, key=lambda action: action.phase):
             with phase(name):
                 for action in same_phase:
-                    prefix_tokens.append(action)
+                    done.append(action)
                     action.do()
     except BaseException as error:
-        for action in reversed(prefix_tokens):
+        for action in reversed(done):
             try:
                 action.undo()
             except BaseException as second:

@@ -19,8 +19,8 @@ class NpuConfig:
     """Ascend NPU.
 
     MindSpeed's features under MindSpeed's names; its adaptor gets them before the first process
-    group. On other platforms they do nothing (--swap-optimizer is refused there). Fused attention,
-    norms and activations are always on where MindSpeed is installed.
+    group. On other platforms they do nothing (--swap-optimizer is refused there). Fused norms and
+    activations are always on where MindSpeed is installed; attention is PyTorch's, as everywhere.
 
     Example: --swap-optimizer --use-distributed-optimizer --hccl-group-buffer 'dp_cp:64;pp:32'
     """

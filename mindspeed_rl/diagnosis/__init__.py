@@ -1,1 +1,1 @@
-"""What ``python -m mindspeed_rl.doctor`` looks at, without torch: pure checks of gathered facts."""
+"""The checks of ``python -m mindspeed_rl.doctor``, without torch: pure checks of gathered facts."""

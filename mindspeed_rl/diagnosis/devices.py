@@ -1,4 +1,4 @@
-"""Devices, drivers and CANN of this node."""
+"""Checks devices, drivers and CANN of this node."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ AREA = "devices"
 def device_rows(
     facts: Facts, platform: str, matrix: Mapping[str, Mapping[str, str]]
 ) -> Iterator[DoctorRow]:
-    """What ranks of this node can use.
+    """Check the devices that ranks of this node can use.
 
     Args:
-        facts: of this machine.
+        facts: Facts of this machine.
         platform: ``cpu``, ``cuda`` or ``npu``.
-        matrix: its section ``npu.system`` names CANN and driver.
+        matrix: Version matrix; its section ``npu.system`` names CANN and driver.
     """
     if platform == "cpu":
         yield green(AREA, "none are needed: --platform cpu")
@@ -41,11 +41,11 @@ def _visible_rows(facts: Facts, platform: str) -> Iterator[DoctorRow]:
     given = facts.environ.get(name)
     parts = [part for part in (given or "").replace(" ", "").split(",") if part]
     usable = there if given is None else len(parts)
-    named = not all(part.isdecimal() for part in parts)  # UUIDs of GPUs
+    named = not all(part.isdecimal() for part in parts)  # GPUs may be given by UUID
     if (named and platform == "npu") or len(set(parts)) < len(parts):
         yield red(AREA, f"{name}={given}: device numbers are needed, each once",
                   f"export {name}={','.join(map(str, range(there)))}")  # fmt: skip
-    # In a container only the passed devices are there, with the numbers of the host.
+    # A container has only the devices passed to it, under the host's numbers.
     elif len(parts) > there:
         yield red(AREA, f"{name}={given} names {len(parts)} devices; there are {there}",
                   f"unset {name}, or name only those of this machine")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Environment variables, ports and interfaces against what a run needs."""
+"""Checks environment variables, ports and interfaces against the needs of a run."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from mindspeed_rl.platforms.allocator_settings import without_expandable_segment
 
 AREA = "environment"
 CONNECT_TIMEOUT_S = 600
-"""Ranks that come out of rollouts of unlike length meet this late."""
+"""Least timeout: ranks leave rollouts of different lengths up to this much later than others."""
 BASE_PORT, BASE_PORTS = 60000, 16
-"""Where HCCL listens on the host unless it is told, and on how many ports."""
+"""The first port on which HCCL listens by default on the host, and the number of its ports."""
 _INTERFACES = {
     "npu": ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"),
     "cuda": ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
     "cpu": ("GLOO_SOCKET_IFNAME",),
 }
 _MIN_SHM_BYTES = 256 * 2**20
-# Whose environment must be loaded, the variables that tell of it, and the script that loads it.
+# Software whose environment must be loaded, variables that show that it is, and its script.
 _SOURCED = (
     ("CANN", ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"), "ascend-toolkit/set_env.sh"),
     ("NNAL", ("ATB_HOME_PATH",), "nnal/atb/set_env.sh"),
@@ -30,13 +30,13 @@ _SOURCED = (
 def environment_rows(
     facts: Facts, platform: str, *, longest_phase_s: float, several_nodes: bool
 ) -> Iterator[DoctorRow]:
-    """What is set and does not fit; one green row where everything does.
+    """Yield rows for settings that do not fit; one green row if everything does.
 
     Args:
-        facts: of this machine; its environment with the bootstrap's defaults.
+        facts: Facts of this machine; its environment includes the bootstrap's defaults.
         platform: ``cpu``, ``cuda`` or ``npu``.
-        longest_phase_s: ``--phase-timeout-s`` of the run.
-        several_nodes: whether the run has more than one.
+        longest_phase_s: Value of ``--phase-timeout-s`` of the run.
+        several_nodes: Whether the run has more than one node.
     """
     environ = facts.environ
     wrong = [*_network_rows(facts, platform, several_nodes)]
@@ -64,7 +64,7 @@ def environment_rows(
 def _network_rows(facts: Facts, platform: str, several_nodes: bool) -> Iterator[DoctorRow]:
     for name in _INTERFACES[platform]:
         value = facts.environ.get(name, "")
-        if not value or value.startswith("^"):  # which interfaces not to take
+        if not value or value.startswith("^"):  # ^ lists interfaces to avoid
             continue
         wanted = tuple(part.strip() for part in value.lstrip("=").split(","))
         if not all(any(i.startswith(w) for i in facts.interfaces) for w in wanted):
@@ -134,7 +134,7 @@ def _port_rows(facts: Facts) -> Iterator[DoctorRow]:
 
 
 def port_set(text: str) -> set[int] | None:
-    """Ports of ``60000,60050-60100``, none of ``auto``; ``None``: another form, or overlapping."""
+    """Return the ports of ``60000,60050-60100``, none for ``auto``, ``None`` for invalid lists."""
     ports: set[int] = set()
     for part in text.split(",") if text != "auto" else ():
         found = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
@@ -149,5 +149,5 @@ def port_set(text: str) -> set[int] | None:
 
 
 def _number(text: str) -> int:
-    """A whole number; -1 for anything else."""
+    """Return a whole number from text; -1 for anything else."""
     return int(text) if text.strip().isdecimal() else -1

@@ -1,4 +1,4 @@
-"""What this machine is and has, read in no time: no torch, no devices, no network."""
+"""Gathers facts about this machine quickly: without torch, devices or network."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ _LISTEN = "0A"  # state of a listening socket in /proc/net/tcp
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything that the checks look at; tests make their own.
+    """Everything that the checks use; tests make their own.
 
     Attributes:
-        python: version of the interpreter.
-        packages: version of every installed distribution, by normalised name.
-        places: file or folder of a module that can be imported, by module name.
-        foreign: other packages named ``mindspeed_rl`` on the path.
-        environ: environment of a run, defaults of the bootstrap included.
-        interfaces: network interfaces.
-        ports: TCP ports that somebody listens on.
-        devices: device nodes of the platform: ``/dev/davinci0``, ``/dev/nvidia0``, ...
-        driver: version of the NPU driver; empty when there is none.
-        cann: version of CANN; empty when there is none.
-        soc: ``"a2"``, ``"a3"``, or empty where npu-smi does not say.
-        engine_soc: what vllm-ascend was built for, in its own words (``A2``); empty: unknown.
-        mindspeed_branch: of its checkout; empty: not a checkout, or at no branch.
-        mindspeed_version: as its setup.py says it, else as pip does; empty: unknown.
-        shm_bytes: size of /dev/shm; ``None``: there is none.
+        python: Version of the interpreter.
+        packages: Version of every installed distribution, by normalised name.
+        places: File or folder of each module that can be imported, by module name.
+        foreign: Other packages named ``mindspeed_rl`` on the path.
+        environ: Environment of a run, including defaults of the bootstrap.
+        interfaces: Names of network interfaces.
+        ports: TCP ports on which a process listens.
+        devices: Device nodes of the platform: ``/dev/davinci0``, ``/dev/nvidia0``, ...
+        driver: Version of the NPU driver; empty if there is none.
+        cann: Version of CANN; empty if there is none.
+        soc: ``"a2"``, ``"a3"``, or empty if npu-smi does not show it.
+        engine_soc: SoC of the vllm-ascend build, in its spelling (``A2``); empty: unknown.
+        mindspeed_branch: Branch of its checkout; empty: not a checkout, or at no branch.
+        mindspeed_version: Version in its setup.py, else in pip; empty: unknown.
+        shm_bytes: Size of /dev/shm; ``None``: there is none.
     """
 
     python: tuple[int, int] = (0, 0)
@@ -62,7 +62,7 @@ class Facts:
 
 
 def device_nodes(platform: str) -> tuple[str, ...]:
-    """Device nodes of a platform, in the order of their numbers."""
+    """Return the device nodes of a platform, in the order of their numbers."""
     stem = {"npu": "/dev/davinci", "cuda": "/dev/nvidia"}.get(platform)
     if stem is None:
         return ()
@@ -71,16 +71,16 @@ def device_nodes(platform: str) -> tuple[str, ...]:
 
 
 def guess_platform() -> str:
-    """The platform of this machine by what is installed and what devices there are."""
+    """Guess the platform of this machine from its packages and devices."""
     if find_spec("torch_npu") or device_nodes("npu"):
         return "npu"
     return "cuda" if device_nodes("cuda") else "cpu"
 
 
 def gather(platform: str, environ: Mapping[str, str]) -> Facts:
-    """Look at this machine. Local; reads files and asks npu-smi where it is there."""
+    """Gather the facts of this machine. Local; reads files and runs npu-smi if it is installed."""
     npu = platform == "npu"
-    # of several of one name the first on the path is imported, so it comes last here
+    # Python imports the first of several packages with one name, so it must come last here.
     packages: dict[str, str] = {
         canonicalize_name(name): one.version
         for one in reversed(list(distributions()))
@@ -112,17 +112,17 @@ def _places(*modules: str) -> Iterator[tuple[str, str]]:
     for name in modules:
         try:
             spec = find_spec(name)
-        except (ImportError, ValueError):  # the parent package is not there, or is broken
+        except (ImportError, ValueError):  # the parent package is missing or broken
             continue
         if spec is not None:
             yield name, spec.origin or next(iter(spec.submodule_search_locations or ()), "")
 
 
 def checkout(package: str) -> tuple[str, str]:
-    """Branch and version of the checkout that a package lies in, each empty where it is not said.
+    """Return branch and version of the checkout that a package is in, each empty if unknown.
 
     Args:
-        package: its folder, or its ``__init__.py``.
+        package: The package's folder, or its ``__init__.py``.
     """
     if not package:
         return "", ""
@@ -135,7 +135,7 @@ def checkout(package: str) -> tuple[str, str]:
 
 
 def _said(file: Path, pattern: str) -> str:
-    """The first group of a pattern in a file; empty when it is not there."""
+    """Return the first group of a pattern in a file; empty if file or match is missing."""
     if not file.is_file():
         return ""
     found = re.search(pattern, file.read_text(errors="replace"), re.M | re.I)
@@ -151,7 +151,7 @@ def _listening() -> Iterator[int]:
 
 
 def _cann(environ: Mapping[str, str]) -> str:
-    """Version of the toolkit whose set_env.sh was sourced, else of the usual place."""
+    """Return the version of the toolkit whose set_env.sh was sourced, else of the usual one."""
     home = environ.get("ASCEND_TOOLKIT_HOME") or environ.get("ASCEND_HOME_PATH")
     folders = [Path(home)] if home else []
     files: list[Path] = []
@@ -165,15 +165,15 @@ def _soc() -> str:
         done = subprocess.run(
             ["npu-smi", "info"], capture_output=True, text=True, timeout=_SMI_S, check=False
         )
-    except (OSError, subprocess.TimeoutExpired):  # it is not installed, or hangs with the driver
+    except (OSError, subprocess.TimeoutExpired):  # npu-smi is missing, or hangs with the driver
         return ""
     return soc_of(done.stdout)
 
 
 def soc_of(table: str) -> str:
-    """``a2`` or ``a3`` from what ``npu-smi info`` prints; empty when it says neither.
+    """Return ``a2`` or ``a3`` from the output of ``npu-smi info``; empty if it shows neither.
 
-    A2 boards name their chip (910B2), those of A3 do not.
+    A2 boards show the name of their chip (910B2), A3 boards do not.
     """
     if re.search(r"\b910B", table):
         return "a2"
@@ -181,5 +181,5 @@ def soc_of(table: str) -> str:
 
 
 def local_size(environ: Mapping[str, str]) -> int:
-    """Ranks of this node, as torchrun says; 1 without it."""
+    """Return the number of ranks of this node, as torchrun sets it; 1 without torchrun."""
     return int(environ.get("LOCAL_WORLD_SIZE", "1"))

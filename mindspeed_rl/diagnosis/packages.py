@@ -1,4 +1,4 @@
-"""The installed set against the matrix."""
+"""Checks the installed packages against the version matrix."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MINDSPEED_URL = "https://gitcode.com/Ascend/MindSpeed"
 def package_rows(
     facts: Facts, platform: str, matrix: Mapping[str, Mapping[str, str]]
 ) -> Iterator[DoctorRow]:
-    """Python and every package of the platform's sections.
+    """Check Python and every package of the platform's sections.
 
     Args:
-        facts: of this machine.
+        facts: Facts of this machine.
         platform: ``cpu``, ``cuda`` or ``npu``.
-        matrix: of :func:`mindspeed_rl.core.versions.read_matrix`.
+        matrix: Result of :func:`mindspeed_rl.core.versions.read_matrix`.
     """
     minimum = tuple(int(part) for part in matrix["python"]["minimum"].split("."))
     version = ".".join(map(str, facts.python))
@@ -55,7 +55,7 @@ def _matrix_rows(
     wrong = []
     for name, (specifier, alone) in rows.items():
         installed = facts.packages.get(canonicalize_name(name))
-        # a local build, 0.23.0+empty, is its version
+        # A specifier accepts local builds such as 0.23.0+empty.
         if installed and SpecifierSet(specifier).contains(installed, prereleases=True):
             continue
         what = f"{name} {installed or 'is not installed'}"
@@ -106,7 +106,7 @@ def _place_rows(facts: Facts, platform: str) -> Iterator[DoctorRow]:
 
 
 def _mindspeed_row(facts: Facts, wanted: str) -> DoctorRow:
-    """Its adaptor changes the inside of one version of megatron-core, and says so by its branch."""
+    """Check MindSpeed's branch: its adaptor changes the inside of one megatron-core version."""
     place = facts.places.get("mindspeed", "")
     if not place:
         return note(AREA, "MindSpeed cannot be imported: megatron-core's own modules run, and "
@@ -117,7 +117,7 @@ def _mindspeed_row(facts: Facts, wanted: str) -> DoctorRow:
     found = " ".join(["version", version] * bool(version) + ["of branch", branch] * bool(branch))
     if wanted == branch or version == wanted.rpartition("_r")[2]:
         return green(AREA, f"MindSpeed {found} in {place}, {wanted} is needed")
-    if version or "core_r" in branch:  # a branch of one's own has any name
+    if version or "core_r" in branch:  # users may name their own branches freely
         return red(AREA, f"MindSpeed {found} in {place}, branch {wanted} is needed",
                    f"git switch {wanted} in that checkout, or git clone -b {wanted} "
                    f"{_MINDSPEED_URL} and put the folder on PYTHONPATH instead")  # fmt: skip

@@ -1,4 +1,4 @@
-"""A finding of the doctor: green, red with its fix, or a remark."""
+"""The doctor's findings (green, red with a fix, or a note) and how they are printed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Status(Enum):
-    """``NOTE`` says something that is worth knowing and no reason to stop."""
+    """The status of a finding. ``NOTE`` is worth knowing but no reason to stop."""
 
     GREEN = "ok"
     RED = "RED"
@@ -23,10 +23,10 @@ class DoctorRow:
     """One finding.
 
     Attributes:
-        status: red rows make the doctor end with code 1.
-        area: heading that it is printed under.
-        what: what was found.
-        fix: what to type or change; every red row has one.
+        status: Status of the finding; red rows make the doctor end with code 1.
+        area: Heading under which the row is printed.
+        what: Description of the finding.
+        fix: Command to type or setting to change; every red row has one.
     """
 
     status: Status
@@ -36,22 +36,22 @@ class DoctorRow:
 
 
 def green(area: str, what: str) -> DoctorRow:
-    """As it should be."""
+    """Return a row for something that is right."""
     return DoctorRow(Status.GREEN, area, what)
 
 
 def red(area: str, what: str, fix: str) -> DoctorRow:
-    """A run would fail, or be wrong."""
+    """Return a row for something that would make a run fail or be wrong."""
     return DoctorRow(Status.RED, area, what, fix)
 
 
 def note(area: str, what: str, fix: str = "") -> DoctorRow:
-    """Worth knowing."""
+    """Return a row for something that is worth knowing."""
     return DoctorRow(Status.NOTE, area, what, fix)
 
 
 def lines(rows: Sequence[DoctorRow], *, colour: bool = False) -> Iterator[str]:
-    """The rows for a terminal, by area in the order in which areas appear."""
+    """Yield the rows as lines for a terminal, by area in the order in which areas appear."""
     for area in dict.fromkeys(row.area for row in rows):
         yield f"{area}:"
         for row in (row for row in rows if row.area == area):
@@ -64,7 +64,7 @@ def lines(rows: Sequence[DoctorRow], *, colour: bool = False) -> Iterator[str]:
 
 
 def verdict(rows: Iterable[DoctorRow]) -> str:
-    """The last line."""
+    """Return the last line of the report, with the number of rows of each status."""
     found = [row.status for row in rows]
     greens, notes, reds = (found.count(s) for s in (Status.GREEN, Status.NOTE, Status.RED))
     return f"{greens} ok, {notes} to know, {reds} red" + (": mend the red ones first" * bool(reds))

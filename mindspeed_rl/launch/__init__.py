@@ -1,1 +1,1 @@
-"""Starts ranks, watches them, and tells failures."""
+"""Starts ranks, watches them, and reports failures."""

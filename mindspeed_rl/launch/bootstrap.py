@@ -1,8 +1,8 @@
-"""What every entry does first: environment, platform, versions, process group.
+"""The first steps of every entry: environment, platform, versions, process group.
 
 The order matters and is fixed here: environment variables before torch is imported, the process
 group before megatron-core and vLLM, the platform's installation before any megatron-core model.
-Nothing of torch is imported at module level, so that argument errors take no seconds.
+Torch is not imported at module level, so argument errors appear at once.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ if TYPE_CHECKING:
     from mindspeed_rl.config.npu import NpuSetup
     from mindspeed_rl.platforms.base import Platform
 
-# What must be set before torch is imported; a user's own value wins.
+# Variables that must be set before torch is imported; a user's own value wins.
 _DEFAULTS = {
     "OMP_NUM_THREADS": "1",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # C++ notices such as vLLM's NUMA policy; errors still show
+    # Hides C++ notices such as vLLM's NUMA policy; errors still show.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-# By platform, set when it is known; torch.compile, which reads it, is imported after that. On a CPU
-# it costs 10 s of C++ compilation and gains nothing for small models.
+# Variables by platform; torch.compile, which reads its own, is imported after they are set. On a
+# CPU it costs 10 s of C++ compilation and gains nothing for small models.
 _PLATFORM_DEFAULTS = {
     "cpu": {"TORCH_COMPILE_DISABLE": "1"},
     "npu": {
-        # a rank that waits in a rollout joins the next collective late
+        # A rank that waits in a rollout joins the next collective late.
         "HCCL_CONNECT_TIMEOUT": "1800",
         "HCCL_EXEC_TIMEOUT": "3600",
-        # MindSpeed looks at every attribute of every module, which imports all of transformers
+        # MindSpeed reads every attribute of every module, which imports all of transformers.
         "TRANSFORMERS_VERBOSITY": "error",
     },
 }
-# With --npu-deterministic; HCCL and the library of kernels read them when they are loaded. "strict"
-# also keeps the order in which ranks are added up.
+# Variables of --npu-deterministic; HCCL and the kernel library read them when they are loaded.
+# "strict" also fixes the order in which the ranks' values are added.
 _DETERMINISTIC = {
     "HCCL_DETERMINISTIC": "strict",
     "LCCL_DETERMINISTIC": "1",
@@ -56,7 +56,7 @@ _DETERMINISTIC = {
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process among its peers, as torchrun says."""
+    """Rank of this process and number of ranks, in the job and on its node, set by torchrun."""
 
     rank: int
     size: int
@@ -65,7 +65,7 @@ class World:
 
     @classmethod
     def from_environment(cls) -> World:
-        """Read torchrun's variables; one process when there are none."""
+        """Read torchrun's variables; without them this process is the only rank."""
         get = os.environ.get
         return cls(
             int(get("RANK", "0")),
@@ -78,15 +78,15 @@ class World:
 def prepare_environment(
     platform: str, environ: MutableMapping[str, str], *, deterministic: bool = False
 ) -> list[str]:
-    """Set what torch, torch_npu and the engine read when they are imported; before any of them is.
+    """Set the variables that torch, torch_npu and the engine read at import; call this before.
 
     Args:
-        platform: ``--platform``.
-        environ: changed in place.
-        deterministic: an NPU process is to give the same bits again.
+        platform: Value of ``--platform``.
+        environ: Environment, changed in place.
+        deterministic: Whether an NPU process must reproduce results bit by bit.
 
     Returns:
-        What of the user's own settings was changed, and why.
+        Notes on the user's settings that were changed, with reasons.
     """
     late = [
         n
@@ -110,7 +110,7 @@ def prepare_environment(
 
 
 def set_defaults(platform: str, environ: MutableMapping[str, str]) -> None:
-    """What :func:`prepare_environment` sets; without its check."""
+    """Set the defaults of :func:`prepare_environment`, without its check of imports."""
     engine = engine_provider()
     own = _DEFAULTS | _PLATFORM_DEFAULTS.get(platform, {})
     for name, value in (own | dict(engine.environment(platform))).items():
@@ -123,7 +123,7 @@ def require_launcher(prog: str, environ: Mapping[str, str]) -> None:
     """End an entry that was started as a plain Python module.
 
     Raises:
-        UsageError: with the command to use.
+        UsageError: Torchrun's variables are missing; the message has the command to use.
     """
     missing = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in environ]
     if missing:
@@ -134,10 +134,10 @@ def require_launcher(prog: str, environ: Mapping[str, str]) -> None:
 
 
 def refuse_foreign_package() -> None:
-    """End when another package named ``mindspeed_rl`` is on the path.
+    """End if another package named ``mindspeed_rl`` is on the path.
 
     Raises:
-        UsageError: in one line, with both places.
+        UsageError: There is one; the message names both places in one line.
     """
     for other in foreign_packages():
         raise UsageError(
@@ -155,10 +155,10 @@ def start(
     """Import torch, join the process group, install the platform. Collective: the world.
 
     Args:
-        platform_name: ``--platform``.
-        timeout_minutes: of one collective.
-        world: this process among its peers.
-        setup: what an NPU process is told.
+        platform_name: Value of ``--platform``.
+        timeout_minutes: Timeout of one collective.
+        world: Rank of this process and number of ranks.
+        setup: Settings of an NPU process.
     """
     from datetime import timedelta
 
@@ -177,7 +177,7 @@ def start(
 
 
 def quiet_libraries() -> None:
-    """Silence notices of libraries that no user of this project can act on."""
+    """Silence library notices that no user of this project can act on."""
     import logging
     import warnings
 
@@ -188,10 +188,10 @@ def quiet_libraries() -> None:
 
 
 def check_versions(platform_name: str) -> None:
-    """Compare what is installed with the matrix; exact pins only.
+    """Compare the installed packages with the version matrix; only exact pins count.
 
     Raises:
-        UsageError: every package that differs, with the command that installs the right one.
+        UsageError: Some packages differ; the message names them and the command that installs them.
     """
     from importlib.metadata import PackageNotFoundError, version
 
@@ -213,7 +213,7 @@ def check_versions(platform_name: str) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed python, numpy and torch alike on all ranks. Local."""
+    """Seed python, numpy and torch with the same seed on all ranks. Local."""
     import random
 
     import numpy as np

@@ -1,6 +1,6 @@
-"""How an entry runs: parse, check, and then be a rank of torchrun or the driver of ranks in Ray.
+"""Runs an entry: parses and checks its flags, then is a rank of torchrun or the driver of Ray.
 
-A usage error is told once, by one rank, in one line, with exit code 2. A failure on any rank is
+A usage error is printed once, by one rank, in one line, with exit code 2. A failure on any rank is
 published to all others, which end within seconds with the cause.
 """
 
@@ -21,8 +21,8 @@ from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.launch.failures import USAGE_ERROR, WatchdogSettings, report_usage_error
 from mindspeed_rl.launch.job import Job, Plan_co, Run, check_run, check_script, run_job
 
-# How long the other ranks of a node let the first one tell a mistake that all of them see; with
-# several nodes it imports torch to tell them, too.
+# How long the other ranks of a node wait until the first one has reported a mistake that all of
+# them see. With several nodes it imports torch to report it to them, too.
 FIRST_RANK_S = 5.0
 FIRST_RANK_OF_NODES_S = 60.0
 
@@ -38,12 +38,12 @@ def run_entry(
     """Run ``main`` under torchrun, or start ranks in Ray. Never returns normally on failure.
 
     Args:
-        prog: name in ``--help``.
-        run_type: configuration class.
-        check: configuration and world size -> plan; raises `UsageError`.
-        main: the work.
-        argv: command line; default ``sys.argv[1:]``.
-        settings: of the watchdog.
+        prog: Name of the entry in ``--help``.
+        run_type: Class of the run's configuration.
+        check: Makes the plan of a configuration and world size; raises `UsageError`.
+        main: Function that does the work of a rank.
+        argv: Command line; default ``sys.argv[1:]``.
+        settings: Settings of the watchdog.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     world = bootstrap.World.from_environment()
@@ -80,7 +80,7 @@ def _dry_run(
     world: bootstrap.World,
     num_ranks: int | None,
 ) -> int:
-    """Predict the run; under torchrun, which knows the ranks, the first one speaks for all."""
+    """Predict the run; under torchrun, which sets the number of ranks, only rank 0 prints."""
     if world.rank != 0:
         return 0
     from mindspeed_rl.planning.dry_run import dry_run
@@ -105,11 +105,11 @@ def _check_world_size(
 def _usage_error(
     prog: str, error: UsageError, world: bootstrap.World, settings: WatchdogSettings
 ) -> NoReturn:
-    """Tell a mistake once per node: its first rank prints; others print only what it does not see.
+    """Report a mistake once per node: others print only what the node's first rank does not see.
 
     The first rank to end makes the launcher end the rest, so the others wait. Other nodes may not
-    see the mistake (a file that only one of them lacks): they read of it in torchrun's store
-    instead of waiting for this node to join.
+    see the mistake (a file that only one of them lacks): they read it in torchrun's store instead
+    of waiting for this node to join.
     """
     several_nodes = world.local_size < world.size and "MASTER_ADDR" in os.environ
     if world.local_rank != 0:

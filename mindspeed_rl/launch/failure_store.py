@@ -1,6 +1,6 @@
-"""How ranks tell each other of heartbeats and of the first failure: in the launcher's store.
+"""Shares heartbeats and the first failure among ranks, in the launcher's store.
 
-It is a key-value store outside of collectives, so it works while ranks are stuck in one.
+The store is a key-value store outside of collectives, so it works while ranks are stuck in one.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class FailureStore:
     No call waits for a key that another rank may never write.
 
     Args:
-        store: a connection of this object's own.
-        member: this process.
+        store: Connection that only this object uses.
+        member: This process.
     """
 
     def __init__(self, store: Store, member: Member) -> None:
@@ -40,13 +40,13 @@ class FailureStore:
         self._count = 0
 
     def beat(self, phase: str, phase_s: float, *, leaving: bool = False) -> None:
-        """Write a sign of life; ``leaving``: the end of this rank is no failure from now on."""
+        """Write a heartbeat; with ``leaving`` the end of this rank is no failure from now on."""
         self._count += 1
         beat = Heartbeat(self._member, self._count, phase, phase_s, leaving)
         self._store.set(f"beat/{self._member.rank}", json.dumps(asdict(beat)))
 
     def beats(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
-        """The last signs of life of those ranks that gave any."""
+        """Return the last heartbeats of those ranks that wrote any."""
         found = {}
         for rank in ranks:
             if self._store.check([key := f"beat/{rank}"]):
@@ -55,11 +55,11 @@ class FailureStore:
         return found
 
     def publish(self, failure: Failure) -> Failure:
-        """Publish a failure; the first one of the job stands and is returned. Atomic."""
+        """Publish a failure and return the job's first one, which is kept. Atomic."""
         return _failure(self._store.compare_set("failure", "", json.dumps(asdict(failure))))
 
     def published(self) -> Failure | None:
-        """The failure that stands, if any."""
+        """Return the first failure of the job, if any."""
         return _failure(self._store.get("failure")) if self._store.check(["failure"]) else None
 
 
@@ -70,18 +70,18 @@ def _failure(text: bytes) -> Failure:
 
 
 def this_member(world: World) -> Member:
-    """This process, as others name it."""
+    """Return the member that names this process to others."""
     return Member(world.rank, int(os.environ.get("GROUP_RANK", "0")), os.getpid())
 
 
 def connect(rank: int, timeout_s: float) -> PrefixStore:
-    """A connection of one's own to torchrun's store: the default group's may be blocked.
+    """Open a separate connection to torchrun's store: the default group's may be blocked.
 
-    The store is there before the ranks are, so it tells of failures of ranks that never join.
-    Under another launcher rank 0 opens it here, and shares it with the process group later.
+    The store exists before the ranks do, so ranks that never join can publish failures, too. Under
+    another launcher rank 0 opens the store here and later shares it with the process group.
 
     Raises:
-        RuntimeError: the launcher of the first node, which holds the store, is not there.
+        RuntimeError: The launcher of the first node, which holds the store, does not answer.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -98,30 +98,30 @@ def connect(rank: int, timeout_s: float) -> PrefixStore:
 
 
 def shared_part(store: TCPStore) -> PrefixStore:
-    """The part of the launcher's store that heartbeats and failures of this (re)start are in."""
+    """Return the part of the launcher's store for heartbeats and failures of this (re)start."""
     run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"mindspeed_rl/{run}", store)
 
 
 def publish_usage_error(world: World, text: str, settings: WatchdogSettings) -> None:
-    """Let the other nodes know a mistake that this rank found before it could join them.
+    """Publish a user's mistake that this rank found before it joined the other nodes.
 
-    Returns when they have had the time to read it.
+    Returns after they have had the time to read it.
     """
     me = this_member(world)
     failure = Failure("usage", me, "start", text, me)
     try:
         FailureStore(connect(world.rank, settings.connect_s), me).publish(failure)
-    except RuntimeError:  # the first node has ended, and with it the job: nobody waits
+    except RuntimeError:  # the first node has ended, and the job with it
         return
     time.sleep(settings.exit_grace_s)
 
 
 def answer_within(seconds: float, ask: Callable[[], T]) -> T:
-    """What the store answers; its calls have no time limit of their own.
+    """Return the store's answer to a call; such calls have no time limit of their own.
 
     Raises:
-        DistError: it is gone, or does not answer in time.
+        DistError: The store is gone, or does not answer in time.
     """
     answer: Future[T] = Future()
 

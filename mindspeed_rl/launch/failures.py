@@ -1,6 +1,6 @@
-"""What a failure is and how it is told. Imports no torch: a user's mistake is told before it.
+"""Defines failures and their messages, without torch, so that a user's mistake is printed early.
 
-``failure_store.py`` is how ranks tell each other of a failure, ``watchdog.py`` notices it.
+``failure_store.py`` shares failures among ranks, ``watchdog.py`` notices them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
-USAGE_ERROR = 2  # exit code of a user's mistake, as argparse has it
+USAGE_ERROR = 2  # exit code of a user's mistake, as in argparse
 JOIN = "join"
-"""The phase in which ranks meet: it waits for the slowest node's start and has its own limit."""
+"""The phase in which ranks meet; it waits for the slowest node and has its own limit."""
 
 # usage: the user's mistake; error: an exception; hang: a phase over its deadline; silent: a process
 # that does not answer; lost: a process that is gone; stopped: a signal from outside.
 Kind = Literal["usage", "error", "hang", "silent", "lost", "stopped"]
 
-# What gloo, HCCL and NCCL say on the ranks that survive a peer.
+# Messages of gloo, HCCL and NCCL on the ranks that survive a peer.
 _LOST_CONNECTION = re.compile(
     r"connection (was )?(closed|reset|aborted|refused)|closed by (the )?(remote )?peer|broken pipe"
     r"|socket (is )?closed|remote process exited",
@@ -37,15 +37,15 @@ class WatchdogSettings:
     """How long the watchdog of a rank waits, in seconds, and who prints.
 
     Attributes:
-        interval_s: between two heartbeats while the phase stays the same.
-        poll_interval_s: how late another phase may be published.
-        silence_s: without a heartbeat, or an answer of the store, for this long a machine is taken
-            for dead. Native code that keeps Python's lock (a cold import) must fit in.
-        cause_timeout_s: how long a rank that merely lost a connection looks for the true cause.
-        exit_grace_s: how long the rank that reports a failure stays, so that others read it.
-        exit_s: limit of the exit handlers of libraries.
-        connect_s: how long the launcher of the first node may take to answer.
-        driver_reports: a driver of the ranks prints the failure that they publish.
+        interval_s: Time between two heartbeats while the phase stays the same.
+        poll_interval_s: Longest delay until a new phase is published.
+        silence_s: After this long without a heartbeat, or an answer of the store, a machine counts
+            as dead. Native code that keeps Python's lock (a cold import) must be faster.
+        cause_timeout_s: How long a rank that merely lost a connection looks for the true cause.
+        exit_grace_s: How long the rank that reports a failure stays, so that others read it.
+        exit_s: Limit of the exit handlers of libraries.
+        connect_s: How long the launcher of the first node may take to answer.
+        driver_reports: Whether a driver process prints the failure instead of the ranks.
     """
 
     interval_s: float = 1.0
@@ -59,7 +59,7 @@ class WatchdogSettings:
 
     @property
     def end_s(self) -> float:
-        """Until every rank has read of a failure, dumped its stacks (2 s) and left."""
+        """Seconds until every rank has read a failure, dumped its stacks (2 s) and left."""
         return self.interval_s + 2 * self.exit_grace_s + 2.0
 
 
@@ -74,14 +74,14 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why the job ends.
+    """The reason why the job ends.
 
     Attributes:
-        kind: what sort of failure; decides the exit code and whether stacks are dumped.
-        failed: the process that failed.
-        phase: what it was doing.
-        text: for the user.
-        reporter: the process that noticed and prints it.
+        kind: Sort of failure; decides the exit code and whether stacks are dumped.
+        failed: Process that failed.
+        phase: Phase of that process.
+        text: Message for the user.
+        reporter: Process that noticed the failure and prints it.
     """
 
     kind: Kind
@@ -97,18 +97,17 @@ class Failure:
 
     @property
     def with_stacks(self) -> bool:
-        """Whether every rank that reads of it dumps its stacks."""
+        """Whether every rank that reads the failure dumps its stacks."""
         return self.kind in ("hang", "silent")
 
     @property
     def exit_code(self) -> int:
-        """Exit code of every rank."""
         return USAGE_ERROR if self.kind == "usage" else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """One sign of life. ``count`` grows with every one; ``phase_s``: seconds in the phase."""
+    """One heartbeat. ``count`` grows with each one; ``phase_s``: seconds in the phase."""
 
     member: Member
     count: int
@@ -120,7 +119,7 @@ class Heartbeat:
 def silent_ranks(
     before: Mapping[int, Heartbeat], after: Mapping[int, Heartbeat]
 ) -> list[Heartbeat]:
-    """The last heartbeats of ranks that gave none in between and are not leaving."""
+    """Return the last heartbeats of ranks that wrote none in between and are not leaving."""
     return [
         beat
         for rank, beat in sorted(after.items())
@@ -129,7 +128,7 @@ def silent_ranks(
 
 
 def lost_failure(gone: list[Heartbeat], evidence: str, reporter: Member) -> Failure:
-    """The failure of ranks whose processes are gone; the first of them is named as its cause."""
+    """Return the failure of ranks whose processes are gone; the first one is named as its cause."""
     member = gone[0].member
     others = ", ".join(f"{beat.member.rank} ({beat.phase})" for beat in gone[1:])
     text = (
@@ -142,7 +141,7 @@ def lost_failure(gone: list[Heartbeat], evidence: str, reporter: Member) -> Fail
 
 
 def silent_failure(beat: Heartbeat, seconds: float, reporter: Member) -> Failure:
-    """The failure of a rank without a heartbeat for ``seconds``."""
+    """Return the failure of a rank without a heartbeat for ``seconds``."""
     member = beat.member
     text = (
         f"no heartbeat for {seconds:.0f} s: process {member.pid} on node {member.node} is stopped, "
@@ -152,7 +151,7 @@ def silent_failure(beat: Heartbeat, seconds: float, reporter: Member) -> Failure
 
 
 def whereabouts(beats: Iterable[Heartbeat]) -> str:
-    """Which ranks are in which phase and for how long; the phase of the fewest ranks is first."""
+    """List phases with their durations and ranks; the phase of the fewest ranks is first."""
     phases: dict[str, list[Heartbeat]] = {}
     for beat in beats:
         phases.setdefault(beat.phase, []).append(beat)
@@ -164,31 +163,31 @@ def whereabouts(beats: Iterable[Heartbeat]) -> str:
 
 
 def rank_ranges(ranks: Iterable[int]) -> str:
-    """Ranks in short: ``0-2, 5``."""
-    # neighbours have the same distance to their place in the order
+    """Write ranks in short: ``0-2, 5``."""
+    # Consecutive ranks have the same distance to their index in sorted order.
     runs = groupby(enumerate(sorted(ranks)), key=lambda placed: placed[1] - placed[0])
     spans = [[rank for _, rank in run] for _, run in runs]
     return ", ".join("-".join(map(str, dict.fromkeys((s[0], s[-1])))) for s in spans)
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether an exception says no more than that a peer went away."""
+    """Whether an exception says no more than that a peer closed its connection."""
     names = {kind.__name__ for kind in type(error).__mro__}
-    if {"ConnectionError", "DistNetworkError"} & names:  # of Python and of torch.distributed
+    if {"ConnectionError", "DistNetworkError"} & names:  # Python's and torch.distributed's
         return True
     return isinstance(error, RuntimeError) and bool(_LOST_CONNECTION.search(str(error)))
 
 
 def report_usage_error(line: str) -> None:
-    """Print a mistake of the user and let torchrun's report repeat it. Local."""
+    """Print a user's mistake and make torchrun's report repeat it. Local."""
     print(line, file=sys.stderr, flush=True)
     write_error_file(line)
 
 
 def write_error_file(text: str) -> None:
-    """Let torchrun's closing report show ``text`` instead of a hint how to get a traceback.
+    """Make torchrun's closing report show ``text`` instead of a hint how to get a traceback.
 
-    torchrun names a file per process and shows that of the first one to fail.
+    torchrun names a file per process and shows the file of the first process that fails.
     """
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not name or Path(name).exists():
@@ -196,5 +195,5 @@ def write_error_file(text: str) -> None:
     extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
     try:
         Path(name).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
-    except OSError as error:  # a full disk does not change why the run ends
+    except OSError as error:  # a full disk is not why the run ends
         print(f"torchrun's report will not repeat it: {error}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""A rank of a job, from a checked command line to its end."""
+"""Runs a rank of a job, from a checked command line to its end."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ Plan_co = TypeVar("Plan_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Job(Generic[Run, Plan_co]):
-    """Everything that an entry's main function gets.
+    """The arguments of an entry's main function.
 
-    ``ignored`` are the flags that were accepted and do nothing here.
+    ``ignored`` are the flags that were accepted but have no effect here.
     """
 
     config: Run
@@ -44,7 +44,7 @@ class Job(Generic[Run, Plan_co]):
     ignored: tuple[str, ...]
 
     def log_rank0(self, *lines: str) -> None:
-        """Print on rank 0."""
+        """Print lines on rank 0."""
         if self.world.rank == 0:
             for line in lines:
                 print(line, flush=True)
@@ -52,7 +52,7 @@ class Job(Generic[Run, Plan_co]):
 
 @dataclass(frozen=True, slots=True)
 class Checked(Generic[Run, Plan_co]):
-    """A command line that was found possible for a number of ranks."""
+    """A command line that passed its checks for a number of ranks."""
 
     parsed: ParsedArguments[Run]
     plan: Plan_co
@@ -65,7 +65,7 @@ def check_run(
     """Find the user's mistakes before anything heavy is imported. Local.
 
     Raises:
-        UsageError: one of them.
+        UsageError: There is one; only the first is reported.
     """
     plan = check(parsed.config, num_ranks)
     setup = npu_setup_of(parsed)
@@ -79,7 +79,7 @@ def start_job(
     world: bootstrap.World,
     settings: WatchdogSettings | None = None,
 ) -> Job[Run, Plan_co]:
-    """Import torch, meet the other ranks and set the seeds; ends the process when that fails.
+    """Import torch, meet the other ranks and set the seeds; a failure ends the process.
 
     Collective: the world.
     """
@@ -92,7 +92,7 @@ def start_job(
     bootstrap.quiet_libraries()
     watchdog = _start_watchdog(prog, world, config.logging.phase_timeout_s, settings)
     try:
-        # from here on a rank that fails is known to others, also to those that wait for it to join
+        # From here on ranks learn of a failure of others, even while they wait for them to join.
         minutes = parallel.distributed_timeout_minutes
         with watchdog.phase(JOIN, timeout_s=60.0 * minutes):
             platform = bootstrap.start(parallel.platform, minutes, world, checked.setup)
@@ -107,7 +107,7 @@ def start_job(
 def end_job(job: Job[Run, Plan_co]) -> None:
     """End together with the other ranks. Collective: the world."""
     job.watchdog.leave()
-    if engine_provider().package not in sys.modules:  # else its own exit handler does it
+    if engine_provider().package not in sys.modules:  # else the engine's exit handler does it
         import torch.distributed as dist
 
         dist.destroy_process_group()
@@ -120,7 +120,7 @@ def run_job(
     main: Callable[[Job[Run, Plan_co]], None],
     settings: WatchdogSettings | None = None,
 ) -> None:
-    """Start, run and end a rank; ends the process when that fails. Collective: the world."""
+    """Start, run and end a rank; a failure ends the process. Collective: the world."""
     job = start_job(prog, checked, world, settings)
     try:
         main(job)
@@ -130,7 +130,7 @@ def run_job(
 
 
 def npu_setup_of(parsed: ParsedArguments[Any]) -> NpuSetup | None:
-    """What an NPU process is told; ``None`` on other platforms."""
+    """Return the settings of an NPU process; ``None`` on other platforms."""
     config = parsed.config
     platform = resolve_platform(config.parallel.platform)
     if platform != "npu":

@@ -1,8 +1,8 @@
-"""Before a run loads anything: does every process group of its layout answer in time?
+"""Checks, before a run loads anything, that every process group of its layout answers in time.
 
-Each group does an all-reduce and an uneven all-to-all, whose results are compared. Ranks tell each
-other where they are through torchrun's store, so that a group that hangs is named with the ranks
-that are in it and those that are not.
+Each group does an all-reduce and an uneven all-to-all, whose results are compared. Ranks report
+which group they are in through torchrun's store, so that the report on a hanging group names the
+ranks that entered it and those that did not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mindspeed_rl.platforms.base import Platform
 
 AREA = "collectives"
 MEETING = "meeting"
-"""Before any group: all ranks are here and make the groups."""
+"""The first step, before any group is checked: all ranks meet and create the groups."""
 GRACE_S = 10.0
 _ELEMENTS = 1024
 _MIB = 2**20
@@ -45,9 +45,9 @@ class Axis:
 
 @dataclass(slots=True)
 class Visit:
-    """What one rank met in the groups of one axis.
+    """One rank's result of checking its group of an axis.
 
-    ``num_bytes`` is what became of the device's free memory (of the process on a CPU).
+    ``num_bytes`` is the decrease of the device's free memory; on a CPU the growth of the process.
     """
 
     seconds: float
@@ -57,14 +57,14 @@ class Visit:
 
 @dataclass(slots=True)
 class Account:
-    """What one rank tells rank 0: its host and its visits by axis; one that failed is the last."""
+    """The report of one rank to rank 0: host and results by axis; a failed result is the last."""
 
     host: str
     visits: dict[str, Visit] = field(default_factory=dict)
 
 
 def axes_of(config: RLRunConfig, plan: RLPlan | None, world: int) -> list[Axis]:
-    """Every kind of group that a run of this plan uses on its devices; the world without a plan."""
+    """Return every kind of group that a run of this plan uses; only the world without a plan."""
     if plan is None:
         return [Axis("world", (tuple(range(world)),))]
     assert plan.parallel.world == world
@@ -74,10 +74,10 @@ def axes_of(config: RLRunConfig, plan: RLPlan | None, world: int) -> list[Axis]:
 def exchange(
     group: dist.ProcessGroup, ranks: Sequence[int], rank: int, device: torch.device
 ) -> None:
-    """An all-reduce and an uneven all-to-all-v of a group. Collective: the group.
+    """Do an all-reduce and an uneven all-to-all-v in a group. Collective: the group.
 
     Raises:
-        RuntimeError: a result is wrong.
+        RuntimeError: A result is wrong.
     """
     total = torch.full((_ELEMENTS,), float(rank + 1), device=device)
     dist.all_reduce(total, group=group)
@@ -99,16 +99,16 @@ def exchange(
 
 
 class Preflight:
-    """The visits of one rank.
+    """The checks of one rank.
 
     Args:
-        world: this process among its peers.
-        platform: its devices.
-        store: seen by all ranks.
-        axes: the same on all ranks.
-        limit_s: of one group.
-        check: what a group does.
-        grace_s: how long rank 0 waits for the word of others after its own last group.
+        world: Rank of this process and number of ranks.
+        platform: Platform of the devices.
+        store: Store that all ranks see.
+        axes: Axes to check, the same on all ranks.
+        limit_s: Time limit of one group.
+        check: Function that checks one group.
+        grace_s: How long rank 0 waits for the reports of others after its own last group.
     """
 
     def __init__(
@@ -129,9 +129,9 @@ class Preflight:
         self._account = Account(os.uname().nodename)
 
     def run(self) -> list[DoctorRow]:
-        """Visit every group; the rows on rank 0, nothing elsewhere. Collective: the world.
+        """Check every group; return rows on rank 0, nothing elsewhere. Collective: the world.
 
-        A rank that gets no answer in ``limit_s`` ends its process, after rank 0 has reported.
+        A rank that gets no answer within ``limit_s`` ends its process after rank 0 has reported.
         """
         rank = self._world.rank
         for axis, ranks in ((a, group) for a in self._axes for group in a.groups if rank in group):
@@ -146,7 +146,7 @@ class Preflight:
         return self._tell()
 
     def _make_groups(self) -> None:
-        # the guard is quicker, whatever a backend does when its own limit is over
+        # The guard must act first, whatever a backend does at its own timeout.
         limit = timedelta(seconds=4 * self._limit_s)
         for ranks in dict.fromkeys(group for axis in self._axes[1:] for group in axis.groups):
             whole = ranks == self._everyone
@@ -171,18 +171,18 @@ class Preflight:
         return memory.used_bytes if self._platform.shares_host_memory else -memory.free_bytes
 
     def _give_up(self, axis: str) -> None:
-        """On a thread of its own: the main one is stuck in a collective."""
+        """End the process from a timer thread; the main thread is stuck in a collective."""
         self._account.visits[axis] = Visit(self._limit_s, 0, f"no answer in {self._limit_s:g} s")
         print("\n".join(lines(self._tell())), file=sys.stderr, flush=True)
         os._exit(1)
 
     def _tell(self) -> list[DoctorRow]:
-        """Hand in the account; rank 0 waits for all and makes rows, the others wait for that."""
+        """Send this rank's report; rank 0 turns all reports into rows while the others wait."""
         rank, store = self._world.rank, self._store
         store.set(f"account/{rank}", json.dumps(asdict(self._account)))
         patience = self._limit_s + self._grace_s
         if rank != 0:
-            # the launcher ends all ranks with the first one, so nobody may go before rank 0
+            # The launcher ends all ranks with the first one, so rank 0 must end first.
             wait_for(store, ["reported"], patience + self._grace_s)
             return []
         present = wait_for(store, [f"account/{r}" for r in self._everyone], patience)
@@ -194,7 +194,7 @@ class Preflight:
 
 
 def wait_for(store: Store, keys: Sequence[str], seconds: float) -> list[str]:
-    """Those of ``keys`` that are there within some seconds, as soon as all are."""
+    """Return the ``keys`` that exist after some seconds, or as soon as all exist."""
     deadline = time.monotonic() + seconds
     while True:
         present = [key for key in keys if store.check([key])]
@@ -206,13 +206,13 @@ def wait_for(store: Store, keys: Sequence[str], seconds: float) -> list[str]:
 def preflight_rows(
     axes: Sequence[Axis], accounts: Mapping[int, Account], last: Mapping[int, str], limit_s: float
 ) -> Iterator[DoctorRow]:
-    """What the accounts of all ranks say. Pure.
+    """Turn the reports of all ranks into rows. Pure.
 
     Args:
-        axes: in the order in which they were visited; the first one has all ranks.
-        accounts: by rank, of the ranks that handed one in.
-        last: by rank, the axis that it entered last.
-        limit_s: of one group.
+        axes: Axes in the order of the checks; the first one has all ranks.
+        accounts: Reports by rank, of the ranks that sent one.
+        last: Name of the last axis that each rank entered, by rank.
+        limit_s: Time limit of one group.
     """
     for axis in axes:
         visits = {r: a.visits[axis.name] for r, a in accounts.items() if axis.name in a.visits}
@@ -221,9 +221,9 @@ def preflight_rows(
         for group in failed:
             yield _failed_row(axis.name, group, accounts, last)
         if failed:
-            return  # what comes later was not visited by all
+            return  # some ranks did not check later axes
         if len(visits) < sum(map(len, axis.groups)):
-            continue  # a rank is missing, which is told of below, or by a later axis
+            continue  # a rank is missing: a later axis or the end reports it
         if axis.name == MEETING:
             num_hosts = len({account.host for account in accounts.values()})
             yield green(AREA, f"{len(visits)} ranks on {num_hosts} hosts meet")

@@ -1,12 +1,12 @@
 """``--orchestrator ray``: Ray starts, places and watches the same ranks that torchrun would.
 
-One process drives a run. A node of the cluster gets one bundle of a placement group, which holds an
-actor per rank; each sets the environment that torchrun would have set and runs the entry to its
-end. Like torchrun's agent the driver holds the store in which ranks meet and publish failures, so
-that it knows of one as soon as they do; whatever ends first ends all actors.
+One process, the driver, runs a job. A node of the cluster gets one bundle of a placement group,
+which holds an actor per rank; each actor sets the environment that torchrun would have set and runs
+the entry to its end. Like torchrun's agent the driver holds the store in which ranks meet and
+publish failures, so it learns of a failure when they do. The first actor to fail ends all actors.
 
-Ray hands out devices but does not hide them: as under torchrun a rank sees all devices of its job
-on its node and takes that of its ``LOCAL_RANK``, because neighbours map each other's memory.
+Ray assigns devices but does not hide them: as under torchrun a rank sees all devices of its job on
+its node and takes the one of its ``LOCAL_RANK``, because neighbours map each other's memory.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ if TYPE_CHECKING:
     from mindspeed_rl.launch.failure_store import FailureStore
 
 MAIN = "mindspeed_rl.train_rl:main"
-START_LIMIT_S = 300.0  # until all bundles are there: other jobs of the cluster may end
-POLL_S = 0.2  # how late a failure may be noticed
-EXIT_S = 10.0  # of the exit handlers of the ranks
-LOGS_S = 1.0  # for the last lines of the ranks to arrive
-OBJECT_STORE_BYTES = 80 << 20  # the least that Ray accepts; ranks send each other nothing by it
+START_LIMIT_S = 300.0  # limit for all bundles to start: other jobs of the cluster may end
+POLL_S = 0.2  # longest delay until a failure is noticed
+EXIT_S = 10.0  # limit of the ranks' exit handlers
+LOGS_S = 1.0  # time for the last lines of the ranks to arrive
+OBJECT_STORE_BYTES = 80 << 20  # the least that Ray accepts; ranks do not use it
 
 RESOURCES = {"npu": "NPU", "cuda": "GPU"}
-"""What Ray calls the devices of a platform."""
-# What libraries read of the environment goes along: the nodes of a cluster have their own.
+"""Ray's name of the devices of a platform."""
+# Variables that libraries read are forwarded, as cluster nodes have their own environment.
 _FORWARDED = (
     "ASCEND_", "CPU_AFFINITY", "CUDA_", "GLOO_", "HCCL_", "HF_", "LCCL_", "MINDSPEED_", "NCCL_",
     "OMP_", "PYTORCH_", "TASK_QUEUE_", "TORCH_", "TRANSFORMERS_", "VLLM_",
 )  # fmt: skip
-_SECRET = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")  # Ray shows what it is given
+_SECRET = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")  # Ray would show them
 _RAY_SETTINGS = {
-    "RAY_DEDUP_LOGS": "0",  # equal lines of two ranks are two lines
+    "RAY_DEDUP_LOGS": "0",  # print equal lines of two ranks twice
     "RAY_COLOR_PREFIX": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
@@ -68,14 +68,14 @@ _RAY_SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What every rank runs.
+    """The command line that every rank runs.
 
     Attributes:
-        prog: of messages.
-        arguments: the command line, as typed.
-        folder: of relative paths.
+        prog: Name of the entry, for messages.
+        arguments: Arguments as typed.
+        folder: Working directory, the base of relative paths.
         main: ``module:function`` of the work.
-        settings: of the watchdogs of the ranks.
+        settings: Settings of the ranks' watchdogs.
     """
 
     prog: str
@@ -86,7 +86,7 @@ class Command:
 
 
 class RankActor:
-    """One rank: the same process as under torchrun."""
+    """The process of one rank, the same as under torchrun."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -95,7 +95,7 @@ class RankActor:
         return f"rank {self._rank}"  # Ray labels lines of output with it
 
     def place(self) -> tuple[str, list[str]]:
-        """Ray's name of its node, and the ids of its devices, one or none."""
+        """Return Ray's name of the actor's node, and the ids of its devices, one or none."""
         import ray
 
         context = ray.get_runtime_context()
@@ -103,13 +103,13 @@ class RankActor:
         return context.get_node_id(), [device for several in ids for device in several]
 
     def run(self, command: Command, environment: Mapping[str, str]) -> None:
-        """Be a rank until the end of the run; publishes a failure and ends the process with it.
+        """Run this rank to its end; a failure is published and ends the process.
 
         Collective: the world.
 
         Args:
-            command: what to run.
-            environment: what makes this process a rank.
+            command: Command to run.
+            environment: Variables that make this process a rank.
         """
         os.environ.update(environment)
         world = bootstrap.World.from_environment()
@@ -145,13 +145,13 @@ def drive(
     settings: WatchdogSettings | None = None,
     main: str = MAIN,
 ) -> int:
-    """Run a command line in Ray; the exit code.
+    """Run a command line in Ray and return the exit code.
 
     Args:
-        prog: of messages.
-        checked: the command line.
-        arguments: the command line, as typed.
-        settings: of the watchdogs of the ranks.
+        prog: Name of the entry, for messages.
+        checked: Checked command line.
+        arguments: Arguments as typed.
+        settings: Settings of the ranks' watchdogs.
         main: ``module:function`` of the work.
     """
     config = checked.parsed.config
@@ -175,10 +175,10 @@ def drive(
 
 
 def run_ranks(ray: Any, config: RLRunConfig, command: Command) -> Failure | None:
-    """Start all ranks and wait for their end; none is left. What failed, if anything did.
+    """Run all ranks to their end, kill those that are left, and return the failure, if any.
 
     Raises:
-        UsageError: the cluster has no room.
+        UsageError: The cluster has no room.
     """
     launch = config.launch
     platform = cluster_platform(config.parallel.platform, ray.cluster_resources())
@@ -191,7 +191,7 @@ def run_ranks(ray: Any, config: RLRunConfig, command: Command) -> Failure | None
     ]  # fmt: skip
     try:
         places = [actor.place.remote() for actor in actors]
-        port, store = open_store()  # imports torch while they start
+        port, store = open_store()  # imports torch while the actors start
         environments = rank_environments(
             ray.get(places),
             launch.ray_ranks_per_node,
@@ -217,9 +217,9 @@ def wait_for_end(ray: Any, calls: Sequence[Any], store: FailureStore) -> Failure
     """Wait until all ranks have ended, or one has failed.
 
     Args:
-        ray: the module, connected.
-        calls: of `RankActor.run`, by rank.
-        store: in which ranks publish failures; here it is told of processes that are gone.
+        ray: The module ray, connected to a cluster.
+        calls: Calls of `RankActor.run`, by rank.
+        store: Store of failures; this function publishes those of processes that are gone.
 
     Returns:
         The first failure, which all ranks read as well.
@@ -246,7 +246,7 @@ def _gone(rank: int, store: FailureStore, evidence: str) -> Failure:
 
 
 def open_store() -> tuple[int, FailureStore]:
-    """The store of a run and its port, one of its own. Imports torch."""
+    """Open a new store for a run and return its port and the store. Imports torch."""
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # this process has no device
     bootstrap.quiet_libraries()
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -268,9 +268,9 @@ def cluster(launch: LaunchConfig, num_cpus: int) -> Iterator[Any]:
         The module ray, connected.
 
     Raises:
-        UsageError: ray is not installed, or there is no cluster at the address.
+        UsageError: Ray is not installed, or there is no cluster at the address.
     """
-    for name, value in _RAY_SETTINGS.items():  # which it reads when it is imported
+    for name, value in _RAY_SETTINGS.items():  # Ray reads them when it is imported
         os.environ.setdefault(name, value)
     try:
         import ray
@@ -308,7 +308,7 @@ def cluster(launch: LaunchConfig, num_cpus: int) -> Iterator[Any]:
 
 
 def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
-    """What of this process's environment every worker gets; all that is set before it starts."""
+    """Return the variables of this process that every worker gets before it starts."""
     found = {
         name: value
         for name, value in environ.items()
@@ -322,9 +322,9 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def local_cpus(config: RLRunConfig, plan: RLPlan) -> int:
-    """CPUs that a local Ray says it has: places for all actors of the run.
+    """Return the number of CPUs that a local Ray claims: enough for all actors of the run.
 
-    They share the real ones, as the processes of torchrun do.
+    They share the real CPUs, as the processes of torchrun do.
     """
     per_engine = config.environment.rl_environment_ray_workers
     if config.rewards_in_ray:
@@ -333,9 +333,9 @@ def local_cpus(config: RLRunConfig, plan: RLPlan) -> int:
 
 
 def cluster_platform(platform: str, resources: Mapping[str, float]) -> str:
-    """``--platform`` for the cluster, whose resources decide for ``auto``: this node may have none.
+    """Resolve ``--platform`` for the cluster; this node may have no devices.
 
-    ``resources``: of the cluster.
+    ``resources``: Resources of the cluster, which decide for ``auto``.
     """
     platform = resolve_platform(platform)
     if platform == "auto":
@@ -344,10 +344,10 @@ def cluster_platform(platform: str, resources: Mapping[str, float]) -> str:
 
 
 def reserve(ray: Any, launch: LaunchConfig, platform: str) -> Any:
-    """A placement group of one bundle per node, which holds all its ranks.
+    """Return a placement group of one bundle per node, each with room for all ranks of the node.
 
     Raises:
-        UsageError: the cluster has no room, or none became free.
+        UsageError: The cluster has no room, or none became free in time.
     """
     kinds = ["CPU", *([RESOURCES[platform]] if platform in RESOURCES else [])]
     wanted = dict.fromkeys(kinds, float(launch.ray_ranks_per_node))
@@ -366,15 +366,15 @@ def reserve(ray: Any, launch: LaunchConfig, platform: str) -> Any:
 def check_room(
     launch: LaunchConfig, wanted: Mapping[str, float], nodes: Sequence[Mapping[str, float]]
 ) -> None:
-    """Whether enough nodes are large enough, however busy they are now.
+    """Check that enough nodes are large enough, however busy they are now.
 
     Args:
-        launch: the flags.
-        wanted: of a node.
-        nodes: resources of every living node.
+        launch: Flags of the launch.
+        wanted: Resources that each node needs.
+        nodes: Resources of every living node.
 
     Raises:
-        UsageError: there will never be room.
+        UsageError: The cluster is too small.
     """
     fit = sum(all(node.get(k, 0.0) >= v for k, v in wanted.items()) for node in nodes)
     if fit < launch.ray_num_nodes:
@@ -388,7 +388,7 @@ def check_room(
 
 
 def actor_options(ray: Any, group: Any, node: int, platform: str) -> dict[str, Any]:
-    """Options of a rank's actor in the bundle of a node."""
+    """Return the options of a rank's actor in the bundle of a node."""
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
         placement_group=group, placement_group_bundle_index=node
     )
@@ -406,13 +406,13 @@ def rank_environments(
     endpoint: tuple[str, int],
     variable: str = "",
 ) -> list[dict[str, str]]:
-    """What torchrun would have set for each rank.
+    """Return the variables that torchrun would have set for each rank.
 
     Args:
-        places: of the actor of each rank: its node, and the ids of its devices.
-        ranks_per_node: of every node.
-        endpoint: host and port of the store, which the driver holds.
-        variable: which devices a process sees; empty on CPUs.
+        places: Node and device ids of each rank's actor.
+        ranks_per_node: Number of ranks on every node.
+        endpoint: Host and port of the store, which the driver holds.
+        variable: Name of the variable that selects visible devices; empty on CPUs.
     """
     result = []
     for rank in range(len(places)):

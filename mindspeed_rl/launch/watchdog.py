@@ -1,13 +1,13 @@
 """Notices that a rank failed, died or hangs, and ends all ranks with the cause.
 
-Two threads per rank; nothing here is collective, so it works while ranks are stuck in one.
+Two threads per rank; neither does a collective, so they work while ranks are stuck in one.
 
-- *heartbeat* talks to the launcher's store: it writes a sign of life, reads the published failure
-  and watches one peer, rank + 1, so that every rank is watched by exactly one other.
+- *heartbeat* talks to the launcher's store: it writes heartbeats, reads the published failure and
+  watches one peer, rank + 1, so that every rank is watched by exactly one other.
 - *guard* touches no network: it checks the phase against its deadline and receives SIGTERM and
   SIGINT, even while the main thread is inside C++.
 
-The first failure stands and is told once per node; consequences of it end quietly.
+The first failure counts and is printed once per node; its consequences end without a message.
 """
 
 from __future__ import annotations
@@ -49,34 +49,34 @@ from mindspeed_rl.launch.failures import (
 )
 
 Clock = Callable[[], float]
-# Signals that the guard receives, and what handles them before and after.
+# Signals that the guard receives, with the handlers to restore afterwards.
 _HANDLED: dict[int, Any] = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
 }
 _NO_LAUNCHER = "the launcher of this node is gone"
-_ANSWER_S = 5.0  # for the store to answer a rank that ends
+_ANSWER_S = 5.0  # how long a rank that ends waits for the store's answer
 
 
 class PhaseClock:
-    """What a rank is doing, since when, and until when it may.
+    """The current phase of a rank, its begin and its deadline.
 
     Args:
-        limit_s: of a phase, in seconds.
-        clock: seconds of a steady clock.
+        limit_s: Default limit of a phase, in seconds.
+        clock: Steady clock that returns seconds.
     """
 
     def __init__(self, limit_s: float, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._limit_s = limit_s
         self.current = ("start", clock(), limit_s)
-        """Phase, its begin and its limit in seconds; replaced as one, also on re-entry."""
+        """Name, begin and limit (in seconds) of the phase; always replaced as one tuple."""
 
     @contextmanager
     def phase(self, name: str, limit_s: float | None = None) -> Iterator[None]:
-        """Be in a phase; its deadline starts anew. Nested phases restore.
+        """Enter a phase with a new deadline; the end restores the outer phase with a new deadline.
 
-        After an exception the name stays: it is where the job ended.
+        After an exception the inner phase stays, as the place where the job ended.
         """
         before, _, limit_before = self.current
         self.current = (name, self._clock(), self._limit_s if limit_s is None else limit_s)
@@ -85,16 +85,15 @@ class PhaseClock:
 
     @property
     def name(self) -> str:
-        """The phase."""
         return self.current[0]
 
     @property
     def seconds(self) -> float:
-        """How long it has lasted."""
+        """Return how long the current phase has lasted."""
         return self._clock() - self.current[1]
 
     def overdue(self) -> str:
-        """What is said of a phase over its limit; empty while it is not."""
+        """Return a message if the phase is over its limit, else an empty string."""
         phase, since, limit_s = self.current
         seconds = self._clock() - since
         if seconds <= limit_s:
@@ -108,11 +107,11 @@ class Heartbeats:
     """The heartbeats of one rank, and its watch over the next rank.
 
     Args:
-        store: of all ranks.
-        world: this process among its peers.
-        phases: of this rank.
-        settings: when a heartbeat is due, and how long a peer may be silent.
-        clock: seconds of a steady clock.
+        store: Store of all ranks.
+        world: Rank of this process and number of ranks.
+        phases: Phase clock of this rank.
+        settings: Interval of heartbeats, and how long a peer may be silent.
+        clock: Steady clock that returns seconds.
     """
 
     def __init__(
@@ -127,17 +126,17 @@ class Heartbeats:
         self._settings, self._clock = settings, clock
         self._peer = (world.rank + 1) % world.size
         self._peer_count, self._peer_seen_at = 0, clock()
-        self._told: tuple[str, float, float] | None = None  # the phase of the last heartbeat
+        self._told: tuple[str, float, float] | None = None  # phase of the last heartbeat
         self._told_at = 0.0
 
     def tick(self, *, leaving: bool = False) -> Failure | None:
-        """Beat if it is due: after an interval, or in another phase. To be called often.
+        """Write a heartbeat after an interval or in another phase; call this often.
 
         Returns:
-            What ends this rank: the published failure, or the silence of its peer.
+            The failure that ends this rank: the published one, or the silence of its peer.
 
         Raises:
-            DistError: the store is gone.
+            DistError: The store is gone.
         """
         phase, now = self._phases.current, self._clock()
         if phase is self._told and now - self._told_at < self._settings.interval_s:
@@ -155,13 +154,13 @@ class Heartbeats:
 
 
 class Watchdog:
-    """The watcher of one rank. Create and start it in the main thread.
+    """The watchdog of one rank. Create and start it in the main thread.
 
     Args:
-        world: this process among its peers.
-        phase_timeout_s: deadline of a phase, in seconds.
-        prog: name of the entry, for messages.
-        settings: how long it waits, and who prints.
+        world: Rank of this process and number of ranks.
+        phase_timeout_s: Deadline of a phase, in seconds.
+        prog: Name of the entry, for messages.
+        settings: Waiting times, and who prints.
     """
 
     def __init__(
@@ -191,7 +190,7 @@ class Watchdog:
         self._heartbeats = Heartbeats(self._store, world, self._phases, self._settings)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the threads and take over the signals."""
         self._store.beat("start", 0.0)
         faulthandler.enable()  # SIGABRT from a neighbour prints the stacks of a stuck process
         for end in (self._signals, self._wakeup):
@@ -205,23 +204,23 @@ class Watchdog:
             thread.start()
 
     def phase(self, name: str, timeout_s: float | None = None) -> AbstractContextManager[None]:
-        """Name what this rank is doing; see `PhaseClock.phase`."""
+        """Name the phase of this rank; see `PhaseClock.phase`."""
         return self._phases.phase(name, timeout_s)
 
     def leave(self) -> None:
-        """End together: nobody closes its connections while a peer still needs them.
+        """Wait for all ranks, so that nobody closes connections that a peer still needs.
 
-        Collective: the world. From here on the end of a rank is no failure, and exit handlers have
-        a time limit.
+        Collective: the world. Afterwards a rank that ends is no failure, and exit handlers have a
+        time limit.
         """
         with self.phase("exit"):
             self._leaving = True
-            # before the barrier: after it the store may go away with the first node's launcher
+            # After the barrier the store may go away with the first node's launcher.
             self._store.beat("exit", 0.0, leaving=True)
             dist.barrier()
         faulthandler.dump_traceback_later(self._settings.exit_s, exit=True)
         self._left.set()
-        # A thread that the interpreter's end finds inside the store's C++ aborts the process.
+        # A thread inside the store's C++ at the end of the interpreter aborts the process.
         for thread in self._threads:
             thread.join()
         signal.set_wakeup_fd(-1)
@@ -244,7 +243,7 @@ class Watchdog:
         if stands == mine and not usage:
             traceback.print_exception(error)
         elif stands.text != text and not lost:
-            self._print(mine)  # a failure of its own, after the first
+            self._print(mine)  # an independent failure, after the first one
         self._follow(stands)
 
     # -- the two threads -------------------------------------------------------------------------
@@ -256,7 +255,7 @@ class Watchdog:
                     self._settings.silence_s, lambda: self._heartbeats.tick(leaving=self._leaving)
                 )
             except dist.DistError as error:
-                if self._leaving:  # the first node was faster
+                if self._leaving:  # the first node has ended earlier
                     return
                 self._claim_end()
                 self._leave_alone(_no_store(error))
@@ -272,13 +271,13 @@ class Watchdog:
                 self._end_on_signal(self._signals.recv(1)[0])
             if text := self._phases.overdue():
                 phase = self._phases.name
-                with suppress(dist.DistError):  # the store does not answer
+                with suppress(dist.DistError):  # the store may not answer
                     beats = answer_within(_ANSWER_S, lambda: self._store.beats(self._everyone))
                     text += f". Where the ranks are: {whereabouts(beats.values())}"
                 self._end(self._failure("hang", text, phase))
 
     def _end_on_signal(self, number: int) -> None:
-        if number not in _HANDLED:  # of a handler that a library installed
+        if number not in _HANDLED:  # a library installed a handler for it
             return
         self._asked.set()
         self._claim_end()
@@ -286,7 +285,7 @@ class Watchdog:
         stopped = self._failure("stopped", f"{name} from the launcher or its user")
         if number == signal.SIGINT:
             self._follow(self._publish(stopped))
-        # torchrun ends the ranks of a node with SIGTERM when one of them is gone
+        # torchrun ends the ranks of a node with SIGTERM if one of them is gone.
         first = self._world.rank - self._world.local_rank
         neighbours = range(first, first + self._world.local_size)
         found = self._find_cause(neighbours, "torchrun ends its node")
@@ -298,7 +297,7 @@ class Watchdog:
         return Failure(kind, self._me, phase or self._phases.name, text, self._me)
 
     def _find_cause(self, ranks: range, evidence: str) -> Failure | None:
-        """The failure of which this rank sees only a consequence: published, or a silent peer."""
+        """Return the failure that caused this rank's: a published one, or that of a silent peer."""
         deadline = time.monotonic() + self._settings.cause_timeout_s
         try:
             before = answer_within(_ANSWER_S, lambda: self._store.beats(ranks))
@@ -308,21 +307,21 @@ class Watchdog:
                     return published
                 time.sleep(self._settings.poll_interval_s)
             after = answer_within(_ANSWER_S, lambda: self._store.beats(ranks))
-        except dist.DistError:  # the store went with the first node: there is no more to learn
+        except dist.DistError:  # the store ended with the first node
             return None
         after.pop(self._me.rank, None)
         gone = silent_ranks(before, after)
         return self._publish(lost_failure(gone, evidence, self._me)) if gone else None
 
     def _publish(self, failure: Failure) -> Failure:
-        """The failure that stands; without an answer of the store it is this one."""
+        """Publish a failure and return the job's first one, or this one if the store is silent."""
         try:
             return answer_within(_ANSWER_S, lambda: self._store.publish(failure))
         except dist.DistError:
             return failure
 
     def _claim_end(self) -> None:
-        """Let one thread end this process; others stop here."""
+        """Let one thread end this process; other threads block here."""
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()
 
@@ -331,7 +330,7 @@ class Watchdog:
         self._follow(self._publish(failure))
 
     def _leave_if_orphaned(self) -> None:
-        """A launcher that is gone takes neighbours along, whose lost connections are no cause."""
+        """End this rank if a launcher is gone: its ranks lose connections, which is no cause."""
         if os.getppid() != self._launcher:
             self._leave_alone(_NO_LAUNCHER)
         try:
@@ -340,7 +339,7 @@ class Watchdog:
             self._leave_alone(_no_store(error))
 
     def _leave_alone(self, text: str) -> NoReturn:
-        """End when nobody can be asked or told; the first rank of the node prints it."""
+        """End without contact to other ranks; the first rank of the node prints the failure."""
         failure = self._failure("lost", text)
         if self._world.local_rank == 0:
             self._print(failure)
@@ -362,8 +361,8 @@ class Watchdog:
     def _exit(self, failure: Failure, grace_s: float) -> NoReturn:
         """Leave without exit handlers, which may be collective.
 
-        The reporter goes first, so that torchrun's report is about it; others go after it or when
-        their launcher asks.
+        The reporter leaves first, so that torchrun's report names it; others wait for it or until
+        their launcher asks them to end.
         """
         reports = failure.reporter == self._me or failure.reporter.node != self._me.node
         line = f"{self._prog}: {failure}"
@@ -388,6 +387,6 @@ def _no_store(error: Exception) -> str:
 
 def _abort(pid: int) -> None:
     """Make a stuck neighbour print its stacks and die; torchrun would wait 30 s for it."""
-    with suppress(ProcessLookupError):  # it is gone
+    with suppress(ProcessLookupError):  # it has ended already
         for number in (signal.SIGABRT, signal.SIGCONT):
             os.kill(pid, number)

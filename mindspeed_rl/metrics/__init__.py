@@ -1,1 +1,1 @@
-"""What a run measures, and where it is written."""
+"""Metrics and timers of a run, and the places to which they are written."""

@@ -1,4 +1,4 @@
-"""A reward that says the same of everything teaches nothing, and nothing else would tell."""
+"""Warns of a reward that is the same for all samples, from which nothing can be learned."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class ConstantRewards:
     """Counts the steps in a row whose rewards are all one number.
 
     Args:
-        patience: such steps in a row that are worth a warning; 0 never warns.
+        patience: Number of such steps in a row after which to warn; 0 never warns.
     """
 
     def __init__(self, patience: int) -> None:
@@ -17,14 +17,14 @@ class ConstantRewards:
         self._steps = 0
 
     def see(self, least: float, most: float) -> str:
-        """One more step.
+        """Count one more step.
 
         Args:
-            least: the smallest reward of the step; NaN when there was none.
-            most: the largest.
+            least: Smallest reward of the step; NaN when there is none.
+            most: Largest reward of the step.
 
         Returns:
-            A warning when the patience has just run out, once in a row; else nothing.
+            A warning when the number of steps reaches ``patience``; otherwise an empty string.
         """
         constant = least == most or math.isnan(least)
         self._steps = self._steps + 1 if constant else 0

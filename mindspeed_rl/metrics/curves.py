@@ -1,4 +1,4 @@
-"""The curves of a run on one page, drawn from its ``metrics.jsonl``."""
+"""Draws the curves of a run on one page, from its ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Series:
     """One metric over the steps that logged it.
 
     Attributes:
-        steps: [points] int64, increasing.
-        values: [points] float64; NaN where the logged value was not finite.
+        steps: Steps, [points] int64, increasing.
+        values: Values, [points] float64; NaN where the logged value was not finite.
     """
 
     steps: NDArray[np.int64]
@@ -45,7 +45,7 @@ class Series:
 
     @classmethod
     def of(cls, records: Iterable[Record], name: str) -> Series:
-        """The metric ``name`` of the records; of two records of one step the later one counts."""
+        """Select the metric ``name`` of the records; the later of two records of a step counts."""
         points = {record["step"]: record[name] for record in records if name in record}
         steps = sorted(points)
         values = [np.nan if points[step] is None else points[step] for step in steps]
@@ -57,13 +57,13 @@ class Series:
         return not np.isfinite(self.values).any()
 
     def at(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The values at each of ``steps``; 0 where there is none, or none that is finite."""
+        """Return the values at each of ``steps``; 0 where there is none, or none that is finite."""
         dense = np.zeros(len(steps))
         dense[np.searchsorted(steps, self.steps)] = np.nan_to_num(self.values)
         return dense
 
     def smoothed(self, window: int) -> Series:
-        """The mean of the last ``window`` finite values at each point; fewer at the start."""
+        """Average at each point the finite ones of the last ``window`` values."""
         finite, ones = np.isfinite(self.values), np.ones(window)
         totals = np.convolve(np.where(finite, self.values, 0.0), ones)[: len(finite)]
         counts = np.convolve(finite, ones)[: len(finite)].round()
@@ -72,16 +72,16 @@ class Series:
 
 
 def plot_run(metrics_jsonl: str | os.PathLike[str], out_png: str | os.PathLike[str]) -> None:
-    """Draws reward, accuracy, length, mismatch, speed and time per phase into one picture.
+    """Draw reward, accuracy, length, mismatch, speed and time per phase into one picture.
 
-    A metric that was never logged leaves a panel that says so.
+    The panel of a metric that was never logged says so.
 
     Args:
-        metrics_jsonl: the file that ``RunLogger`` writes.
-        out_png: the picture; replaced in one step.
+        metrics_jsonl: File that ``RunLogger`` wrote.
+        out_png: File of the picture, which is replaced atomically.
 
     Raises:
-        UsageError: the file is missing, or a line of it is not a record.
+        UsageError: The file is missing, or a line of it is not a record.
     """
     metrics_jsonl = Path(metrics_jsonl)
     if not metrics_jsonl.exists():
@@ -93,7 +93,7 @@ def plot_run(metrics_jsonl: str | os.PathLike[str], out_png: str | os.PathLike[s
 
 
 def draw_run(records: Sequence[Record], title: str) -> Figure:
-    """The six panels over ``records``, as a figure that belongs to no window."""
+    """Draw the six panels of ``records`` into a figure that belongs to no window."""
     figure = Figure(figsize=FIGURE_INCHES, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.15)  # type: ignore[union-attr, call-arg]
     steps = sorted({record["step"] for record in records})
@@ -191,7 +191,7 @@ def _draw_phases(axes: Axes, records: Sequence[Record]) -> None:
 
 
 class Panel(NamedTuple):
-    """One of the six panels: its heading, its unit, and what draws into it."""
+    """One of the six panels: its heading, its unit, and the function that draws it."""
 
     title: str
     unit: str
@@ -209,7 +209,7 @@ _PANELS = (
 
 
 def _phase_seconds(records: Sequence[Record]) -> dict[str, Series]:
-    """The metrics ``time/<phase>_s`` by phase, in the order in which they first appear."""
+    """Return the metrics ``time/<phase>_s`` by phase, in the order of first appearance."""
     seen = dict.fromkeys(name for record in records for name in record if name != names.STEP_TIME)
     return {
         name.removeprefix("time/").removesuffix("_s"): Series.of(records, name)
@@ -219,7 +219,7 @@ def _phase_seconds(records: Sequence[Record]) -> dict[str, Series]:
 
 
 def _largest_phases(seconds: dict[str, NDArray[np.float64]]) -> dict[str, NDArray[np.float64]]:
-    """The phases, largest first, so many as can be told apart and a rest."""
+    """Return the largest phases, in this order, and the sum of all others."""
     order = sorted(seconds, key=lambda name: -float(seconds[name].sum()))
     result = {name: seconds[name] for name in order[:_MAX_PHASES]}
     if rest := order[_MAX_PHASES:]:
@@ -236,7 +236,7 @@ def _line(axes: Axes, series: Series, **options: Any) -> None:
 
 
 def _says_missing(axes: Axes, metrics: str, *series: Series) -> bool:
-    """Writes into a panel that has nothing to draw why it is empty."""
+    """Write the reason into a panel that has nothing to draw; return whether it is empty."""
     if any(not one.is_empty for one in series):
         return False
     reason = "no finite value" if any(len(one.steps) for one in series) else "not logged"

@@ -1,7 +1,7 @@
-"""JSON files of a run: its summary, and records by line, each with its step, cut back at resume.
+"""Reads and writes the JSON files of a run: its summary, and files with a record per line.
 
-A record is complete when its newline is on disk; a tail without one (the process was killed while
-writing) is no record and disappears at the next write.
+A record has its step, so that a resumed run can drop later ones. It is complete when its newline
+is on disk; a tail without one, of a process that was killed, is dropped at the next write.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _TAIL_CHUNK_BYTES = 1 << 16
 
 
 def encode_json(record: Mapping[str, Any], indent: int | None = None) -> str:
-    """Encodes ``record`` as strict JSON, which has no NaN and no infinity.
+    """Encode ``record`` as strict JSON, which has no NaN and no infinity.
 
     Such numbers become ``null`` and their dotted names are listed under ``"nonfinite"``, a key
     that is absent when all numbers are finite. NumPy scalars are written as plain numbers.
 
     Raises:
-        RuntimeError: the record has a ``"nonfinite"`` key of its own.
-        TypeError: a value is not JSON: not a number, string, boolean, None, mapping or sequence.
+        RuntimeError: The record has a ``"nonfinite"`` key of its own.
+        TypeError: A value is not JSON: not a number, string, boolean, None, mapping or sequence.
     """
     if "nonfinite" in record:
         raise RuntimeError('a record has a key "nonfinite", which is reserved; rename it')
@@ -59,7 +59,7 @@ def _plain(value: Any, name: str, nonfinite: list[str]) -> Any:
 
 
 def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
-    """Replaces ``path`` by the result of a run as indented JSON; a reader never sees a part of it.
+    """Replace ``path`` atomically by the result of a run as indented JSON.
 
     NaN and infinity become null and are listed under ``"nonfinite"`` (see ``encode_json``).
     """
@@ -67,19 +67,19 @@ def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> N
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yields the complete records of a file, in order; a missing file has none.
+    """Yield the complete records of a file, in order; a missing file has none.
 
     Raises:
-        UsageError: a complete line is not a JSON object with an integer ``"step"``.
+        UsageError: A complete line is not a JSON object with an integer ``"step"``.
     """
     for line_number, line in _complete_lines(Path(path)):
         yield _parse(line, Path(path), line_number)
 
 
 class JsonlWriter:
-    """Appends records to a file, each on disk (past this process) when ``append`` returns.
+    """Appends records to a file, each of which has left this process when ``append`` returns.
 
-    The file is opened, and its folder made, at the first append.
+    The first append creates the folder and opens the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -87,10 +87,10 @@ class JsonlWriter:
         self._file: TextIO | None = None
 
     def append(self, step: int, record: Mapping[str, Any]) -> None:
-        """Appends one record, ``"step"`` first.
+        """Append one record, with ``"step"`` as its first key.
 
         Raises:
-            RuntimeError: the record has a ``"step"`` of its own.
+            RuntimeError: The record has a ``"step"`` of its own.
         """
         if "step" in record:
             raise RuntimeError('a record has a key "step", which is the argument; drop it')
@@ -103,11 +103,11 @@ class JsonlWriter:
         self._file.flush()
 
     def truncate_after(self, step: int) -> None:
-        """Drops the records of steps later than ``step``: a resumed run writes them again."""
+        """Drop the records of steps later than ``step``, which a resumed run writes again."""
         self.keep(lambda record: bool(record["step"] <= step))
 
     def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Drops the records that are not ``wanted``, and a torn tail."""
+        """Drop the records that are not ``wanted``, and an incomplete tail."""
         self.close()
         if not self.path.exists():
             return
@@ -117,7 +117,7 @@ class JsonlWriter:
                     kept.write(line)
 
     def close(self) -> None:
-        """Closes the file; a later append opens it again."""
+        """Close the file; a later append opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -126,7 +126,7 @@ class JsonlWriter:
 def _complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     if not path.exists():
         return
-    # Bytes, because a torn tail may end inside a character and then cannot be decoded.
+    # Read as bytes, because an incomplete tail may end within a character.
     with path.open("rb") as lines:
         for line_number, line in enumerate(lines, start=1):
             if line.endswith(b"\n"):
@@ -149,7 +149,7 @@ def _parse(line: bytes, path: Path, line_number: int) -> dict[str, Any]:
 
 
 def _drop_torn_tail(path: Path) -> None:
-    """Cuts what follows the last newline, reading from the end: a dump may be large."""
+    """Drop bytes after the last newline, searching from the end because a dump may be large."""
     if not path.exists():
         return
     with path.open("rb+") as file:

@@ -1,8 +1,8 @@
-"""Where the metrics of a step go: a JSON-lines file, TensorBoard, and trackers.
+"""Writes the metrics of each step to a JSON-lines file, TensorBoard, and trackers.
 
 A training step and an evaluation after it are two records of one step. Only the writer rank (rank
 0) touches files. A resumed run calls ``truncate_after`` with the step of its checkpoint, so that no
-step is found twice, in any backend.
+backend has a step twice.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from mindspeed_rl.metrics.names import is_evaluation
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-FLUSH_S = 5  # TensorBoard lags this much behind; a flush every step costs more than a small step
+FLUSH_S = 5  # delay of TensorBoard; a flush every step would cost more than a small step
 
 
 class MetricBackend(Protocol):
-    """One place that receives the metrics of every step."""
+    """A place to which the metrics of every step are written."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Records the values of one step."""
+        """Record the values of one step."""
 
     def truncate_after(self, step: int) -> None:
-        """Forgets the steps later than ``step`` and the evaluation after it."""
+        """Forget the steps later than ``step`` and the evaluation after it."""
 
     def restore(self, step: int, values: Mapping[str, float]) -> None:
-        """After ``truncate_after``: the values of ``step``, where they are forgotten as well."""
+        """Record the values of ``step`` again, if ``truncate_after`` forgot these as well."""
 
     def close(self) -> None:
-        """Writes out what is pending."""
+        """Write out pending values."""
 
 
 class RunLogger:
-    """Writes the metrics of a run to every backend asked for.
+    """Writes the metrics of a run to all of its backends.
 
     Args:
-        output_dir: folder of the run: ``metrics.jsonl`` and ``tensorboard/`` are made in it.
-        is_writer: whether this rank writes; on the others every call does nothing.
-        backends: of ``"jsonl"`` and ``"tensorboard"``; both in a run.
-        tensorboard_dir: folder of the TensorBoard files; default ``output_dir/tensorboard``.
-        others: further places, of :func:`mindspeed_rl.metrics.trackers.make_trackers`.
+        output_dir: Folder of the run, with ``metrics.jsonl`` and ``tensorboard/``.
+        is_writer: Whether this rank writes; on the others every call does nothing.
+        backends: Names of the backends, of ``"jsonl"`` and ``"tensorboard"``; a run has both.
+        tensorboard_dir: Folder of the TensorBoard files; default ``output_dir/tensorboard``.
+        others: Further backends, of :func:`mindspeed_rl.metrics.trackers.make_trackers`.
 
     Raises:
         UsageError: TensorBoard is asked for and not installed.
@@ -70,14 +70,14 @@ class RunLogger:
         if is_writer:
             own = (_BACKENDS[name](folders.get(name, output_dir)) for name in backends)
             self._backends = [*own, *others]
-        # Read even without the jsonl backend asked for: an old run in this folder is a mistake.
+        # Read even without the jsonl backend, because an old run in this folder is a mistake.
         self._last_step = self._last_step_on_disk() if is_writer else -math.inf
         self._last_evaluation = -math.inf
 
     def truncate_after(self, step: int) -> None:
-        """Drops what a run that goes on after ``step`` logs again: later steps, and evaluations.
+        """Drop the steps and evaluations that a run resumed after ``step`` logs again.
 
-        A checkpoint is saved before the evaluation of its step, so that one is made again, too.
+        A checkpoint is saved before the evaluation of its step, which is therefore repeated.
         """
         for backend in self._backends:
             backend.truncate_after(step)
@@ -88,10 +88,10 @@ class RunLogger:
         self._last_step = min(self._last_step, step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Logs all metrics of one step.
+        """Log all metrics of one step.
 
         Raises:
-            RuntimeError: the step is not later than the last one logged, here or by an earlier run
+            RuntimeError: The step is not later than the last one logged, here or by an earlier run
                 in the same folder.
         """
         if not self._backends:
@@ -107,10 +107,10 @@ class RunLogger:
         self._last_step = step
 
     def log_evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Logs what an evaluation after ``step`` found, under that step; 0: before the first one.
+        """Log the metrics of an evaluation after ``step``, or before the first step with 0.
 
         Raises:
-            UsageError: a name does not begin with ``eval/``.
+            UsageError: A name does not begin with ``eval/``.
         """
         assert step > self._last_evaluation and step >= self._last_step, "evaluations in order"
         wrong = [name for name in values if not is_evaluation(name)]
@@ -121,7 +121,7 @@ class RunLogger:
         self._last_evaluation = step
 
     def close(self) -> None:
-        """Writes out what is pending and closes the files."""
+        """Write out pending values and close the files."""
         for backend in self._backends:
             backend.close()
 
@@ -141,7 +141,7 @@ class RunLogger:
 
 
 class _JsonlBackend:
-    """``metrics.jsonl``: one object per step, non-finite values as null (see ``encode_json``)."""
+    """Backend of ``metrics.jsonl``: an object per record, encoded by ``encode_json``."""
 
     def __init__(self, output_dir: Path) -> None:
         self._writer = JsonlWriter(output_dir / METRICS_FILE)
@@ -153,7 +153,7 @@ class _JsonlBackend:
         self._writer.keep(lambda record: record["step"] < step or _is_of_training(record, step))
 
     def restore(self, step: int, values: Mapping[str, float]) -> None:
-        """They are still there."""
+        """The record of ``step`` is kept by ``truncate_after``."""
 
     def close(self) -> None:
         self._writer.close()
@@ -164,7 +164,7 @@ def _is_of_training(record: Mapping[str, Any], step: int) -> bool:
 
 
 class _TensorBoardBackend:
-    """Scalars for TensorBoard; a later event file hides the purged steps of the earlier ones.
+    """Backend of TensorBoard, where a later event file hides the purged steps of earlier ones.
 
     TensorBoard knows steps only, so the step of the checkpoint is hidden with the evaluation after
     it, and written again. Events of other runs in the folder are hidden, never removed.
@@ -192,7 +192,7 @@ class _TensorBoardBackend:
             self._writer = self._make_writer(
                 str(self._log_dir), purge_step=self._purge_step, flush_secs=FLUSH_S
             )
-        # one event: a tenth of the time of one per scalar, in which the other ranks wait
+        # One event for all scalars takes a tenth of the time, in which the other ranks wait.
         scalars = [self._make_summary.Value(tag=n, simple_value=v) for n, v in values.items()]
         events: Any = self._writer.file_writer
         events.add_summary(self._make_summary(value=scalars), step)

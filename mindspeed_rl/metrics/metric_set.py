@@ -1,8 +1,8 @@
 """Metrics that carry their own reduction.
 
-A number without its denominator cannot be averaged over micro-batches, steps or ranks, so there is
-no plain float here: a loss function returns ``Mean(sum_of_losses, num_tokens)``, and every later
-stage can only combine it the right way. ``weight`` is what the mean is over: tokens, samples or
+A number without its denominator cannot be averaged over micro-batches, steps or ranks, so metrics
+are not plain floats: a loss function returns ``Mean(sum_of_losses, num_tokens)``, and every later
+stage can only combine it the right way. ``weight`` counts what the mean is over: tokens, samples or
 groups.
 
     micro-batches --combine--> one MetricSet per rank --reduce_metrics--> dict[str, float]
@@ -28,7 +28,8 @@ from mindspeed_rl.parallel.small_collectives import gather_rows
 class Mean:
     """A weighted mean, kept as ``sum`` and ``weight``; NaN while nothing has been counted.
 
-    Unchanged when several ranks hold the same values (replicas over TP), as both parts scale.
+    The mean does not change when several ranks hold the same values (replicas over TP), because
+    both parts scale.
     """
 
     sum: float
@@ -40,33 +41,32 @@ class Mean:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Mean:
-        """The mean of ``values``, each with weight 1."""
+        """Return the mean of ``values``, each with weight 1."""
         values = tuple(values)
         return cls(math.fsum(values), float(len(values)))
 
     @property
     def value(self) -> float:
-        """``sum / weight``."""
         return self.sum / self.weight if self.weight else math.nan
 
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """The largest value seen; a NaN anywhere makes it NaN."""
+    """The largest of some values; NaN if any of them is NaN."""
 
     value: float = -math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Min:
-    """The smallest value seen; a NaN anywhere makes it NaN."""
+    """The smallest of some values; NaN if any of them is NaN."""
 
     value: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """A sum over everything: tokens, errors, bytes. Ranks with replicas must not all report it."""
+    """A sum, such as of tokens, errors or bytes; of several replicas only one may report it."""
 
     value: float
 
@@ -75,10 +75,10 @@ Metric: TypeAlias = Mean | Max | Min | Total
 
 
 def combine(a: Metric, b: Metric) -> Metric:
-    """The metric over the union of what ``a`` and ``b`` were taken over.
+    """Return the metric over the values of both ``a`` and ``b``.
 
     Raises:
-        TypeError: the two carry different reductions, or are not metrics.
+        TypeError: The two carry different reductions, or are not metrics.
     """
     match a, b:
         case Mean(), Mean():
@@ -97,7 +97,7 @@ class MetricSet(dict[str, Metric]):
     """Metrics by name, for example ``{"reward/mean": Mean(12.0, 16.0)}``."""
 
     def merge(self, other: Mapping[str, Metric]) -> MetricSet:
-        """A new set with the names of both; metrics that both hold are combined."""
+        """Return a new set with the names of both; metrics that both hold are combined."""
         merged = MetricSet(self)
         for name, metric in other.items():
             try:
@@ -107,8 +107,8 @@ class MetricSet(dict[str, Metric]):
         return merged
 
 
-# Metrics in the first message. Its size is fixed, so that ranks whose names differ still exchange
-# messages of one size and all of them see the difference, where unequal sizes would hang or crash.
+# Metrics in the first message. Its size is fixed, so that ranks with different names still exchange
+# messages of one size and all of them see the difference; unequal sizes would hang or crash.
 _FIRST_MESSAGE_METRICS = 255
 
 
@@ -117,7 +117,7 @@ def reduce_metrics(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, float]:
-    """Reduces every metric over the ranks of ``group`` and returns plain numbers, by sorted name.
+    """Reduce every metric over the ranks of ``group`` and return plain numbers, by sorted name.
 
     Collective: every rank of the group calls it with the same names and kinds; a rank that has
     nothing to add passes ``Mean(0, 0)``, ``Total(0)``, ``Max()`` or ``Min()``. All ranks return
@@ -125,13 +125,13 @@ def reduce_metrics(
     group the metrics of this process are returned.
 
     Args:
-        metrics: this rank's values.
-        group: ranks to reduce over; ``None`` is the whole world.
-        device: where the messages live: the group's backend must handle tensors of this device.
+        metrics: Metrics of this rank.
+        group: Ranks to reduce over; ``None`` is the whole world.
+        device: Device of the messages, whose tensors the group's backend must support.
 
     Raises:
-        TypeError: a value is not a ``Metric``.
-        RuntimeError: names or kinds differ between ranks (raised on all of them).
+        TypeError: A value is not a ``Metric``.
+        RuntimeError: Names or kinds differ between ranks (raised on all of them).
     """
     names = sorted(metrics)
     kinds = [_kind(name, metrics[name]) for name in names]
@@ -162,8 +162,8 @@ def _parts(metric: Metric) -> tuple[float, float]:
 
 
 def _reduced(like: Sequence[Metric], parts: NDArray[np.float64]) -> Iterator[Metric]:
-    """Reduces ``parts`` [ranks, metrics, 2], each as the kind of its ``like`` asks."""
-    with np.errstate(invalid="ignore"):  # sums of infinite maxima, which nobody reads
+    """Reduce ``parts`` [ranks, metrics, 2], each metric by the kind of its entry in ``like``."""
+    with np.errstate(invalid="ignore"):  # sums of infinite maxima are not used
         sums = parts.sum(axis=0).tolist()
     lowest, highest = parts[..., 0].min(axis=0).tolist(), parts[..., 0].max(axis=0).tolist()
     for metric, (first, second), low, high in zip(like, sums, lowest, highest, strict=True):
@@ -181,10 +181,10 @@ def _gather_parts(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> NDArray[np.float64]:
-    """Gathers ``local`` [metrics, 2] of all ranks into [ranks, metrics, 2], schemas verified."""
+    """Gather ``local`` [metrics, 2] of all ranks into [ranks, metrics, 2], and check schemas."""
     digest = hashlib.sha256("\n".join(schema).encode()).digest()[:8]
-    # Bit patterns travel as integers: Ascend reduces float64 as float32, while a gather of int64
-    # is exact on every backend, and the sum is then taken in the same order on all ranks.
+    # Bit patterns are sent as integers: Ascend reduces float64 as float32, while a gather of int64
+    # is exact on every backend, and all ranks then sum in the same order.
     message = np.zeros(1 + 2 * _FIRST_MESSAGE_METRICS, np.int64)
     message[0] = np.frombuffer(digest, np.int64)[0]
     bits = local.view(np.int64).ravel()
@@ -202,13 +202,13 @@ def _gather_parts(
 def _all_gather(
     message: NDArray[np.int64], group: dist.ProcessGroup | None, device: torch.device
 ) -> NDArray[np.int64]:
-    """Gathers ``message`` [n] of every rank into [ranks, n]."""
+    """Gather ``message`` [n] of every rank into [ranks, n]."""
     sent = torch.from_numpy(message).to(device)
     return gather_rows(sent, group).cpu().numpy()
 
 
 def _raise_schema_mismatch(schema: list[str], group: dist.ProcessGroup | None) -> None:
-    """Tells which names differ, and where; every rank of the group gets here together."""
+    """Raise an error with the names that differ. Collective: ``group``."""
     schemas: list[list[str] | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(schemas, schema, group)
     by_rank = [set(names or ()) for names in schemas]

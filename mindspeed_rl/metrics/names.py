@@ -1,4 +1,4 @@
-"""Names of the metrics that people look at first; the curves and the console find them by these."""
+"""Names of the headline metrics, as the curves and the console use them."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def is_evaluation(name: str) -> bool:
 
 
 def of_set(name: str, evaluation_set: str) -> str:
-    """The metric ``eval/x`` of a named set: ``eval/SET/x``."""
+    """Return the name of metric ``eval/x`` for a named evaluation set: ``eval/SET/x``."""
     prefix = f"eval/{evaluation_set}/" if evaluation_set else "eval/"
     return prefix + name.removeprefix("eval/")
 
 
 def headline(values: Mapping[str, float]) -> dict[str, float]:
-    """The few values for one line on a terminal, under short names, in a fixed order.
+    """Select the values for one line on a terminal, under short names, in a fixed order.
 
-    A maximum over nothing, as the mismatch of a step that leaves the policy as it is, is left out.
+    A maximum over nothing, such as the mismatch of a step without a policy update, is left out.
     """
     return {
         short: values[name]
@@ -48,5 +48,5 @@ def headline(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def format_fields(fields: Mapping[str, float]) -> str:
-    """``{"reward": 0.5, "length": 210}`` as ``reward 0.5 | length 210``."""
+    """Format ``{"reward": 0.5, "length": 210}`` as ``reward 0.5 | length 210``."""
     return " | ".join(f"{name} {value:.4g}" for name, value in fields.items())

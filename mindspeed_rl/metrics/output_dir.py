@@ -1,4 +1,4 @@
-"""Takes over ``--output-dir``, so that it holds the results of one run alone."""
+"""Cleans ``--output-dir`` of earlier results, so that it holds the results of one run alone."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from mindspeed_rl.config.outputs import (
 )
 from mindspeed_rl.config.training import LoggingConfig
 
-# Written at the end of a run.
+# Files that are written at the end of a run.
 _OF_THE_END = (SUMMARY_FILE, CURVES_FILE)
 
 
 def take_output_dir(logging: LoggingConfig, load: str, local_rank: int, start: int) -> None:
-    """Remove from ``--output-dir`` what would look like a result of this run. Collective: world.
+    """Remove files from ``--output-dir`` that would pass as results of this run. Collective: world.
 
-    A fresh run (``start`` 0) removes the results of an earlier one when it may; a resumed run
-    keeps them, except for the summary, curves and report of its earlier end. Every node cleans the
-    folder that it sees.
+    A fresh run (``start`` 0) removes the results of an earlier one if it is allowed to; a resumed
+    run removes the summary and the curves of its earlier end alone. Every node cleans the folder
+    that it sees.
 
     Args:
-        logging: names the folder, and says whether earlier results may be removed.
-        load: ``--load``.
-        local_rank: of this process on its node.
-        start: steps that are done.
+        logging: Configuration of the folder, and whether earlier results may be removed.
+        load: Value of ``--load``.
+        local_rank: Rank of this process on its node.
+        start: Number of steps that are done.
 
     Raises:
-        UsageError: a fresh run found results and ``--overwrite-output-dir`` is not given.
+        UsageError: A fresh run found results and ``--overwrite-output-dir`` is not given.
     """
     if local_rank == 0:
         if start == 0:
@@ -47,13 +47,13 @@ def take_output_dir(logging: LoggingConfig, load: str, local_rank: int, start: i
 
 
 def remove(results: list[Path]) -> None:
-    """Remove files and exports; another node that shares the folder may do so at the same time."""
+    """Remove files and exports, even if another node does so in a shared folder at the time."""
     for path in results:
         if not path.is_dir():
             path.unlink(missing_ok=True)
             continue
         refuse_foreign_target(path)
         gone = path.with_name(f".{path.name}.gone{os.getpid()}")
-        with suppress(FileNotFoundError):  # the other node was faster
+        with suppress(FileNotFoundError):  # another node removed it
             os.rename(path, gone)
             shutil.rmtree(gone)

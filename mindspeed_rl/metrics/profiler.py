@@ -1,4 +1,4 @@
-"""Traces of a window of steps, by the profiler of the platform."""
+"""Traces a window of steps with the profiler of the platform."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class StepProfiler:
     """Starts and stops the profiler of this rank at the borders of steps.
 
     Args:
-        config: window, ranks, folder.
-        platform: whose profiler it is.
-        rank: global.
-        output_dir: of the run; traces go to a folder in it unless the configuration says where.
+        config: Configuration of the window, the ranks and the folder.
+        platform: Platform that provides the profiler.
+        rank: Global rank.
+        output_dir: Folder of the run; traces go to a folder in it unless the configuration has one.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class StepProfiler:
         self._next = 0
 
     def begin_step(self, step: int) -> None:
-        """Start or stop where a window begins or ends. Local.
+        """Start the profiler where the window begins and stop it where the window ends. Local.
 
         A run that resumes inside the window profiles the rest of it.
         """
@@ -55,13 +55,13 @@ class StepProfiler:
             self._stop(last=step - 1)
 
     def phase(self, name: str) -> AbstractContextManager[object]:
-        """The range ``phase NAME`` of the trace, while one is recorded. Local."""
+        """Return a context that marks the range ``phase NAME`` in a running trace. Local."""
         if self._running is None:
             return nullcontext()
         return record_function(f"phase {name}")
 
     def close(self) -> None:
-        """Write the trace of a window that reaches to the end of the run."""
+        """Write the trace of a window that lasts until the end of the run."""
         if self._running is not None:
             self._stop(last=self._next)
 

@@ -1,4 +1,4 @@
-"""How far a training run is: a bar on a terminal, plain lines in a log file."""
+"""Shows the progress of a training run: a bar on a terminal, plain lines in a log file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class RunProgress:
     one line every ``log_interval`` steps and at the last one.
 
     Args:
-        total: steps of the whole run.
-        start: steps done before this process began, at a resume; they do not count for the speed.
-        desc: what is running.
-        is_writer: whether this rank shows anything.
-        log_interval: steps per line without a terminal.
-        stream: where to write; the standard error stream unless given.
-        clock: monotonic seconds.
+        total: Steps of the whole run.
+        start: Steps done before this process started, at a resume; they do not count for the speed.
+        desc: Description of what is running.
+        is_writer: Whether this rank shows anything.
+        log_interval: Steps per line without a terminal.
+        stream: Stream to write to; the standard error stream by default.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RunProgress:
         )
 
     def update(self, step: int, fields: Mapping[str, float]) -> None:
-        """Shows that ``step`` steps are done, with ``fields`` under short names.
+        """Show that ``step`` steps are done, with ``fields`` under short names.
 
         For example ``progress.update(12, headline(values))``.
         """
@@ -65,7 +65,7 @@ class RunProgress:
             print(self._line(step, fields), file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Leaves the bar as it is and ends its line."""
+        """Leave the bar at its present state and end its line."""
         if self._bar is not None:
             self._bar.close()
 

@@ -1,4 +1,4 @@
-"""A few rollouts of every step as text, for people to read what the policy really says."""
+"""Dumps a few rollouts of every step as text, for people to read the policy's responses."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RolloutRow:
-    """One sample as a person reads it.
+    """One sample in the form in which it is dumped.
 
     Attributes:
-        sample_id: as in ``Rollout``: equal on all ranks and in all layouts.
-        answer: the reference answer.
-        reward: the total reward; ``None`` when the reward function abstained.
-        parts: each reward function's own score.
+        sample_id: Id as in ``Rollout``, equal on all ranks and in all layouts.
+        answer: Reference answer.
+        reward: Total reward; ``None`` when the reward function abstained.
+        parts: Score of each reward function, by name.
         finish_reason: ``"stop"`` or ``"length"``.
-        prompt_ids: tokens of the prompt; these four only with ``--log-rollout-tokens``.
-        response_ids: tokens of the response.
-        logprobs: the engine's, of the response, in nats.
-        versions: of the weights that sampled each token, where they differ.
+        prompt_ids: Tokens of the prompt; these four only with ``--log-rollout-tokens``.
+        response_ids: Tokens of the response.
+        logprobs: Log-probs of the response under the engine, in nats.
+        versions: Weights version that sampled each token, where versions differ.
     """
 
     sample_id: int
@@ -45,10 +45,10 @@ class RolloutDump:
     """Appends sampled rollouts to a JSON-lines file, one object per sample.
 
     Args:
-        path: the file; made at the first write.
-        num_per_step: rows kept of each step, spread evenly over the sample ids so that they come
+        path: Path of the file, which is created at the first write.
+        num_per_step: Rows kept of each step, spread evenly over the sample ids so that they come
             from different prompts; 0 keeps none.
-        is_writer: whether this rank writes; on the others every call does nothing.
+        is_writer: Whether this rank writes; on the others every call does nothing.
     """
 
     def __init__(self, path: str | os.PathLike[str], num_per_step: int, is_writer: bool) -> None:
@@ -56,7 +56,7 @@ class RolloutDump:
         self._writer = JsonlWriter(path) if is_writer else None
 
     def write(self, step: int, rows: Sequence[RolloutRow]) -> None:
-        """Writes the sample of one step's rows."""
+        """Write a selection of one step's rows."""
         if self._writer is None:
             return
         for row in evenly_spread(sorted(rows, key=lambda row: row.sample_id), self._num_per_step):
@@ -64,17 +64,16 @@ class RolloutDump:
             self._writer.append(step, {"reward": None} | fields)
 
     def truncate_after(self, step: int) -> None:
-        """Drops the rows of later steps: a resumed run writes them again."""
+        """Drop the rows of later steps, which a resumed run writes again."""
         if self._writer is not None:
             self._writer.truncate_after(step)
 
     def close(self) -> None:
-        """Closes the file."""
         if self._writer is not None:
             self._writer.close()
 
 
 def evenly_spread(rows: Sequence[T], num: int) -> list[T]:
-    """``num`` of the rows at even distances, the first one included; all rows when fewer."""
+    """Return ``num`` rows at even distances, with the first one; all rows when there are fewer."""
     num = min(num, len(rows))
     return [rows[index * len(rows) // num] for index in range(num)]

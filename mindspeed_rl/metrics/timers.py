@@ -1,7 +1,7 @@
-"""Where the time of a step goes, and how much memory its phases take.
+"""Measures the time and the peak memory of the phases of a step.
 
-Phases are disjoint: while an inner phase runs the outer one stands still, so that the seconds of
-all phases sum to the step less what no phase covers.
+Phases are disjoint: while an inner phase runs the outer one is paused, so that the seconds of all
+phases sum to the step less the time outside all phases.
 
     with timer("rollout"):          # counts a + c
         ...                         # a
@@ -21,23 +21,23 @@ from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 
 
 class PeakMeter(Protocol):
-    """What a platform tells of its memory."""
+    """The part of a platform that measures peak memory."""
 
     def reset_peak_memory(self) -> None:
-        """Begin another interval."""
+        """Start another interval of :meth:`peak_memory`."""
 
     def peak_memory(self) -> int:
-        """The most bytes since then."""
+        """Return the peak bytes since the last reset."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseUse:
-    """What one phase took of one step.
+    """Time and memory of one phase in one step.
 
     Attributes:
-        seconds: wall time, inner phases excluded.
-        peak_bytes: the most memory that was in use while the phase ran; 0: nobody told.
+        seconds: Wall time, inner phases excluded.
+        peak_bytes: Peak memory in use while the phase ran; 0 if it was not measured.
     """
 
     seconds: float
@@ -52,11 +52,11 @@ class StepTimes:
     phases: dict[str, PhaseUse]
 
     def metrics(self) -> MetricSet:
-        """The numbers of this rank, ready to be reduced over ranks.
+        """Return the metrics of this rank, ready to be reduced over ranks.
 
         ``time/<phase>_s`` and ``time/step_s`` are means, so that phases still sum to the step;
-        ``time_max/<phase>_s`` is the slowest rank and ``memory/<phase>_peak_bytes`` the
-        fullest. All ranks must have entered the same phases, an empty block being enough.
+        ``time_max/<phase>_s`` is of the slowest rank and ``memory/<phase>_peak_bytes`` of the
+        fullest. All ranks must enter the same phases, if only with an empty block.
         """
         result = MetricSet({"time/step_s": Mean(self.step_s, 1)})
         for name, use in self.phases.items():
@@ -70,11 +70,11 @@ class PhaseTimer:
     """Measures the phases of one step after another; a step begins where the last one ended.
 
     Args:
-        synchronize: called at every phase border; give the platform's device synchronisation, or
+        synchronize: Called at every phase border; pass the platform's device synchronisation, or
             work that a phase has only queued is charged to the phase that waits for it.
-        clock: monotonic seconds.
-        memory: of which the peak of every phase is read; ``None``: it is told as 0.
-        mark: names what runs in a phase for others, such as a profiler.
+        clock: Returns monotonic seconds.
+        memory: Meter of the peak memory of every phase; with ``None`` peaks are 0.
+        mark: Returns a context that marks the phase for others, such as a profiler.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class PhaseTimer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Charges the block to ``phase``; entering a phase again adds to it.
+        """Charge the block to ``phase``; entering a phase again adds to it.
 
         Raises:
-            RuntimeError: the phase is called ``"step"``, the name of the whole.
+            RuntimeError: The phase is called ``"step"``, the name of the whole step.
         """
         if phase == "step":
             raise RuntimeError('a phase cannot be called "step": time/step_s is the whole step')
@@ -114,9 +114,9 @@ class PhaseTimer:
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Leave the block out of the step: work beside it, such as an evaluation.
+        """Leave the time of the block, such as an evaluation, out of the step.
 
-        Call it outside all phases; there are none within.
+        Call it outside all phases, and open none within the block.
         """
         assert not self._stack, f"excluded inside the phases {self._stack}"
         self._end_segment()
@@ -129,11 +129,11 @@ class PhaseTimer:
             self._excluded_s += self._segment_start - start
 
     def restart(self) -> None:
-        """Begin a step now: what happened since the last one belongs to none."""
+        """Begin a step now and discard the time since the last one."""
         self.finish_step()
 
     def finish_step(self) -> StepTimes:
-        """Returns what the step took and begins the next one. Call it outside all phases."""
+        """Return the times of the step and begin the next one. Call it outside all phases."""
         assert not self._stack, f"finish_step inside the phases {self._stack}"
         self._end_segment()
         step_s = self._segment_start - self._step_start - self._excluded_s
@@ -143,7 +143,7 @@ class PhaseTimer:
         return times
 
     def _end_segment(self) -> None:
-        """Charges everything since the last border to the innermost phase, if there is one."""
+        """Charge the time since the last border to the innermost phase, if there is one."""
         if self._synchronize is not None:
             self._synchronize()
         now = self._clock()

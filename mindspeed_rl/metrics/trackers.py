@@ -1,7 +1,7 @@
-"""Trackers such as Weights & Biases as further places of metrics (``config/diagnostics.py``).
+"""Writes metrics to trackers such as Weights & Biases (``config/diagnostics.py``).
 
-Neither forgets a logged step, so a resumed run is a new run there, in the same group: no step is
-found twice in any of them. Their packages are imported when the first metric is logged.
+Trackers cannot forget a logged step, so a resumed run is a new run there, in the same group, and
+no run has a step twice. Their packages are imported when the first metric is logged.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from mindspeed_rl.config.diagnostics import TrackerConfig
 
 
 class _Tracker(Protocol):
-    """What both packages offer."""
+    """A run of a tracker, as all tracker packages offer it."""
 
     def log(self, values: dict[str, float], step: int) -> None:
         """Record the values of one step."""
 
     def finish(self) -> None:
-        """Write out what is pending."""
+        """Write out pending values."""
 
 
 class TrackerBackend:
-    """A place of metrics behind an ``init`` function; a ``MetricBackend`` of ``RunLogger``.
+    """A ``MetricBackend`` of ``RunLogger`` for a tracker package.
 
     Args:
-        package: module with ``init``, ``log`` and ``finish``.
-        arguments: of ``init``; ``name`` and ``group`` are added.
-        name: of the run, and of the group of its resumptions.
+        package: Module whose ``init`` returns a run with ``log`` and ``finish``.
+        arguments: Arguments of ``init``, besides ``name`` and ``group``.
+        name: Name of the run, and of the group with its resumed runs.
     """
 
     def __init__(self, package: str, arguments: Mapping[str, Any], name: str) -> None:
@@ -40,26 +40,25 @@ class TrackerBackend:
         self._start = 0
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the values of one step; the first call begins the run."""
+        """Record the values of one step; the first call starts the tracker's run."""
         if self._run is None:
             name = f"{self._name} from step {self._start}" if self._start else self._name
             module = importlib.import_module(self._package)
             self._run = module.init(name=name, group=self._name, **self._arguments)
         assert self._run is not None
-        # Charts of both cannot show what is no number.
+        # Charts of trackers cannot show values that are not finite.
         self._run.log({n: float(v) for n, v in values.items() if math.isfinite(v)}, step=step)
 
     def truncate_after(self, step: int) -> None:
-        """What comes is another run, which begins with ``step``."""
+        """End the run; the next values belong to another run, which starts with ``step``."""
         self.close()
         self._start = step
 
     def restore(self, step: int, values: Mapping[str, float]) -> None:
-        """The new run begins with the last step that is kept."""
+        """Log the last step that is kept as the first of the new run."""
         self.log(step, values)
 
     def close(self) -> None:
-        """Write out what is pending."""
         if self._run is not None:
             self._run.finish()
             self._run = None
@@ -68,12 +67,12 @@ class TrackerBackend:
 def make_trackers(
     config: TrackerConfig, output_dir: str | Path, flags: Mapping[str, Any]
 ) -> list[TrackerBackend]:
-    """The trackers that were asked for; for the writer rank.
+    """Create the trackers of a configuration, for the writer rank.
 
     Args:
-        config: the trackers.
-        output_dir: of the run; names it and takes local files unless the configuration says more.
-        flags: configuration of the run, shown beside its charts.
+        config: Configuration of the trackers.
+        output_dir: Folder of the run, which gives default names and takes local files.
+        flags: Configuration of the run, which trackers show with its charts.
     """
     folder = Path(output_dir).resolve().name
     return [

@@ -1,1 +1,1 @@
-"""What a run will be before it starts: layouts, batches, bytes, and whether they fit."""
+"""Plans a run before it starts: layouts, batches, memory, and whether it fits."""

@@ -1,6 +1,6 @@
-"""Activations of a training step: what the layers of a rank keep, and what they work with.
+"""Predicts the activations of a training step: bytes that layers keep, and working memory.
 
-A model is a list of layers; each keeps bytes for its backward pass by part, as fused kernels do
+A model is a list of layers. Each keeps bytes for its backward pass by part, as fused kernels do
 (flash attention, fused norms and gated activation): inputs of operators and row statistics. Plain
 PyTorch operators keep up to twice as much.
 """
@@ -17,7 +17,7 @@ from mindspeed_rl.models.rules import round_up
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 _FP32 = 4
-# What a prepared micro-batch holds per token: ids, positions, targets, mask, borders; per trained
+# Bytes of a prepared micro-batch per token: ids, positions, targets, mask, borders; and per trained
 # token: log-probs of engine, old policy and reference, advantage, sequence.
 _TOKEN_BYTES, _TRAINED_BYTES = 6 * 8 + 1, 4 * 4 + 8
 
@@ -27,11 +27,11 @@ class Workload:
     """One optimizer step on one rank.
 
     Attributes:
-        tokens: of a micro-batch, of all context-parallel ranks, padding included.
-        trained: tokens of it with a loss.
-        num_micro_batches: of the optimizer step.
-        entropy_gradient: whether the loss has an entropy term.
-        num_updates: optimizer steps whose micro-batches are prepared together.
+        tokens: Tokens of a micro-batch on all context-parallel ranks, padding included.
+        trained: Tokens of a micro-batch that have a loss.
+        num_micro_batches: Micro-batches of the optimizer step.
+        entropy_gradient: Whether the loss has an entropy term.
+        num_updates: Optimizer steps whose micro-batches are prepared together.
     """
 
     tokens: int
@@ -43,11 +43,11 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class TrainPeak:
-    """Bytes at the largest moment of a step, besides the model's state.
+    """Bytes at the fullest moment of a step, besides the model's state.
 
     Attributes:
-        activations: kept and worked with, and the packed micro-batches of all updates.
-        logits: on top, where the largest moment is in the log-probs.
+        activations: Kept activations, working memory, and packed micro-batches of all updates.
+        logits: Further bytes where the fullest moment is in the log-probs.
     """
 
     activations: int
@@ -56,7 +56,7 @@ class TrainPeak:
 
 @dataclass(frozen=True, slots=True)
 class TrainingMemory:
-    """A training layout with everything that its activations follow from."""
+    """A training layout with the flags and the expert imbalance that decide its activations."""
 
     layout: MegatronLayout
     train: TrainConfig
@@ -64,9 +64,10 @@ class TrainingMemory:
     imbalance: float = 1.0
 
     def peak(self, rank: int, work: Workload) -> TrainPeak:
-        """The largest moment of an optimizer step of a rank. Pure.
+        """Return the bytes at the fullest moment of an optimizer step of a rank. Pure.
 
-        All micro-batches in flight keep theirs; the newest also works in one layer or in the head.
+        All micro-batches in flight keep activations; the newest needs working memory as well, of
+        one layer or of the head.
         """
         parallel = self.layout.parallel
         stage, vpp = parallel.coords(rank).pp, parallel.stages.vpp
@@ -80,7 +81,7 @@ class TrainingMemory:
         return TrainPeak(kept + working + waiting, max(0, head - working))
 
     def inference(self, rank: int, work: Workload) -> int:
-        """The largest moment of a pass that keeps nothing: one layer, or the logits."""
+        """Return the largest bytes of a pass that keeps nothing: of one layer, or the logits."""
         parallel = self.layout.parallel
         stage = parallel.coords(rank).pp
         layers = (
@@ -90,7 +91,7 @@ class TrainingMemory:
         return max(largest, 3 * self._logits(work) if stage == parallel.pp - 1 else 0)
 
     def kept_by(self, layers: range, work: Workload) -> int:
-        """What a chunk keeps of one micro-batch for its backward pass."""
+        """Return the bytes that a chunk keeps of one micro-batch for its backward pass."""
         train = self.train
         residual = self._residual(work)
         plain = [sum(self.layer_parts(layer, work).values()) for layer in layers]
@@ -104,12 +105,12 @@ class TrainingMemory:
         return sum(plain)
 
     def layer_parts(self, layer: int, work: Workload) -> dict[str, int]:
-        """Bytes that one layer keeps, by the parts that ``--recompute-modules`` names."""
+        """Return the bytes that one layer keeps, by part as named in ``--recompute-modules``."""
         spec, parallel = self.layout.spec, self.layout.parallel
         tokens, item, tp = work.tokens // parallel.cp, self._item, parallel.tp
         attention, mlp = spec.layers[layer].attention, spec.layers[layer].mlp
         parts = {
-            # inputs of both norms and of the projections behind them
+            # inputs of both norms and of the projections after them
             "stream": 4 * self._residual(work),
             "attention": tokens * attention.saved_values // tp * item,
             "core_attn": tokens * attention.num_heads // tp * _FP32,  # row statistics
@@ -118,7 +119,7 @@ class TrainingMemory:
             parts["mlp"] = 3 * tokens * mlp.ffn_hidden_size // tp * item
             return parts
         local = self._local_tokens(work)
-        # copies of tokens that this rank's experts take, from all ranks
+        # copies of tokens from all ranks that this rank's experts process
         taken = local * mlp.top_k * parallel.etp
         taken = int(taken * (self.imbalance if parallel.ep > 1 else 1.0))
         experts = taken * (spec.hidden_size + 3 * mlp.expert_ffn_size // parallel.etp)
@@ -127,15 +128,15 @@ class TrainingMemory:
         return parts
 
     def _again(self, layer: int, work: Workload) -> int:
-        """What ``--recompute-modules`` compute again in a layer instead of keeping it."""
+        """Return the bytes of a layer that ``--recompute-modules`` recomputes and does not keep."""
         parts = self.layer_parts(layer, work)
         return sum(parts.get(name, 0) for name in self.train.recompute_modules)
 
     def _working(self, layers: range, work: Workload) -> int:
-        """What the fullest layer works with in its backward pass.
+        """Return the working memory of the fullest layer in its backward pass.
 
-        The gradients of its widest part, as large as what that keeps, and the gathered stream; what
-        is recomputed is there once more.
+        It has the gradients of the widest part, as large as the bytes which that part keeps, the
+        gathered stream, and recomputed activations.
         """
         gathered = (
             work.tokens // self.layout.parallel.cp * self.layout.spec.hidden_size * self._item
@@ -152,7 +153,7 @@ class TrainingMemory:
         return working
 
     def _head(self, work: Workload) -> int:
-        """Log-probs in chunks: logits, gradients of the weight and of the hidden states."""
+        """Return the bytes of the head: chunks of logits, gradients of weight and hidden states."""
         spec = self.layout.spec
         states = self._trained(work) * spec.hidden_size * _FP32
         if spec.value_head:
@@ -162,7 +163,7 @@ class TrainingMemory:
         return matrices * self._logits(work) + weight * (_FP32 + self._item) + 2 * states
 
     def _logits(self, work: Workload) -> int:
-        """One chunk of logits in fp32; a value head has none."""
+        """Return the bytes of one chunk of logits in fp32; a value head has none."""
         if self.layout.spec.value_head:
             return 0
         rows = min(self.train.logprob_chunk_tokens, self._trained(work))
@@ -181,7 +182,7 @@ class TrainingMemory:
         return work.trained // self.layout.parallel.cp
 
     def _local_tokens(self, work: Workload) -> int:
-        """Tokens of the residual stream on this rank."""
+        """Return the tokens of the residual stream on a rank."""
         parallel = self.layout.parallel
         return work.tokens // parallel.cp // (parallel.tp if self.shards_sequence else 1)
 
@@ -190,9 +191,9 @@ class TrainingMemory:
 
 
 def chunks_in_flight(stage: int, pp: int, vpp: int, num_micro_batches: int) -> Sequence[int]:
-    """The chunk of every micro-batch that has run forward and not backward, at the fullest moment.
+    """Return the chunk of every forward pass without its backward pass, at the fullest moment.
 
-    Of the one-forward-one-backward schedule, plain or interleaved (Narayanan et al. 2021,
+    The schedule is one-forward-one-backward, plain or interleaved (Narayanan et al. 2021,
     arXiv:2104.04473).
     """
     if vpp == 1:

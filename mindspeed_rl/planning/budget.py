@@ -1,4 +1,4 @@
-"""What a run may use of a device and what leaves it: one answer for dry runs and runs."""
+"""Decides how much of a device a run may use and what it offloads, for dry runs and real runs."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ _GIB = 2**30
 
 
 def machine_on(config: Config, platform: str | None = None) -> Machine:
-    """The machine of ``--rl-dry-run-machine``, or the first one of a run's platform.
+    """Return the machine of ``--rl-dry-run-machine``, or the first one of another platform.
 
-    ``HCCL_BUFFSIZE`` counts on NPUs.
+    On NPUs its communicators have the size of ``HCCL_BUFFSIZE``.
 
     Args:
-        config: of the run.
-        platform: ``"cpu"``, ``"cuda"`` or ``"npu"``; ``None``: that of the flag's machine.
+        config: Configuration of the run.
+        platform: ``"cpu"``, ``"cuda"`` or ``"npu"``; ``None`` is that of the flag's machine.
     """
     machine = MACHINES[config.dry_run.rl_dry_run_machine]
     if platform not in (None, machine.platform):
         machine = next(m for m in MACHINES.values() if m.platform == platform)
     buffer_mb = os.environ.get("HCCL_BUFFSIZE", "")
     if buffer_mb.isdecimal() and machine.platform == "npu":
-        return replace(machine, communicator_mib=2.0 * int(buffer_mb))  # one to send, one to take
+        return replace(machine, communicator_mib=2.0 * int(buffer_mb))  # to send and to receive
     return machine
 
 
 def device_bytes(config: Config, found_bytes: float) -> int:
-    """Memory of a device: ``--device-memory-gb``, else what the machine or the driver says."""
+    """Return the bytes of a device: ``--device-memory-gb``, else those of machine or driver."""
     return int(config.device.device_memory_gb * _GIB or found_bytes)
 
 
 def usable_bytes(device: int, machine: Machine, taken: int = 0) -> int:
-    """What predictions may fill of a device.
+    """Return the bytes of a device that predictions may fill.
 
     Args:
-        device: bytes of it that the run may use.
-        machine: driver, runtime and rounding are expected to take its ``reserved_gib``.
-        taken: in use before the run; what of it exceeds ``reserved_gib`` is other processes'.
+        device: Bytes of the device that the run may use.
+        machine: Machine whose ``reserved_gib`` are for driver, runtime and rounding.
+        taken: Bytes in use before the run; the excess over ``reserved_gib`` is of other processes.
     """
     return max(0, device - max(taken, int(machine.reserved_gib * _GIB)))
 
@@ -51,12 +51,12 @@ def usable_bytes(device: int, machine: Machine, taken: int = 0) -> int:
 def resolve_offload(
     prediction: MemoryPrediction, ranks: Sequence[int], usable: int
 ) -> tuple[OffloadMode, str]:
-    """What leaves the device during rollouts, and why. Pure.
+    """Choose the trainer memory to offload during rollouts, and give the reason. Pure.
 
     Args:
-        prediction: of the run.
-        ranks: that have to fit.
-        usable: bytes of a device.
+        prediction: Prediction of the run.
+        ranks: Ranks that have to fit.
+        usable: Bytes of a device that predictions may fill.
     """
     config = prediction.config
     if not isinstance(config, RLRunConfig):

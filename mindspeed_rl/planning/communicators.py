@@ -1,8 +1,8 @@
-"""Process groups of a rank that move tensors on the device: each has buffers of its own.
+"""Lists the process groups of a rank that communicate on the device, each with its own buffers.
 
-NCCL and HCCL make a communicator for every group object that is used, also where two groups have
-the same ranks. megatron-core and the engine build theirs apart, so each counts; groups that no step
-uses have none, and groups of one rank neither.
+NCCL and HCCL create a communicator for every group object that is used, also where two groups have
+the same ranks. megatron-core and the engine create theirs separately, so each counts. Groups that
+no step uses and groups of one rank have no communicator.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ ENGINE_MC2 = "rollout mc2"
 
 @dataclass(frozen=True, slots=True)
 class GroupUse:
-    """What decides which groups a run uses, beside its layouts.
+    """Facts other than layouts that decide which groups a run uses.
 
     Attributes:
-        experts: the model has some.
-        router_bias: their routers have biases, which are counted over ranks.
-        tied: input and output embeddings are one parameter.
-        sharded_optimizer: ``--use-distributed-optimizer``.
-        engine_mc2: the engine sends tokens to experts through a group of its own (vLLM-Ascend).
+        experts: Whether the model has experts.
+        router_bias: Whether routers have biases, whose token counts are reduced over ranks.
+        tied: Whether input and output embeddings are one parameter.
+        sharded_optimizer: Whether ``--use-distributed-optimizer`` is on.
+        engine_mc2: Whether the engine dispatches tokens through a group of its own (vLLM-Ascend).
     """
 
     experts: bool = False
@@ -41,9 +41,9 @@ class GroupUse:
 def device_groups(
     rank: int, parallel: ParallelLayout, engine: EngineLayout | None, use: GroupUse
 ) -> Groups:
-    """The groups of more than one rank that this rank uses in a step, by name. Pure.
+    """Return the groups of more than one rank that this rank uses in a step, by name. Pure.
 
-    Those of the trainer have megatron-core's names (:data:`MEGATRON_GROUPS`).
+    Groups of the trainer have the names of :data:`~mindspeed_rl.core.groups.MEGATRON_GROUPS`.
     """
     groups = {name: peers(rank) for name, peers in _all_peers(parallel, engine, use).items()}
     return {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
@@ -52,7 +52,7 @@ def device_groups(
 def all_device_groups(
     parallel: ParallelLayout, engine: EngineLayout | None, use: GroupUse
 ) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """:func:`device_groups` of all ranks: by name every group once, lowest ranks first. Pure."""
+    """Return the groups of all ranks: by name every group once, lowest ranks first. Pure."""
     result = {}
     for name, peers in _all_peers(parallel, engine, use).items():
         seen, groups = bytearray(parallel.world), []
@@ -71,12 +71,12 @@ def all_device_groups(
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """Ranks as numbers of mixed radix: sizes of the axes, the innermost first."""
+    """A grid of ranks as numbers of mixed radix, with the size of each axis, innermost first."""
 
     sizes: Mapping[str, int]
 
     def along(self, *axes: str) -> _Peers:
-        """A rank -> the ranks that are where it is on all other axes, ascending."""
+        """Return rank -> ranks, ascending, with the same position on all other axes."""
         walked, offsets, stride = [], [0], 1
         for axis, size in self.sizes.items():
             if axis in axes:
@@ -94,7 +94,7 @@ class _Grid:
 def _all_peers(
     parallel: ParallelLayout, engine: EngineLayout | None, use: GroupUse
 ) -> dict[str, _Peers]:
-    """By name a rank -> the ranks of its group; none or only itself where it is in none."""
+    """Return by name rank -> ranks of its group, empty or the rank alone where it has none."""
     everyone = tuple(range(parallel.world))
     groups: dict[str, _Peers] = {WORLD: lambda _: everyone}
     groups |= _trainer(parallel, use)
@@ -140,8 +140,8 @@ def _trainer_experts(parallel: ParallelLayout, use: GroupUse) -> dict[str, _Peer
         "tp_ep_mp": grid.along("tp", "ep"),
     }
     if use.router_bias:
-        groups["tp_dp_cp"] = grid.along("tp", "ep", "dp")  # all of a stage
-    if parallel.ep > 1:  # else gradients of experts go the way of all others
+        groups["tp_dp_cp"] = grid.along("tp", "ep", "dp")  # all ranks of a stage
+    if parallel.ep > 1:  # otherwise gradients of experts use the groups of all others
         groups["ep_dp"] = grid.along("dp")
         if not use.sharded_optimizer:
             groups["tp_ep_pp"] = grid.along("tp", "ep", "pp")

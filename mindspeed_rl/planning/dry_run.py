@@ -1,4 +1,4 @@
-"""``--rl-dry-run`` of an entry: predict, print, end."""
+"""Runs ``--rl-dry-run`` for an entry: predicts, prints and ends."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def dry_run(
     config: RLRunConfig | PretrainRunConfig,
     environment: Mapping[str, str],
 ) -> int:
-    """Print the prediction of a run; its exit code.
+    """Print the prediction of a run and return the exit code.
 
     Args:
-        config: of the run.
-        environment: gives the world size where no flag does.
+        config: Configuration of the run.
+        environment: Environment variables, which give the world size where no flag does.
 
     Raises:
-        UsageError: flags that are not possible.
+        UsageError: The flags are not possible.
     """
     world = world_size(config, environment)
     found = find_out(config, world)

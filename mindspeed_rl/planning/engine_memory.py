@@ -1,4 +1,4 @@
-"""Bytes of the rollout engine on one rank: weights, key/value cache, work space."""
+"""Predicts the bytes of the rollout engine on one rank: weights, key/value cache, workspace."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from mindspeed_rl.rollout.provider import EngineSizes
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
 _FP32 = 4
-# [sequences, vocabulary] in fp32 while tokens are sampled: logits, probabilities, noise.
+# Matrices [sequences, vocabulary] in fp32 during sampling: logits, probabilities, noise.
 _SAMPLING_COPIES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """The engine of one layout.
+    """The predicted memory of an engine with one layout.
 
     Attributes:
-        layout: spec and rollout layout.
-        item: bytes of an element of weights and cache.
-        sizes: what its options and habits say.
-        kv_cache_bytes: what is asked for on each rank.
-        imbalance: tokens that the busiest rank of the experts gets, by the mean.
+        layout: Spec and rollout layout.
+        item: Bytes of an element of weights and cache.
+        sizes: Sizes that the kind of engine and its options decide.
+        kv_cache_bytes: Bytes of cache that the flag asks for on each rank.
+        imbalance: Tokens of the busiest expert-parallel rank as a multiple of the mean.
     """
 
     layout: RolloutLayout
@@ -33,7 +33,7 @@ class EngineMemory:
     imbalance: float = 1.0
 
     def weights(self, rank: int) -> int:
-        """Parameters of a rank, padding included, and copies that the engine derives from them."""
+        """Return the bytes of a rank's parameters, padded, and copies that the engine derives."""
         return sum(self.layout.local_bytes(rank, self.item).values()) + self._latent_copies()
 
     def _latent_copies(self) -> int:
@@ -45,16 +45,16 @@ class EngineMemory:
         return copied // self.layout.engine.tp * self.item
 
     def token_bytes(self) -> int:
-        """Cache of one token on a rank, all layers."""
+        """Return the cache bytes of one token in all layers on a rank."""
         return self.layout.spec.cached_values(self.layout.engine.tp) * self.item
 
     def kv_cache(self) -> int:
-        """What is asked for in whole blocks of all layers, as engines allocate it."""
+        """Return the bytes of the cache in whole blocks of all layers, as engines allocate it."""
         block = self.token_bytes() * self.sizes.block_tokens
         return self.kv_cache_bytes // block * block
 
     def routed_tokens(self, moe: MoE) -> int:
-        """Copies of tokens that the busiest rank computes in one layer with these experts."""
+        """Return the copies of tokens that the busiest rank computes in one layer of experts."""
         engine = self.layout.engine
         copies = self.sizes.batched_tokens * engine.dp * moe.top_k
         if not engine.expert_parallel:
@@ -62,12 +62,12 @@ class EngineMemory:
         return int(copies / engine.size * self.imbalance)
 
     def workspace(self) -> int:
-        """The largest moment of an engine step of the most tokens.
+        """Return the bytes at the fullest moment of an engine step with the most tokens.
 
-        Residual stream and normed input, and the larger of attention (projections of queries, keys
-        and values, output) and MLP (gate, up, activated). Experts add what they take and give back
-        ([routed, hidden] each), both halves and the activated product, and the copies that the
-        rank sends. Sampling holds logits of all sequences in fp32. Nothing is kept over layers.
+        These are residual stream and normed input, and the larger of attention (projections of
+        queries, keys and values, output) and MLP (gate, up, activated). Experts add their input and
+        output ([routed, hidden] each), both halves and the activated product, and the copies that
+        the rank sends. Sampling has logits of all sequences in fp32. No layer keeps activations.
         """
         spec, tp, item = self.layout.spec, self.layout.engine.tp, self.item
         tokens = self.sizes.batched_tokens
@@ -82,7 +82,7 @@ class EngineMemory:
         return max(layers, stream * item + sampling)
 
     def _mlp_values(self, mlp: MLP) -> int:
-        """Elements that one MLP works with."""
+        """Return the elements of the working memory of one MLP."""
         engine, tokens = self.layout.engine, self.sizes.batched_tokens
         if isinstance(mlp, DenseMLP):
             return tokens * 3 * mlp.ffn_hidden_size // engine.tp

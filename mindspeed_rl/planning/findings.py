@@ -1,4 +1,4 @@
-"""A dry run: everything that follows from the flags of a run, computed once."""
+"""Computes the findings of a dry run, everything that follows from the flags, once."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class RankClass:
-    """Ranks of one pipeline stage; they differ by the padding of buffers alone.
+    """The ranks of one pipeline stage, which differ by the padding of buffers alone.
 
     Attributes:
-        first: the rank that was looked at.
-        last: the last of them.
-        table: its bytes.
+        first: First rank, for which the table was computed.
+        last: Last rank.
+        table: Bytes of the first rank by phase and owner.
     """
 
     first: int
@@ -42,16 +42,16 @@ class RankClass:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a dry run found.
+    """The findings of a dry run.
 
     Attributes:
-        prediction: memory of every rank, with the configuration and the plan of the run.
-        classes: of ranks that are alike.
-        peak: the fullest moment.
-        budget_bytes: what the run may use of a device.
-        offload_reason: why trainer memory leaves as it does.
-        volume: of a weight update, for some ranks; none in supervised runs.
-        suggestions: single changes that lower the peak of a run that does not fit.
+        prediction: Memory of every rank, with the configuration and the plan of the run.
+        classes: Classes of equal ranks.
+        peak: The fullest moment of any rank.
+        budget_bytes: Bytes of a device that the run may use.
+        offload_reason: Reason for the mode of offloading.
+        volume: Traffic of a weight update of some ranks; empty in supervised runs.
+        suggestions: Single changes that lower the peak of a run that does not fit.
     """
 
     prediction: MemoryPrediction
@@ -69,10 +69,10 @@ class Findings:
 
 
 def world_size(config: Config, environment: Mapping[str, str]) -> int:
-    """Ranks of the run that is predicted.
+    """Return the number of ranks of the run that is predicted.
 
     Raises:
-        UsageError: neither the flag nor the environment says.
+        UsageError: Neither the flag nor the environment gives it.
     """
     if config.dry_run.rl_world_size:
         return config.dry_run.rl_world_size
@@ -89,11 +89,11 @@ def find_out(config: Config, world: int) -> Findings:
     """Predict a run of ``world`` ranks. Pure but for reading config.json.
 
     Args:
-        config: of the run.
-        world: ranks.
+        config: Configuration of the run.
+        world: Number of ranks.
 
     Raises:
-        UsageError: flags that are not possible.
+        UsageError: The flags are not possible.
     """
     machine, plan = machine_on(config), plan_of(config, world)
     budget = usable_bytes(device_bytes(config, machine.memory_gib * _GIB), machine)

@@ -1,9 +1,9 @@
-"""Bytes of parameters, gradient buffers and optimizer state of one rank.
+"""Predicts bytes of parameters, gradient buffers and optimizer state of one rank.
 
 megatron-core 0.16 has one buffer of gradients per chunk and kind (dense, expert). The distributed
-optimizer also keeps parameters in a buffer, aligns every parameter in it to 64 elements, pads the
-whole to a multiple of lcm(data parallelism, 128), and gives each rank an even share of it, whose
-optimizer state it keeps (``param_and_grad_buffer.py``, ``distrib_optimizer.py``).
+optimizer also keeps parameters in a buffer, aligns every parameter in it to 64 elements, and pads
+the buffer to a multiple of lcm(data parallelism, 128). Each rank keeps the optimizer state of an
+even part of it (``param_and_grad_buffer.py``, ``distrib_optimizer.py``).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 _FP32 = 4
 _MOMENTS = 2  # exp_avg and exp_avg_sq
 _PARAM_ALIGNMENT, _BUFFER_ALIGNMENT = 64, 128  # elements
-_BIAS_OF_ROUTER = "router.expert_bias"  # a buffer of megatron-core, which nobody trains
+_BIAS_OF_ROUTER = "router.expert_bias"  # a buffer of megatron-core, not a trained parameter
 _CHUNK = re.compile(r"^chunk\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """Bytes of one rank.
+    """Bytes of a model's state on one rank.
 
     Attributes:
-        parameters: in the training precision, padding of buffers included.
-        grad_buffers: of all chunks.
-        optimizer_at_start: main parameters where they are copies.
-        optimizer: with both moments, which the first update makes.
-        plain_parameters: parameters of a model that is not trained: no buffers.
+        parameters: Parameters in the training precision, padding of buffers included.
+        grad_buffers: Gradient buffers of all chunks.
+        optimizer_at_start: Optimizer state before the first update: main parameters if copies.
+        optimizer: Optimizer state with both moments, which the first update creates.
+        plain_parameters: Parameters of a model that is not trained and has no buffers.
     """
 
     parameters: int
@@ -45,13 +45,13 @@ class ModelState:
 def model_state(
     layout: MegatronLayout, rank: int, *, bf16: bool, distributed_optimizer: bool
 ) -> ModelState:
-    """What a rank holds of a model that is trained. Pure; shares of the optimizer are even.
+    """Predict the state of a trained model on a rank, with an even optimizer partition. Pure.
 
     Args:
-        layout: spec and training layout.
-        rank: global rank.
-        bf16: parameters are bf16 and the optimizer keeps fp32 copies; else all is fp32.
-        distributed_optimizer: whether ``--use-distributed-optimizer`` is on.
+        layout: Spec and training layout.
+        rank: Global rank.
+        bf16: Whether parameters are bf16 with fp32 copies in the optimizer; else all is fp32.
+        distributed_optimizer: Whether ``--use-distributed-optimizer`` is on.
     """
     parallel = layout.parallel
     buffers: dict[tuple[str, bool], list[int]] = defaultdict(list)

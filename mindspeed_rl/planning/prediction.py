@@ -1,4 +1,4 @@
-"""Who will own how much device memory of each rank in each phase, from the configuration alone."""
+"""Predicts the device memory by rank, phase and owner, from the configuration alone."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 Config = RLRunConfig | PretrainRunConfig
 Table = dict[MemoryOwner, int]
 _GIB, _MIB = 2**30, 2**20
-# Buffers that vLLM-Ascend asks for, whatever HCCL_BUFFSIZE is; its group for dispatch follows that.
+# Buffers that vLLM-Ascend sets whatever HCCL_BUFFSIZE is, which applies to its dispatch group.
 _ENGINE_BUFFERS_MB = {"rollout tp": 200, "rollout ep": 200, "rollout dp": 50}
-# Of a phase's own work, gone when it ends.
+# Owners whose memory is freed at the end of a phase.
 _PASSING = (
     MemoryOwner.ACTIVATIONS,
     MemoryOwner.LOGITS,
@@ -36,7 +36,7 @@ _PASSING = (
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The fullest moment."""
+    """The rank and phase at which a device is fullest, and the bytes then."""
 
     rank: int
     phase: MemoryPhase
@@ -45,13 +45,13 @@ class Peak:
 
 @dataclass(frozen=True)
 class MemoryPrediction:
-    """Bytes by rank, phase and owner. Pure; a rank costs milliseconds.
+    """Predicted bytes by rank, phase and owner. Pure; a rank takes milliseconds.
 
     Attributes:
-        config: of the run.
-        plan: of the run.
-        machine: what a rank runs on.
-        offload: what leaves during rollouts; not ``AUTO``.
+        config: Configuration of the run.
+        plan: Plan of the run.
+        machine: Machine on which a rank runs.
+        offload: Trainer memory that is offloaded during rollouts; not ``AUTO``.
     """
 
     config: Config
@@ -64,11 +64,10 @@ class MemoryPrediction:
 
     @property
     def world(self) -> int:
-        """Ranks."""
         return self.plan.parallel.world
 
     def rank_table(self, rank: int) -> dict[MemoryPhase, Table]:
-        """Owner -> bytes in every phase of one rank; owners without memory are left out."""
+        """Return owner -> bytes in every phase of one rank, without owners of no memory."""
         models = self._models(rank)
         stays = {
             phase: {o: b for o, b in models.items() if o not in self.offload.away(phase)}
@@ -90,11 +89,11 @@ class MemoryPrediction:
         return {p: {o: b for o, b in (t | groups).items() if b} for p, t in tables.items()}
 
     def border(self, rank: int, state: str) -> dict[str, int]:
-        """Owner -> bytes when the phase machine reaches a state, after the first update.
+        """Return owner -> bytes when the scheduler reaches a state, after the first update.
 
         Args:
-            rank: global rank.
-            state: ``train``, ``idle``, ``sync`` or ``rollout``.
+            rank: Global rank.
+            state: State of the scheduler, ``train``, ``idle``, ``sync`` or ``rollout``.
         """
         phases = {"train": MemoryPhase.TRAIN_IDLE, "idle": MemoryPhase.SYNC}
         found = self.rank_table(rank)[phases.get(state) or MemoryPhase(state)]
@@ -103,7 +102,7 @@ class MemoryPrediction:
         return {owner.value: size for owner, size in found.items() if owner not in _PASSING}
 
     def peak(self, ranks: Iterable[int] | None = None) -> Peak:
-        """The fullest moment of some ranks; of all when not given."""
+        """Return the fullest moment of some ranks, by default of all."""
         return max(
             (
                 Peak(rank, phase, sum(table.values()))
@@ -114,7 +113,7 @@ class MemoryPrediction:
         )
 
     def representatives(self) -> tuple[int, ...]:
-        """The first rank of every pipeline stage: ranks of a stage differ by padding alone."""
+        """Return the first rank of every pipeline stage, whose ranks differ by padding alone."""
         parallel = self.plan.parallel
         return tuple(range(0, parallel.world, parallel.ranks_per_stage))
 
@@ -129,7 +128,7 @@ class MemoryPrediction:
         )
 
     def _models(self, rank: int) -> Table:
-        """All models of the trainer, after the first update."""
+        """Return the bytes of all models of the trainer after the first update."""
         state, found = self._state(rank, self.plan.megatron), Table()
         found[MemoryOwner.PARAMETERS] = state.parameters
         found[MemoryOwner.GRAD_BUFFERS] = state.grad_buffers
@@ -146,7 +145,7 @@ class MemoryPrediction:
         return found
 
     def _optimizers_at_start(self, rank: int) -> Table:
-        """Optimizer state before the first update."""
+        """Return the bytes of optimizer state before the first update."""
         layouts = {
             MemoryOwner.OPTIMIZER: self.plan.megatron,
             MemoryOwner.CRITIC_OPTIMIZER: self._critic,
@@ -158,12 +157,12 @@ class MemoryPrediction:
         }
 
     def _on_device(self, size: int) -> int:
-        """Optimizer state: all of it, or the part that MindSpeed moves through the device."""
+        """Return optimizer bytes on the device: all, or the part that MindSpeed swaps in."""
         return -(-size // self.swap_parts) if self.swap_parts else size
 
     @property
     def swap_parts(self) -> int:
-        """Parts in which MindSpeed moves optimizer state, which it can on NPUs only; 0: none."""
+        """Number of parts in which MindSpeed swaps optimizer state (NPUs only); 0: no swapping."""
         ascend = self.config.ascend
         swaps = ascend.swap_optimizer and self.machine.platform == "npu"
         return ascend.swap_optimizer_times if swaps else 0
@@ -179,7 +178,7 @@ class MemoryPrediction:
     # --- a training step -----------------------------------------------------------------------
 
     def _train(self, rank: int, stays: Table, models: Table) -> Table:
-        """The fullest of an update, one of the critic, and passes of models brought in for them."""
+        """Return the fullest moment of policy and critic updates and passes of offloaded models."""
         memory, work = self.training, self.workload
         moments = [stays | _passing(memory.peak(rank, work))]
         readers = {
@@ -203,13 +202,12 @@ class MemoryPrediction:
 
     @cached_property
     def training(self) -> TrainingMemory:
-        """Activations of the trainer."""
         sharded = self.config.parallel.shards_sequence
         return TrainingMemory(self.plan.megatron, self.config.train, sharded, self.imbalance)
 
     @cached_property
     def workload(self) -> Workload:
-        """The largest optimizer step: micro-batches full of the longest sequences allowed."""
+        """The largest optimizer step: micro-batches full of sequences of the maximal length."""
         config, parallel = self.config, self.plan.parallel
         train = config.train
         if isinstance(self.plan, RLPlan) and isinstance(config, RLRunConfig):
@@ -243,7 +241,6 @@ class MemoryPrediction:
 
     @cached_property
     def engine(self) -> EngineMemory:
-        """The rollout engine."""
         config, plan = self._rl
         return EngineMemory(
             plan.rollout_layout,
@@ -255,20 +252,20 @@ class MemoryPrediction:
 
     @property
     def frees_engine_weights(self) -> bool:
-        """Whether the engine's weights leave while the trainer trains."""
+        """Whether the engine's weights are freed while the trainer trains."""
         return self.offload.sleeps_deeply(self._rl[0].memory.rollout_sleep)
 
     def _staging(self, rank: int) -> Table:
-        """Of a weight update; a small model is sent and received in one round."""
+        """Return the staging bytes of a weight update; a small model needs a single round."""
         bucket = int(self._rl[0].rollout.reshard_bucket_mb * _MIB)
         parameters = self._state(rank, self.plan.megatron).parameters
         both = 2 * (self.engine.weights(rank) + parameters)
         return {MemoryOwner.RESHARD_STAGING: min(bucket, both)}
 
     def _sampling(self) -> Table:
-        """What the engine has besides its weights while it samples."""
+        """Return the engine's bytes besides its weights while it samples."""
         tuning = self._rl[0].engine
-        graphs = 0  # one per captured size, of automatic ones at most so many
+        graphs = 0  # one per captured size; --rollout-graph-count limits automatic sizes
         if tuning.rollout_graph_mode != "eager":
             own = not tuning.rollout_graph_sizes or tuning.rollout_graph_sizes == ("auto",)
             graphs = tuning.rollout_graph_count if own else len(tuning.rollout_graph_sizes)
@@ -281,12 +278,12 @@ class MemoryPrediction:
     # --- communicators -------------------------------------------------------------------------
 
     def groups(self, rank: int) -> Groups:
-        """The groups of a rank that a step uses on the device; all of them on any platform."""
+        """Return the groups that a step uses on a device, also for a CPU, which has no buffers."""
         mc2 = self.machine.platform == "npu"
         return groups_of_run(rank, self.config, self.plan, engine_mc2=mc2)
 
     def group_bytes(self, rank: int) -> Mapping[str, int]:
-        """Bytes of the device buffers of each of :meth:`groups`; nothing on a CPU."""
+        """Return the bytes of the device buffers of each of :meth:`groups`; none on a CPU."""
         each = int(self.machine.communicator_mib * _MIB)
         if not each:
             return {}
@@ -297,7 +294,7 @@ class MemoryPrediction:
 
 
 def _passing(peak: TrainPeak) -> Table:
-    """What an update makes itself."""
+    """Return the bytes that an update allocates itself."""
     return {MemoryOwner.ACTIVATIONS: peak.activations, MemoryOwner.LOGITS: peak.logits}
 
 
@@ -313,5 +310,5 @@ def predict(
     machine: Machine = MACHINES["cpu"],
     offload: OffloadMode = OffloadMode.NONE,
 ) -> MemoryPrediction:
-    """Predict the device memory of a run. Pure; tables are computed when they are asked for."""
+    """Predict the device memory of a run. Pure; tables are computed on demand."""
     return MemoryPrediction(config, plan, machine, offload)

@@ -1,4 +1,4 @@
-"""A dry run in words and as JSON. Every number of it is predicted."""
+"""Formats the findings of a dry run, all of which are predicted, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GIB, _MIB = 2**30, 2**20
 
 
 def lines(found: Findings) -> Iterator[str]:
-    """The report for the terminal."""
+    """Yield the lines of the report for the terminal."""
     yield "dry run: everything below is predicted, nothing was measured"
     for part in (_arithmetic, _memory, _volume, _verdict):
         if text := list(part(found)):
@@ -45,12 +45,12 @@ def _table(rows: list[list[str]]) -> Iterator[str]:
 
 
 def _unit(found: Findings) -> tuple[str, int]:
-    """GiB, or MiB for models of tests."""
+    """Return name and bytes of the unit of sizes: GiB, or MiB for the small models of tests."""
     return ("GiB", _GIB) if found.peak.num_bytes >= _GIB else ("MiB", _MIB)
 
 
 def fullest_classes(found: Findings) -> Iterable[RankClass]:
-    """The first and the last stage, and the one with the peak."""
+    """Return the first and the last rank class, and the one with the peak."""
     peak = next(c for c in found.classes if c.first <= found.peak.rank <= c.last)
     chosen = (found.classes[0], peak, found.classes[-1])
     return {c.first: c for c in chosen}.values()
@@ -126,7 +126,7 @@ def _verdict(found: Findings) -> Iterator[str]:
 
 
 def as_json(found: Findings) -> dict[str, Any]:
-    """Everything, in bytes."""
+    """Return all findings as a JSON object, with sizes in bytes."""
     prediction = found.prediction
     return {
         "predicted": True,

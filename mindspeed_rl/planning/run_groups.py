@@ -1,4 +1,4 @@
-"""The process groups of a run, from its flags."""
+"""Derives the process groups of a run from its flags."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
 def groups_of_run(
     rank: int, config: RLRunConfig | PretrainRunConfig, plan: RunPlan, *, engine_mc2: bool = False
 ) -> Groups:
-    """The groups of more than one rank that a rank of the run uses, by name. Pure.
+    """Return the groups of more than one rank that a rank of the run uses, by name. Pure.
 
-    They are those of any platform; ``engine_mc2``: see :class:`GroupUse`.
+    They are equal on all platforms but for ``engine_mc2``, see :class:`GroupUse`.
     """
     use = _use(config, plan, engine_mc2)
     return device_groups(rank, plan.parallel, _engine(plan), use)
@@ -22,7 +22,7 @@ def groups_of_run(
 def all_groups_of_run(
     config: RLRunConfig | PretrainRunConfig, plan: RunPlan, *, engine_mc2: bool = False
 ) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """:func:`groups_of_run` of all ranks: by name every group once. Pure."""
+    """Return the groups of all ranks of the run: by name every group once. Pure."""
     return all_device_groups(plan.parallel, _engine(plan), _use(config, plan, engine_mc2))
 
 

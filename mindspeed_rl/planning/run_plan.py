@@ -1,4 +1,4 @@
-"""Checks of a whole configuration before anything heavy is imported."""
+"""Checks a whole configuration and plans its run, before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
 @dataclass(frozen=True, slots=True)
 class BatchArithmetic:
-    """What the batch flags of an RL run amount to."""
+    """The numbers of samples and updates that follow from the batch flags of an RL run."""
 
     prompts: int
     group_size: int
@@ -49,7 +49,7 @@ class BatchArithmetic:
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of one RL step."""
+        """Number of optimizer steps of one RL step."""
         return self.updates_per_iteration * self.iterations
 
     @property
@@ -58,7 +58,7 @@ class BatchArithmetic:
         return self.updates == 1
 
     def lines(self, dp: int, replicas: int) -> list[str]:
-        """The arithmetic in words, for the start of a run."""
+        """Describe the arithmetic, for the log at the start of a run."""
         verdict = (
             "on-policy: one optimizer step per rollout batch, ratio 1"
             if self.on_policy
@@ -75,7 +75,7 @@ class BatchArithmetic:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What follows from the configuration alone: spec, layouts, arithmetic."""
+    """The spec and the training layouts that follow from a configuration alone."""
 
     spec: ModelSpec
     parallel: ParallelLayout
@@ -84,14 +84,14 @@ class RunPlan:
 
 @dataclass(frozen=True, slots=True)
 class ScorePlan(RunPlan):
-    """A :class:`RunPlan` with the engine's layout."""
+    """A :class:`RunPlan` with the layout of the scoring engine."""
 
     rollout_layout: RolloutLayout
 
 
 @dataclass(frozen=True, slots=True)
 class RLPlan(RunPlan):
-    """A :class:`RunPlan` with the rollout side."""
+    """A :class:`RunPlan` with the engines, the batch, and further models of an RL run."""
 
     engine: EngineLayout
     rollout_layout: RolloutLayout
@@ -102,10 +102,10 @@ class RLPlan(RunPlan):
 
 
 def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
-    """Validate an RL configuration for ``world`` ranks; ``files``: also what it reads and writes.
+    """Validate an RL configuration for ``world`` ranks, with ``files`` also its files, and plan it.
 
     Raises:
-        UsageError: naming the flag, its value, what is allowed and the fix.
+        UsageError: A flag is wrong; names it, its value, what is allowed and the fix.
     """
     rl = config.rl
     engine_provider().check_options(config.engine_options)
@@ -160,7 +160,7 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
 
 
 def _check_sampling(config: RLRunConfig) -> None:
-    """Sampling keeps the distribution that the loss assumes."""
+    """Refuse sampling flags that change the distribution which the loss assumes."""
     rl = config.rl
     if rl.rl_default_top_p not in (0.0, 1.0) or rl.rl_default_top_k not in (0, -1):
         raise UsageError(
@@ -181,10 +181,10 @@ def _check_sampling(config: RLRunConfig) -> None:
 
 
 def check_score(config: ScoreRunConfig, world: int) -> ScorePlan:
-    """Validate a scoring configuration for ``world`` ranks.
+    """Validate a scoring configuration for ``world`` ranks, and plan it.
 
     Raises:
-        UsageError: naming the flag, its value, what is allowed and the fix.
+        UsageError: A flag is wrong; names it, its value, what is allowed and the fix.
     """
     score = config.score
     engine_provider().check_options(config.engine_options)
@@ -206,7 +206,7 @@ def check_score(config: ScoreRunConfig, world: int) -> ScorePlan:
 
 
 def batch_arithmetic(config: RLRunConfig, dp: int) -> BatchArithmetic:
-    """Samples, updates and their divisibility."""
+    """Compute samples and updates of a step, and check that they divide evenly."""
     rl, train = config.rl, config.train
     samples = rl.grpo_prompts_per_step * rl.grpo_group_size
     per_update = train.global_batch_size or samples
@@ -239,10 +239,10 @@ def batch_arithmetic(config: RLRunConfig, dp: int) -> BatchArithmetic:
 
 
 def check_pretrain(config: PretrainRunConfig, world: int, *, files: bool = True) -> RunPlan:
-    """Validate a supervised configuration for ``world`` ranks; ``files``: also what it reads.
+    """Validate a supervised configuration for ``world`` ranks, with ``files`` also its files.
 
     Raises:
-        UsageError: naming the flag, its value, what is allowed and the fix.
+        UsageError: A flag is wrong; names it, its value, what is allowed and the fix.
     """
     if files and config.sft.stage == "pretrain":
         check_indexed_data(config.indexed, config.train.seq_length)
@@ -300,7 +300,7 @@ def _check_steps(train: TrainConfig) -> None:
 
 
 def _check_dropout(model: ModelConfig) -> None:
-    """The policy that samples has no dropout, so neither may the one that is updated."""
+    """Refuse dropout in RL, because the engine samples without dropout."""
     for name, rate in (
         ("--hidden-dropout", model.hidden_dropout),
         ("--attention-dropout", model.attention_dropout),
@@ -342,7 +342,7 @@ def _need_file(name: str, value: str, kind: str = "a jsonl or parquet file") -> 
 
 
 def _check_kv_cache(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
-    """One sequence of ``limit`` tokens must fit; the engine would find out after half a minute."""
+    """Check that a sequence of ``limit`` tokens fits the cache, earlier than the engine does."""
     rollout = config.rollout
     wide = rollout.rollout_dtype == "float32" or (
         rollout.rollout_dtype == "auto" and not config.train.bf16
@@ -365,10 +365,10 @@ def check_layout(
     world: int,
     files: bool = True,
 ) -> RunPlan:
-    """Spec and training layout of a model on ``world`` ranks; ``files``: its weights are there.
+    """Plan the training layout of a model, with ``files`` also checking that weights exist.
 
     Raises:
-        UsageError: naming the flag, its value, what is allowed and the fix.
+        UsageError: A flag is wrong; names it, its value, what is allowed and the fix.
     """
     if not model.hf_checkpoint:
         raise UsageError("--hf-checkpoint is required: give a Hugging Face model directory")
@@ -401,17 +401,17 @@ def _check_rollout_share(batch: BatchArithmetic, engine: EngineLayout) -> None:
 def value_layout(
     config: RLRunConfig, policy: ModelSpec, world: int, source: tuple[str, str], *, files: bool
 ) -> MegatronLayout:
-    """The layout of a critic or reward model: the parallel sizes of the policy.
+    """Return the layout of a critic or reward model, with the parallel sizes of the policy.
 
     Args:
-        config: of the run.
-        policy: its spec.
-        world: ranks.
-        source: directory of the checkpoint (empty: the policy's), and the flag that names it.
-        files: whether weights are read later.
+        config: Configuration of the run.
+        policy: Spec of the policy.
+        world: Number of ranks.
+        source: Directory of the checkpoint (empty: the policy's), and the flag that names it.
+        files: Whether weights are read later.
 
     Raises:
-        UsageError: the model cannot be cut like the policy, has another vocabulary, or lacks
+        UsageError: The model cannot be cut like the policy, has a smaller vocabulary, or lacks
             its weights.
     """
     checkpoint, flag = source

@@ -1,4 +1,4 @@
-"""Single changes of flags that make the fullest moment of a run smaller."""
+"""Finds single changes of flags that lower the peak memory of a run."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from mindspeed_rl.rollout.registry import engine_provider
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """What to add or change, and the fullest moment then."""
+    """Flags to add or change, and the predicted peak with them."""
 
     flags: str
     peak: Peak
 
 
 def plan_of(config: Config, world: int) -> RunPlan:
-    """The plan of a configuration, whatever files it names.
+    """Plan the run of a configuration without looking at the files that it names.
 
     Raises:
-        UsageError: the configuration is not possible.
+        UsageError: The configuration is not possible.
     """
     if isinstance(config, RLRunConfig):
         return check_rl(config, world, files=False)
@@ -35,7 +35,7 @@ def plan_of(config: Config, world: int) -> RunPlan:
 
 
 def suggest(prediction: MemoryPrediction, ranks: Sequence[int], usable: int) -> list[Suggestion]:
-    """The changes that lower the fullest moment of some ranks, the most saving first. Pure."""
+    """Return the changes that lower the peak of some ranks, the lowest peak first. Pure."""
     config, found = prediction.config, []
     before = prediction.peak(ranks).num_bytes
     for flags, section, values in _changes(config):
@@ -45,7 +45,7 @@ def suggest(prediction: MemoryPrediction, ranks: Sequence[int], usable: int) -> 
         changed = replace(config, **sections)
         try:
             plan = plan_of(changed, prediction.world)
-        except ValueError:  # the model or the layout does not allow it
+        except ValueError:  # the model or the layout does not allow the change
             continue
         after = replace(prediction, config=changed, plan=plan)
         after = replace(after, offload=resolve_offload(after, ranks, usable)[0])
@@ -55,7 +55,7 @@ def suggest(prediction: MemoryPrediction, ranks: Sequence[int], usable: int) -> 
 
 
 def _changes(config: Config) -> list[tuple[str, str, dict[str, Any]]]:
-    """What is tried: words of a command line, and the fields of a section that they set."""
+    """Return the changes to try: flags as typed, and the fields of a section that they set."""
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     full = {
         "recompute_granularity": "full",

@@ -1,4 +1,4 @@
-"""What a weight update moves: the real plan of a few ranks."""
+"""Predicts the traffic of a weight update from the actual reshard plans of a few ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def update_volume(
     """Plan the update of some ranks. Pure; about a second per rank of a model of 671e9 weights.
 
     Args:
-        plan: of the run.
-        ranks: which.
-        ranks_per_node: what of the traffic crosses nodes.
-        item_bytes: of an element on the wire.
-        relay: ``--reshard-relay`` on several nodes.
+        plan: Plan of the run.
+        ranks: Ranks whose traffic to predict.
+        ranks_per_node: Ranks of a node, which decide what traffic crosses nodes.
+        item_bytes: Bytes of an element on the wire.
+        relay: Whether ``--reshard-relay`` is in use, on several nodes.
     """
     node, size = ranks_per_node, element_bytes_of(plan.megatron, item_bytes)
     plans = (

@@ -1,1 +1,1 @@
-"""Device platforms: the only place that names an accelerator."""
+"""Device platforms: the only room that names an accelerator."""

@@ -1,8 +1,8 @@
-"""Allocator settings of the environment against memory pools that cannot live with them.
+"""Removes allocator settings from the environment that break the engine's memory pool.
 
-Read before torch is imported, in no time. An engine that gives memory away through a pool
-of its own (vLLM's sleep mode, vLLM-Ascend's camem) frees nothing, or fails after minutes, when the
-caching allocator grows its segments in place.
+They are changed before torch is imported. An engine that frees memory through a pool of its own
+(vLLM's sleep mode, vLLM-Ascend's camem) frees nothing, or fails after minutes, when the caching
+allocator grows its segments in place.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import MutableMapping
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 WANTED = "MINDSPEED_RL_EXPANDABLE_SEGMENTS"
-"""Set to 1 where the NPU's variable asked for it, so that training can switch it on again."""
+"""Variable set to 1 where the NPU's asked for the setting, so that training can switch it on."""
 _KEY = "expandable_segments"
 _NPU = "PYTORCH_NPU_ALLOC_CONF"
 
 
 def without_expandable_segments(environ: MutableMapping[str, str]) -> list[str]:
-    """Take the setting out of every variable; the rest of it stays.
+    """Remove the setting from every variable and keep the variable's other settings.
 
     Args:
-        environ: changed in place.
+        environ: Environment, which is changed in place.
 
     Returns:
-        What was done, one line a variable, for the start of the run.
+        One line for the log per variable that was changed.
     """
     notes = []
     for variable in VARIABLES:

@@ -1,4 +1,4 @@
-"""What the rest of the code asks of a device: only what is called."""
+"""The interface of a device platform, as the rest of the code uses it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class DeviceMemory:
     """Memory of the device as its driver sees it, in bytes.
 
     Attributes:
-        used_bytes: of all that is in use: torch's allocator with its caches, pools beside it (the
-            engine's), communicators, libraries, and other processes where there are any, which
-            drivers do not tell apart. On a host: of this process.
-        free_bytes: what a further allocation may take.
-        total_bytes: of the device.
+        used_bytes: Bytes in use by torch's allocator with its caches, other pools (the engine's),
+            communicators, libraries, and other processes, which drivers do not tell apart. On a
+            host: bytes of this process.
+        free_bytes: Bytes that a further allocation may take.
+        total_bytes: Bytes of the device.
     """
 
     used_bytes: int
@@ -32,15 +32,15 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class ProfileRequest:
-    """What a profiler records and where it goes.
+    """What a profiler records, and where it writes the trace.
 
     Attributes:
-        folder: of the traces.
-        worker: names the trace of this process.
-        level: ``level0`` to ``level2`` of torch_npu's profiler; others have no use for it.
-        with_stack: Python stacks of operators.
-        with_memory: every allocation.
-        record_shapes: shapes of inputs.
+        folder: Folder of the traces.
+        worker: Name of this process in the name of its trace.
+        level: Level of torch_npu's profiler, ``level0`` to ``level2``; other profilers ignore it.
+        with_stack: Whether to record Python stacks of operators.
+        with_memory: Whether to record every allocation.
+        record_shapes: Whether to record shapes of inputs.
     """
 
     folder: Path
@@ -52,14 +52,14 @@ class ProfileRequest:
 
 
 class Profiler(Protocol):
-    """A profiler of one window."""
+    """A profiler that records one window of steps."""
 
     def start(self) -> None:
-        """Begin to record this process."""
+        """Start to record this process."""
         ...
 
     def stop(self, window: str) -> None:
-        """End, and write the trace; ``window`` is part of its name where the profiler lets us."""
+        """Stop and write the trace, with ``window`` in its name where the profiler allows it."""
         ...
 
 
@@ -67,11 +67,11 @@ class Platform(Protocol):
     """A kind of device.
 
     Attributes:
-        name: ``"cpu"``, ``"cuda"`` or ``"npu"``.
-        backend: argument of ``torch.distributed.init_process_group``.
-        device: where this process computes.
-        shares_host_memory: device memory is host memory, so that offloading frees nothing.
-        taken_bytes: of the device, in use when this process came: its driver, other processes.
+        name: Name of the platform, ``"cpu"``, ``"cuda"`` or ``"npu"``.
+        backend: Argument of ``torch.distributed.init_process_group``.
+        device: Device on which this process computes.
+        shares_host_memory: Whether device memory is host memory, so that offloading frees nothing.
+        taken_bytes: Bytes of the device in use before this process: by its driver and by others.
     """
 
     name: str
@@ -81,64 +81,64 @@ class Platform(Protocol):
     taken_bytes: int
 
     def set_device(self) -> None:
-        """Bind this process to its device (by ``LOCAL_RANK``) and look what is taken of it."""
+        """Bind this process to its device (by ``LOCAL_RANK``) and set ``taken_bytes``."""
         ...
 
     def synchronize(self) -> None:
-        """Wait for all queued work."""
+        """Wait for all queued work of the device."""
         ...
 
     def rng_state(self) -> torch.Tensor | None:
-        """State of the device generator; ``None`` when it is torch's own."""
+        """Return the state of the device generator; ``None`` when it is torch's own."""
         ...
 
     def set_rng_state(self, state: torch.Tensor | None) -> None:
-        """Restore what :meth:`rng_state` gave."""
+        """Restore a state that :meth:`rng_state` returned."""
         ...
 
     def install(self, setup: NpuSetup | None = None) -> None:
         """Make megatron-core usable on this device; idempotent.
 
         Args:
-            setup: what an NPU process is told; others have no use for it.
+            setup: Settings of an NPU process; other platforms ignore them.
         """
         ...
 
     def transformer_features(self) -> TransformerFeatures:
-        """What megatron-core may use here."""
+        """Return the features that megatron-core may use on this device."""
         ...
 
     def memory(self) -> DeviceMemory:
-        """What the driver says now."""
+        """Return the device's memory as its driver sees it now."""
         ...
 
     def reset_peak_memory(self) -> None:
-        """Begin another interval of :meth:`peak_memory`."""
+        """Start another interval of :meth:`peak_memory`."""
         ...
 
     def peak_memory(self) -> int:
-        """The most bytes since the last reset: of tensors, or of the process where it is the host.
+        """Return the peak bytes since the last reset: of tensors, on a host of the process.
 
-        0 where the system does not tell.
+        0 where the system does not report it.
         """
         ...
 
     def release_cached_memory(self) -> None:
-        """Give memory that the allocator keeps for later back to the device."""
+        """Give memory that the allocator caches back to the device."""
         ...
 
     def profiler(self, request: ProfileRequest) -> Profiler:
-        """The device's profiler, not started."""
+        """Create a profiler of the device, which is not started yet."""
         ...
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """[num_bytes] uint8 on the host, pinned where that makes copies asynchronous."""
+        """Allocate [num_bytes] uint8 on the host, pinned where that makes copies asynchronous."""
         ...
 
     def copies(self) -> AbstractContextManager[None]:
-        """Copies within are queued beside the computation, after all that is queued now."""
+        """Queue the copies of the block after all work queued now, in parallel to later work."""
         ...
 
     def wait_for_copies(self) -> None:
-        """Computation queued from now on waits for all queued copies; the host does not."""
+        """Let computation that is queued later wait for all queued copies; the host does not."""
         ...

@@ -1,4 +1,4 @@
-"""CPU with gloo: a complete platform, used on laptops and in CI."""
+"""The platform of CPUs with gloo, which is complete and is used on laptops and in CI."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PAGE_BYTES = 4096
 
 
 class CpuPlatform:
-    """Everything on the host; torch's global generator is the device generator."""
+    """The platform of CPUs, where torch's global generator is the device generator."""
 
     name = "cpu"
     backend = "gloo"
@@ -34,12 +34,12 @@ class CpuPlatform:
 
     @cached_property
     def _proc(self) -> tuple[ProcFile, ProcFile] | None:
-        """What tells of this process and of its machine, where there is a /proc."""
+        """Files with the memory of this process and of the machine; ``None`` without a /proc."""
         files = Path("/proc/self/statm"), Path("/proc/meminfo")
         return (ProcFile(files[0]), ProcFile(files[1])) if files[0].exists() else None
 
     def set_device(self) -> None:
-        """One compute thread unless the user asked for more, and one for the network."""
+        """Use one compute thread unless ``OMP_NUM_THREADS`` says more, and one network thread."""
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         share_devices()
 
@@ -47,11 +47,10 @@ class CpuPlatform:
         """Nothing is queued on a CPU."""
 
     def rng_state(self) -> torch.Tensor | None:
-        """The device generator is torch's own."""
         return None
 
     def set_rng_state(self, state: torch.Tensor | None) -> None:
-        """Nothing beyond torch's own generator."""
+        """A CPU has no generator beyond torch's own."""
 
     def install(self, setup: NpuSetup | None = None) -> None:
         """Give megatron-core a CPU accelerator."""
@@ -60,14 +59,14 @@ class CpuPlatform:
         cpu_install.install()
 
     def transformer_features(self) -> TransformerFeatures:
-        """None: gloo's threads may still send an output when it is freed, which gives wrong losses.
+        """Return no features: a CPU has no fused kernels and no stream to overlap on.
 
-        There is nothing to fuse for, and no stream to overlap on.
+        gloo's threads may still be sending an output when it is freed, which gives wrong losses.
         """
         return TransformerFeatures()
 
     def memory(self) -> DeviceMemory:
-        """Of this process and its machine (Linux); zeros where there is no /proc."""
+        """Return the memory of this process and its machine (Linux); zeros without a /proc."""
         if self._proc is None:
             return DeviceMemory(0, 0, 0)
         own, machine = self._proc
@@ -77,11 +76,10 @@ class CpuPlatform:
         return DeviceMemory(resident, available, total)
 
     def reset_peak_memory(self) -> None:
-        """Of the process, where /proc can be written."""
         host_memory.reset_peak_bytes()
 
     def peak_memory(self) -> int:
-        """Resident size of the process."""
+        """Return the peak resident size of the process."""
         return host_memory.peak_bytes()
 
     def release_cached_memory(self) -> None:
@@ -89,18 +87,17 @@ class CpuPlatform:
         give_back_free_pages()
 
     def profiler(self, request: ProfileRequest) -> TorchProfiler:
-        """PyTorch's."""
         return TorchProfiler(request, cuda=False)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Plain memory: there is nothing to pin it for."""
+        """Allocate plain memory, because pinning would speed nothing up."""
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
         advise_large_pages(buffer.data_ptr(), num_bytes)
         return buffer
 
     def copies(self) -> AbstractContextManager[None]:
-        """Copies happen at once."""
+        """Return an empty context: copies on a CPU are synchronous."""
         return nullcontext()
 
     def wait_for_copies(self) -> None:
-        """They have happened."""
+        """Copies on a CPU are done when their call returns."""

@@ -1,9 +1,9 @@
-"""Gives megatron-core an accelerator that is the CPU.
+"""Makes megatron-core run on the CPU in place of CUDA.
 
-megatron-core names ``torch.cuda`` and the device ``"cuda"`` all over its training path. Inside
-``megatron.core`` modules (and only there) the name ``torch`` is bound to a facade that answers
-those names with the CPU; vLLM and transformers in the same process see an unchanged torch. Modules
-imported later are bound by an import hook, so none escapes.
+megatron-core uses ``torch.cuda`` and the device ``"cuda"`` throughout its training path. Inside
+``megatron.core`` modules (and only there) the name ``torch`` is bound to a facade that maps these
+names to the CPU; vLLM and transformers in the same process see an unchanged torch. An import hook
+binds modules that are imported later, so that none is missed.
 
 Why: megatron-core has no CPU path for RoPE, DDP buffers, p2p, gradient clipping.
 Upstream: https://github.com/NVIDIA/Megatron-LM (no plan for CPU training is known).
@@ -47,7 +47,7 @@ class _Stream:
 
 
 class _Facade(types.ModuleType):
-    """A module that answers some names itself and forwards the others."""
+    """A module that has some names of its own and forwards the others to another module."""
 
     def __init__(self, base: types.ModuleType, **own: Any) -> None:
         super().__init__(base.__name__)
@@ -136,10 +136,10 @@ def _called_from_megatron() -> bool:
 
 
 def _patch_tensor_methods() -> None:
-    """``t.cuda()`` and ``t.type()`` are methods: callers in megatron.core see another answer.
+    """Patch ``t.cuda()`` and ``t.type()`` for callers in megatron.core.
 
     Raises:
-        RuntimeError: ``t.type()`` says something else than it did in the checked version.
+        RuntimeError: ``t.type()`` returns another name than in the checked version.
     """
     real_type, real_cuda = torch.Tensor.type, torch.Tensor.cuda
     if getattr(real_type, "_mindspeed_rl", False):

@@ -1,4 +1,4 @@
-"""What megatron-core may use on a kind of device: fusions, overlap, where its memory is made."""
+"""The features that megatron-core may use on a device: fusions, overlap and construction."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TransformerFeatures:
-    """Features of a device. Without arguments nothing is used, which is right everywhere.
+    """Features of a device; without arguments none is used, which is correct on every device.
 
     Attributes:
-        fusions: fields of megatron-core's ``TransformerConfig`` that are on where no flag turns
+        fusions: Fields of megatron-core's ``TransformerConfig`` that are on where no flag turns
             them off.
-        builds_on_device: parameters are made on the device, not on the host and moved.
-        frees_sent_outputs: the output of a pipeline stage leaves memory as soon as it is being
-            sent, which is right where sends are queued behind what computed it.
-        overlaps_reduction: gradients are reduced while others are computed, if that is asked for.
-        chooses_dispatcher: tokens get to their experts as it is asked for, else by all-to-all.
+        builds_on_device: Whether parameters are created on the device, not moved there.
+        frees_sent_outputs: Whether the output of a pipeline stage is freed as soon as its send is
+            queued, which is correct where sends are queued behind the computation of the output.
+        overlaps_reduction: Whether the flag for reducing gradients during computation is obeyed.
+        chooses_dispatcher: Whether the flag for the token dispatcher is obeyed; otherwise tokens
+            get to their experts by all-to-all.
     """
 
     fusions: frozenset[str] = frozenset()

@@ -1,9 +1,9 @@
-"""One network thread of gloo for all process groups of a process.
+"""Shares one network thread of gloo between all process groups of a process.
 
-PyTorch gives every gloo group a device of its own, and the thread of a device wakes every 10 ms
-whether anybody uses the group or not. A rank is in about thirty groups (megatron-core's axes and
-the engine's), most of which are idle: on two cores their threads took a few percent of a step.
-Devices can be shared: connections of all groups then lie in one epoll set.
+PyTorch gives every gloo group a device of its own, whose thread wakes every 10 ms even when the
+group is idle. A rank is in about thirty groups (megatron-core's axes and the engine's), most of
+which are idle: on two cores their threads take a few percent of a step. With a shared device the
+connections of all groups are in one epoll set.
 
 Why: the default constructor of ``ProcessGroupGloo`` takes no devices.
 Upstream: torch/csrc/distributed/c10d/init.cpp (the constructor with a timeout makes the devices);
@@ -22,14 +22,14 @@ from typing import Any
 import torch.distributed as dist
 
 _NEEDED = ("_Options", "create_default_device", "create_device")
-_THREADS_PER_DEVICE = 2  # as PyTorch has it: of a group, for its collectives
+_THREADS_PER_DEVICE = 2  # PyTorch's default number of threads for the collectives of a group
 
 
 def share_devices() -> None:
-    """Let all gloo groups that this process makes from now on share their devices. Idempotent.
+    """Make all gloo groups that this process creates later share their devices. Idempotent.
 
     Raises:
-        RuntimeError: the installed torch makes its groups in another way.
+        RuntimeError: The installed torch creates its groups in another way.
     """
     group: Any = dist.ProcessGroupGloo
     make = vars(group)["__init__"]
@@ -44,7 +44,7 @@ def share_devices() -> None:
     def with_shared(
         self: Any, store: Any, rank: int, size: int, options: Any = None, *, timeout: Any = None
     ) -> None:
-        if isinstance(options, timedelta):  # the second overload, by position
+        if isinstance(options, timedelta):  # the overload with a timeout, by position
             options, timeout = None, options
         if options is None:
             options = group._Options()
@@ -60,7 +60,7 @@ def share_devices() -> None:
 
 @functools.cache
 def _devices() -> list[Any]:
-    """Of the interfaces in ``GLOO_SOCKET_IFNAME``, or else of the host's own address."""
+    """Create devices for the interfaces in ``GLOO_SOCKET_IFNAME``, or for the host's address."""
     group: Any = dist.ProcessGroupGloo
     if names := os.environ.get("GLOO_SOCKET_IFNAME"):
         return [group.create_device(interface=name) for name in names.split(",")]

@@ -1,4 +1,4 @@
-"""Resident memory of this process, from files of /proc (Linux)."""
+"""Reads the resident memory of this process from files of /proc (Linux)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _RESET_PEAK = "5"  # proc(5): sets the high-water mark to the present resident s
 
 
 class ProcFile:
-    """A file of /proc that is read again and again: opened once. Of the process that opens it."""
+    """A file of /proc that is opened once and read often, for the process that opened it."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)
 
     def read(self) -> bytes:
-        """Its present content."""
+        """Return the present content of the file."""
         number, parts = self._file.fileno(), list[bytes]()
         while part := os.pread(number, 1 << 14, sum(map(len, parts))):
             parts.append(part)
@@ -26,16 +26,16 @@ class ProcFile:
 
 
 def reset_peak_bytes() -> None:
-    """Begin another interval of :func:`peak_bytes`; the old one goes on in a read-only /proc."""
+    """Start another interval of :func:`peak_bytes`; no effect where /proc is read-only."""
     with suppress(OSError):
         _CLEAR_REFS.write_text(_RESET_PEAK)
 
 
 def peak_bytes() -> int:
-    """The largest resident size since the last reset; 0 where there is no /proc."""
+    """Return the largest resident size since the last reset; 0 where there is no /proc."""
     return field_bytes(b"VmHWM:", _STATUS.read_bytes()) if _STATUS.exists() else 0
 
 
 def field_bytes(field: bytes, status: bytes) -> int:
-    """A field of a status file of /proc, which is in kB."""
+    """Return a field of a status file of /proc, which is in kB, as bytes."""
     return int(status.partition(field)[2].split(None, 1)[0]) * 1024

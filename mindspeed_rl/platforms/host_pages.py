@@ -1,4 +1,4 @@
-"""Physical pages of host memory, given back while the addresses stay."""
+"""Frees physical pages of host memory under addresses that stay, and asks for large pages."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import mmap
 import sys
 from functools import cache
 
-# Of x86-64 and of arm64 with pages of 4 KiB.
+# Size of a large page on x86-64, and on arm64 with pages of 4 KiB.
 _LARGE_PAGE_BYTES = 2 << 20
 
 
 def discard_pages(address: int, num_bytes: int) -> bool:
-    """Give the whole pages of a range back to the system; they read as zeros from now on. Local.
+    """Return the whole pages of a range to the system; they then read as zeros. Local.
 
     Source: madvise(2), MADV_DONTNEED on private anonymous memory, which is what allocators hand
-    out. Bytes of the range on its first and last page, which it may share, stay as they are.
+    out. Bytes on the first and last page of the range, if it shares them, are not changed.
 
     Returns:
-        Whether this system can do it (Linux); nothing happened if not.
+        Whether this system can do it (Linux); if not, nothing happened.
 
     Raises:
-        OSError: the system refused.
+        OSError: The system refused.
     """
     if sys.platform != "linux":
         return False
@@ -32,10 +32,10 @@ def discard_pages(address: int, num_bytes: int) -> bool:
 
 
 def advise_large_pages(address: int, num_bytes: int) -> None:
-    """Let the whole pages of a range come in large ones when they are touched. Local.
+    """Ask the system to back the whole pages of a range by large pages. Local.
 
-    Writing what has just been allocated is bound by page faults otherwise: 512 times as many. Only
-    a hint: nothing happens where the system has no such pages.
+    Otherwise writing to new memory is bound by page faults, which are 512 times as many. This is
+    a hint alone, without effect where the system has no such pages.
     """
     if sys.platform != "linux" or num_bytes < _LARGE_PAGE_BYTES:
         return
@@ -44,26 +44,26 @@ def advise_large_pages(address: int, num_bytes: int) -> None:
 
 
 def give_back_free_pages() -> None:
-    """Make the C library return free memory to the system, where it can (that of GNU)."""
+    """Make the C library return free memory to the system; only GNU's can."""
     trim = getattr(_libc(), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def _whole_pages(address: int, num_bytes: int) -> tuple[int, int]:
-    """Address and bytes of the pages that lie within a range as a whole."""
+    """Return address and size of the pages that lie wholly within a range."""
     page = mmap.PAGESIZE
     first = -(-address // page) * page
     return first, (address + num_bytes) // page * page - first
 
 
 def _advise(first: int, size: int, advice: int) -> int:
-    """madvise(2); 0 or the number of the error."""
+    """Call madvise(2); return 0 or the number of the error."""
     refused = _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), ctypes.c_int(advice))
     return ctypes.get_errno() if refused else 0
 
 
 @cache
 def _libc() -> ctypes.CDLL:
-    """Opened once: every handle is a class of its own, in a cycle that waits for the collector."""
+    """Open the C library, once because every handle leaves a cycle for the garbage collector."""
     return ctypes.CDLL(None, use_errno=True)

@@ -1,4 +1,4 @@
-"""Ascend NPUs with HCCL, through torch_npu."""
+"""The platform of Ascend NPUs with HCCL, through torch_npu."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mindspeed_rl.platforms.features import TransformerFeatures
 
 
 class NpuPlatform:
-    """One NPU per process; gloo beside HCCL for host tensors and objects."""
+    """The platform of one NPU per process, with gloo besides HCCL for host tensors and objects."""
 
     name = "npu"
     backend = "cpu:gloo,npu:hccl"
@@ -31,32 +31,28 @@ class NpuPlatform:
         self.taken_bytes = 0
 
     def set_device(self) -> None:
-        """Bind to ``LOCAL_RANK``."""
         self._npu.set_device(self.device)
         self.taken_bytes = self.memory().used_bytes
 
     def synchronize(self) -> None:
-        """Wait for all streams."""
         self._npu.synchronize()
 
     def rng_state(self) -> torch.Tensor | None:
-        """NPU generator state."""
         state: torch.Tensor = self._npu.get_rng_state()
         return state
 
     def set_rng_state(self, state: torch.Tensor | None) -> None:
-        """Restore the NPU generator."""
         if state is not None:
             self._npu.set_rng_state(state)
 
     def install(self, setup: NpuSetup | None = None) -> None:
-        """Apply MindSpeed, or torch_npu's own stand-in for CUDA where it is not installed."""
+        """Apply MindSpeed, or torch_npu's replacement of CUDA where it is not installed."""
         from mindspeed_rl.platforms import npu_install
 
         npu_install.install(setup or NpuSetup())
 
     def transformer_features(self) -> TransformerFeatures:
-        """Overlap; fused kernels are MindSpeed's, whose modules and flags bring them."""
+        """Return all features but fusions; MindSpeed's modules and flags bring fused kernels."""
         return TransformerFeatures(
             builds_on_device=True,
             frees_sent_outputs=True,
@@ -65,40 +61,37 @@ class NpuPlatform:
         )
 
     def memory(self) -> DeviceMemory:
-        """Of the driver: torch counts no buffers of HCCL, and unmapped memory as if it were there.
+        """Ask the driver, because torch counts no buffers of HCCL, but counts unmapped memory.
 
-        vLLM-Ascend's sleep mode unmaps memory under addresses that torch goes on counting.
+        vLLM-Ascend's sleep mode unmaps memory under addresses that torch still counts.
         """
         free, total = self._npu.mem_get_info(self.device)
         return DeviceMemory(total - free, free, total)
 
     def reset_peak_memory(self) -> None:
-        """Of the caching allocator."""
         self._npu.reset_peak_memory_stats(self.device)
 
     def peak_memory(self) -> int:
-        """What tensors take, caches of the allocator aside."""
+        """Return the peak bytes of tensors, without caches of the allocator."""
         return int(self._npu.max_memory_allocated(self.device))
 
     def release_cached_memory(self) -> None:
-        """Wait, then empty the caching allocator: a block in use by a stream cannot leave."""
+        """Wait for streams, whose blocks cannot be freed, and empty the caching allocator."""
         gc.collect()
         self._npu.synchronize()
         self._npu.empty_cache()
 
     def profiler(self, request: ProfileRequest) -> Profiler:
-        """torch_npu's."""
         from mindspeed_rl.platforms.npu_profiler import NpuProfiler
 
         return NpuProfiler(request)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Pinned."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     @contextmanager
     def copies(self) -> Iterator[None]:
-        """A stream for copies alone, made at first use."""
+        """Run the block on a stream for copies alone, which is created at first use."""
         if self._copy_stream is None:
             self._copy_stream = self._npu.Stream(self.device)
         self._copy_stream.wait_stream(self._npu.current_stream())
@@ -106,11 +99,11 @@ class NpuPlatform:
             yield
 
     def wait_for_copies(self) -> None:
-        """The present stream waits for the copy stream."""
+        """Let the current stream wait for the copy stream."""
         if self._copy_stream is not None:
             self._npu.current_stream().wait_stream(self._copy_stream)
 
 
 def memory_format(tensor: torch.Tensor) -> int:
-    """How a tensor on an NPU lies in its memory, as a number of CANN (2: ND, 29: fractal NZ)."""
+    """Return the memory format of an NPU tensor as a number of CANN (2: ND, 29: fractal NZ)."""
     return int(torch.ops.npu.get_npu_format(tensor))

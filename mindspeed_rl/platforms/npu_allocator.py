@@ -1,8 +1,8 @@
-"""Expandable segments of the NPU's caching allocator, switched while the process runs.
+"""Switches expandable segments of the NPU's caching allocator while the process runs.
 
-Training wants them, against fragmentation. The engine's memory pool cannot be built with them, and
-graphs are captured without. So they are off while the engine is built and while its weights are
-there, and on in between, where the user asked for them.
+They reduce fragmentation in training, but the engine's memory pool cannot be built with them, and
+graphs are captured without. So they are off while the engine is built and while its weights are in
+memory, and on at other times, if the user asked for them.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from mindspeed_rl.platforms.allocator_settings import WANTED
 
 
 def swaps_segments() -> bool:
-    """Whether the user asked for expandable segments, which were taken out at the start."""
+    """Whether the user asked for expandable segments, which the start of the run removed."""
     return os.environ.get(WANTED) == "1"
 
 
 def set_expandable_segments(on: bool) -> None:
-    """For allocations from now on. Local; torch_npu 2.9 or newer.
+    """Switch expandable segments for later allocations. Local; torch_npu 2.9 or newer.
 
     Raises:
-        RuntimeError: this torch_npu has no such switch.
+        RuntimeError: This torch_npu has no such switch.
     """
     memory = importlib.import_module("torch_npu.npu.memory")
     try:

@@ -1,21 +1,21 @@
-"""Makes megatron-core usable on an NPU: MindSpeed's adaptor, and torch as it was for others.
+"""Makes megatron-core usable on an NPU, and undoes changes to torch that break other libraries.
 
-With MindSpeed its adaptor is imported with a clean command line, because it reads ``sys.argv`` and
-takes flags of any program for its own; its features are set through its ``repatch`` alone, once,
-before the first process group of megatron-core exists. Without it torch_npu's ``transfer_to_npu``
-answers for CUDA and megatron-core's own modules run.
+MindSpeed's adaptor, if installed, is imported with a clean command line, because it reads
+``sys.argv`` and takes flags of any program for its own; its features are set through its
+``repatch`` alone, once, before the first process group of megatron-core exists. Without MindSpeed,
+torch_npu's ``transfer_to_npu`` replaces CUDA and megatron-core's own modules run.
 
-Both change what vLLM and transformers in the same process see. What they need is put back:
+Both change what vLLM and transformers in the same process see. These changes are undone:
 
-- ``torch.compile`` and ``torch.jit.script``, which the adaptor replaces by nothing. megatron-core
-  keeps the replacement: its fused functions are bound while it is in force;
-- modules that the adaptor makes up. ``find_spec("flash_attn")`` succeeds on them, and vLLM then
-  imports what is not there;
-- the answer of each Triton driver to "is your device here?": CUDA that is answered for is none.
+- ``torch.compile`` and ``torch.jit.script``, which the adaptor replaces by functions that do
+  nothing. megatron-core keeps the replacement, because its fused functions are bound before;
+- placeholder modules of the adaptor. ``find_spec("flash_attn")`` finds them, and vLLM then fails to
+  import names from them;
+- ``is_active`` of each Triton driver, which would take the replaced CUDA for a real one.
 
-What stays changed: ``torch.cuda``, ``torch.distributed.all_reduce`` (its tensor must be positional,
-and float64 is reduced as float32), ``torch.Tensor.view`` (copies what is not contiguous) and
-``torch.Tensor.type``. tests/unit/platforms/test_npu_calls.py keeps our calls within that.
+These changes stay: ``torch.cuda``, ``torch.distributed.all_reduce`` (its tensor must be positional,
+and float64 is reduced as float32), ``torch.Tensor.view`` (copies a tensor that is not contiguous)
+and ``torch.Tensor.type``. tests/unit/platforms/test_npu_calls.py checks our calls against them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from mindspeed_rl.config.npu import NpuSetup
 from mindspeed_rl.core.installed import has_mindspeed
 from mindspeed_rl.core.patching import Patch, apply_patch
 
-# Made up by the adaptor and looked for by vLLM or transformers; megatron-core needs the others.
+# Placeholders of the adaptor that vLLM or transformers look for; megatron-core needs the others.
 PURGED = ("flash_attn", "fla", "fast_hadamard_transform")
-# Their attributes are imported when they are asked for.
+# Packages that import their attributes on access.
 LAZY = ("transformers",)
-# torch_npu imports them to change their idea of CUDA, and with them data sets and trackers: seconds
-# of every start. Nothing here trains with them.
+# torch_npu imports these modules to patch their use of CUDA, and with them data sets and trackers,
+# which takes seconds at every start. Nothing here trains with them.
 FOREIGN_TRAINERS = (
     "transformers.trainer", "transformers.training_args", "transformers.trainer_utils",
 )  # fmt: skip
@@ -49,10 +49,10 @@ _INSTALLED: list[NpuSetup] = []
 
 
 def install(setup: NpuSetup) -> None:
-    """Adapt this process, once. Local.
+    """Set this process up for megatron-core on an NPU, once. Local.
 
     Raises:
-        RuntimeError: a second call with another set-up, or megatron-core was imported before
+        RuntimeError: A second call has another set-up, or megatron-core was imported before
             MindSpeed could be applied.
     """
     if _INSTALLED:
@@ -77,7 +77,7 @@ def install(setup: NpuSetup) -> None:
 
 
 def _be_deterministic() -> None:
-    """Kernels of torch_npu; HCCL's switch is in the environment since before torch_npu came.
+    """Make kernels deterministic; HCCL's switch must be in the environment before torch_npu.
 
     MindSpeed's own switch acts on megatron.training alone.
     """
@@ -86,7 +86,7 @@ def _be_deterministic() -> None:
 
 
 def determinism_line() -> str:
-    """What of determinism is in force now, for the start of a run.
+    """Describe the determinism that is in force now, for the log at the start of a run.
 
     vLLM-Ascend's batch-invariant mode turns errors of torch into warnings when an engine is built.
     """
@@ -109,10 +109,10 @@ def _apply_adaptor(features: Mapping[str, Any]) -> None:
 
 
 def _check_applied() -> None:
-    """MindSpeed's patches are in force.
+    """Check that MindSpeed's patches are in force.
 
     Raises:
-        RuntimeError: a part of megatron-core is as it was, so that later errors would mislead.
+        RuntimeError: A class of megatron-core is not patched, so that later errors would mislead.
     """
     config: Any = importlib.import_module("megatron.core.transformer.transformer_config")
     if not config.TransformerConfig.__init__.__globals__["__name__"].startswith("mindspeed."):
@@ -124,10 +124,11 @@ def _check_applied() -> None:
 
 
 class _SeenModules:
-    """``sys.modules`` as MindSpeed sees it: without packages that import what they are asked for.
+    """``sys.modules`` as MindSpeed sees it, without packages that import attributes on access.
 
-    To place a patch it asks every module for an attribute, again for every patch. transformers
-    answers by importing its models: a minute, and an error where an optional package is missing.
+    To place a patch MindSpeed asks every module for an attribute, again for every patch, and
+    transformers then imports its models: that takes a minute, and fails where an optional package
+    is missing.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -143,12 +144,12 @@ class _SeenModules:
         return name in sys.modules
 
     def copy(self) -> dict[str, types.ModuleType]:
-        """What is looked at."""
+        """Return the modules in which MindSpeed looks for attributes."""
         return {n: m for n, m in sys.modules.items() if n.split(".")[0] not in LAZY}
 
 
 def _answer_for_cuda() -> None:
-    """torch_npu's own replacement of CUDA, and no compilation of megatron-core's functions."""
+    """Apply torch_npu's replacement of CUDA, and do not compile megatron-core's functions."""
     importlib.import_module("torch_npu.contrib.transfer_to_npu")
     replaced: Any = torch
     replaced.compile = replaced.jit.script = _uncompiled
@@ -158,7 +159,7 @@ def _answer_for_cuda() -> None:
         answer = real_type(self, *args, **kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if isinstance(answer, str) and caller.startswith("megatron.core"):
-            return answer.replace(".npu.", ".cuda.")  # it compares names of types
+            return answer.replace(".npu.", ".cuda.")  # megatron-core compares names of types
         return answer
 
     replaced.Tensor.type = type_
@@ -170,7 +171,7 @@ def _uncompiled(model: Any = None, **options: Any) -> Any:
 
 @contextmanager
 def clean_argv() -> Iterator[None]:
-    """Hide the command line: ``--help`` would end the process, ``--lr`` would become a feature."""
+    """Hide the command line from MindSpeed: ``--help`` would exit, ``--lr`` become a feature."""
     given = sys.argv
     sys.argv = given[:1]
     try:
@@ -189,7 +190,7 @@ def _kept_functions() -> Iterator[None]:
 
 @contextmanager
 def _hidden(names: Sequence[str]) -> Iterator[None]:
-    """Modules that are not loaded yet cannot be imported."""
+    """Make those of the modules that are not loaded yet fail to import within the block."""
     hidden = [name for name in names if name not in sys.modules]
     unavailable: Any = None
     sys.modules.update(dict.fromkeys(hidden, unavailable))
@@ -203,7 +204,7 @@ def _hidden(names: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _kept_triton_drivers() -> Iterator[None]:
-    """vLLM uses Triton only where exactly one driver is active."""
+    """Keep which Triton drivers are active: vLLM uses Triton only if exactly one is."""
     if importlib.util.find_spec("triton") is None:
         yield
         return
@@ -217,7 +218,7 @@ def _kept_triton_drivers() -> Iterator[None]:
 
 
 def purge_dummies() -> list[str]:
-    """Forget made-up modules that vLLM or transformers look for; their names."""
+    """Remove placeholder modules that vLLM or transformers look for, and return their names."""
     names = [
         name
         for name, module in sys.modules.items()
@@ -229,11 +230,11 @@ def purge_dummies() -> list[str]:
 
 
 def set_group_buffers(sizes_mb: Mapping[str, int]) -> None:
-    """Give megatron-core's groups HCCL buffers of a size of their own, before they are made.
+    """Set the HCCL buffer sizes of megatron-core's groups, before the groups are created.
 
     Args:
         sizes_mb: MiB by megatron-core's name of a group (``tp``, ``dp``, ``pp``, ``ep``, ...);
-            the others keep ``HCCL_BUFFSIZE``. A communicator holds two buffers.
+            the other groups keep ``HCCL_BUFFSIZE``. A communicator holds two buffers.
     """
     if sizes_mb:
         apply_patch(_group_options(dict(sizes_mb)))
@@ -261,7 +262,7 @@ def _group_options(sizes_mb: Mapping[str, int]) -> Patch:
 
 
 def hccl_options(name: str, buffer_mb: int) -> Any:
-    """Options of an HCCL group with a buffer size of its own."""
+    """Return options of an HCCL group with its own buffer size."""
     import torch_npu
 
     options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()

@@ -1,4 +1,4 @@
-"""torch_npu's profiler. Its traces are folders that MindStudio Insight opens."""
+"""The profiler of torch_npu, whose traces are folders for MindStudio Insight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindspeed_rl.platforms.base import ProfileRequest
 
 
 def _level(name: str) -> object:
-    """torch_npu's constant for one of MindSpeed's names."""
+    """Return torch_npu's constant for a level, which has MindSpeed's name."""
     levels = {
         "level0": torch_npu.profiler.ProfilerLevel.Level0,
         "level1": torch_npu.profiler.ProfilerLevel.Level1,
@@ -22,10 +22,10 @@ def _level(name: str) -> object:
 
 
 class NpuProfiler:
-    """One window; :meth:`stop` writes what was recorded and analyses it.
+    """A profiler of one window, whose :meth:`stop` writes and analyses the trace.
 
     Args:
-        request: what to record, and where it goes.
+        request: What to record, and where to write it.
     """
 
     def __init__(self, request: ProfileRequest) -> None:
@@ -47,14 +47,13 @@ class NpuProfiler:
         )
 
     def start(self) -> None:
-        """From now on everything of this process is recorded."""
         self._profiler.start()
 
     def stop(self, window: str) -> None:
-        """Write ``<worker>_<process>_<time>_ascend_pt``; torch_npu names it, whatever the window.
+        """Write ``<worker>_<process>_<time>_ascend_pt``, torch_npu's name, without the window.
 
-        torch_npu analyses it in forks and makes fork the start method of everybody, which is taken
-        back here. It turns its own errors into printed lines; where no trace came a warning tells.
+        torch_npu analyses the trace in forks and makes fork the start method of the process, which
+        is undone here. It prints its own errors; a warning says when there is no trace.
         """
         method = multiprocessing.get_start_method(allow_none=True)
         try:

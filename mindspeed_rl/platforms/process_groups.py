@@ -1,4 +1,4 @@
-"""The process groups that exist in this process, whoever made them."""
+"""Lists the process groups of this process, whichever library created them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-_NAMELESS = "undefined"  # torch's word
+_NAMELESS = "undefined"  # torch's description of a group without a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +17,9 @@ class Group:
     """One process group of this rank.
 
     Attributes:
-        name: what its maker calls it; vLLM's have no name.
-        ranks: global.
-        backend: as given to ``new_group``.
+        name: Description given by its creator; groups of vLLM, which gives none, are ``engine``.
+        ranks: Global ranks of the group.
+        backend: Backend as given to ``new_group``.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Group:
 
 
 def existing_groups() -> list[Group]:
-    """Every group that this rank is in, in the order in which they were made. Local."""
+    """Return all groups that this rank is in, in the order of their creation. Local."""
     found = []
     for group, (_, _) in distributed_c10d._world.pg_map.items():
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -40,11 +40,11 @@ def existing_groups() -> list[Group]:
 
 
 def group_lines(groups: Sequence[Group], buffer_bytes: Mapping[str, int]) -> Iterator[str]:
-    """What a run says of its groups at start: those of more than one rank, equal ones together.
+    """Yield log lines about the groups of more than one rank, with equal groups in one line.
 
     Args:
-        groups: of one rank.
-        buffer_bytes: on the device, by the name of each group that a step uses; as predicted.
+        groups: All groups of one rank.
+        buffer_bytes: Predicted device buffers in bytes, by the name of each group that a step uses.
     """
     alike: dict[tuple[tuple[int, ...], str], list[str]] = {}
     for group in groups:
@@ -60,7 +60,7 @@ def group_lines(groups: Sequence[Group], buffer_bytes: Mapping[str, int]) -> Ite
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Ranks at equal distances as first-last/step."""
+    """Format ranks, those at equal distances as first-last/step."""
     steps = {b - a for a, b in pairwise(ranks)}
     if len(ranks) > 3 and len(steps) == 1:
         step = steps.pop()

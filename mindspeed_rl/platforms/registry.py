@@ -1,4 +1,4 @@
-"""Which platform this process runs on: chosen once."""
+"""Chooses the platform of this process, once."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _CURRENT: list[Platform] = []
 
 
 def select_platform(name: str = "auto") -> Platform:
-    """The platform of this process.
+    """Return the platform of this process, creating it at the first call.
 
     Args:
         name: ``"auto"`` (NPU or CUDA when torch sees one, else CPU), ``"cpu"``, ``"cuda"`` or
             ``"npu"``.
 
     Raises:
-        UsageError: the device is not there.
-        RuntimeError: another platform is already in use, or there is none of that name.
+        UsageError: torch sees no such device.
+        RuntimeError: Another platform is already in use, or the name is unknown.
     """
     if name == "auto":
         name = next((n for n in ("npu", "cuda") if _sees(n)), "cpu")
@@ -36,7 +36,7 @@ def select_platform(name: str = "auto") -> Platform:
 
 
 def _sees(name: str) -> bool:
-    """Whether torch sees a device; after MindSpeed was applied an NPU answers for CUDA, too."""
+    """Whether torch sees a device; with MindSpeed applied this is true of CUDA on an NPU, too."""
     if name == "cuda":
         return torch.cuda.is_available()
     if find_spec("torch_npu") is None:

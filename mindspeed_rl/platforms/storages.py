@@ -1,4 +1,4 @@
-"""Storages behind tensors: the unit in which memory is released."""
+"""Helpers for the storages behind tensors, which are the unit in which memory is released."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from mindspeed_rl.platforms.host_pages import advise_large_pages
 
 
 def identity(storage: torch.UntypedStorage) -> int:
-    """Equal for one storage however it was reached; released ones have no address to compare."""
+    """Return a number that identifies a storage, even a released one, which has no address."""
     number: int = storage._cdata
     return number
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """The storages of the tensors, each once, in order of first use."""
+    """Return the storages of the tensors, each once, in order of first use."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -25,28 +25,28 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
 
 
 def num_bytes(storages: Iterable[torch.UntypedStorage]) -> int:
-    """Bytes that the storages hold now; released ones hold none."""
+    """Return the bytes that the storages hold now; released ones hold none."""
     return sum(storage.nbytes() for storage in storages)
 
 
 def not_among(
     tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The tensors whose storage is none of the others'."""
+    """Return the tensors that share no storage with the others."""
     taken = {identity(t.untyped_storage()) for t in others}
     return [t for t in tensors if identity(t.untyped_storage()) not in taken]
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A view of a whole storage, [bytes] uint8."""
+    """Return a view of a whole storage, [bytes] uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def take_memory(storage: torch.UntypedStorage, size: int) -> None:
-    """Give a released storage its memory again; what it holds is undefined. Local.
+    """Allocate the memory of a released storage again; its content is undefined. Local.
 
     Raises:
-        RuntimeError: there is no memory.
+        RuntimeError: The device is out of memory.
     """
     storage.resize_(size)
     if storage.device.type == "cpu":

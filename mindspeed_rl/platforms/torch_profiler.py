@@ -1,4 +1,4 @@
-"""PyTorch's own profiler, for CPU and CUDA."""
+"""The profiler of PyTorch, for CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from mindspeed_rl.platforms.base import ProfileRequest
 
 
 class TorchProfiler:
-    """One window; :meth:`stop` writes a Chrome trace.
+    """A profiler of one window, whose :meth:`stop` writes a Chrome trace.
 
     Args:
-        request: what to record, and where it goes.
-        cuda: record kernels as well.
+        request: What to record, and where to write it.
+        cuda: Whether to record CUDA kernels as well.
     """
 
     def __init__(self, request: ProfileRequest, *, cuda: bool) -> None:
@@ -26,7 +26,6 @@ class TorchProfiler:
         )
 
     def start(self) -> None:
-        """From now on everything of this process is recorded."""
         self._profiler.start()
 
     def stop(self, window: str) -> None:

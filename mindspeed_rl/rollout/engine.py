@@ -1,7 +1,7 @@
-"""What the training loop asks of an inference engine, and the pure parts of a request.
+"""The interface between the training loop and an inference engine: protocol, requests and seeds.
 
-One engine is ``tp`` consecutive ranks. All ranks of an engine make the same calls with the same
-arguments; different engines are independent.
+All ranks of an engine that share prompts make the same calls with the same arguments; different
+engines are independent.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 
 class EngineState(enum.Enum):
-    """What of the engine is in memory."""
+    """Which parts of the engine are in memory."""
 
     ASLEEP = "asleep"  # neither weights nor cache
-    WEIGHTS = "without its cache"
+    WEIGHTS = "without its cache"  # weights alone
     AWAKE = "awake"  # weights and key/value cache
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How to sample; everything else is fixed to the untruncated distribution.
+    """Settings of sampling; the distribution is never truncated.
 
     Attributes:
-        temperature: 0 is greedy.
-        max_response_tokens: limit of one response.
-        stop_token_ids: sampling one of these ends a response; it is part of it.
+        temperature: Sampling temperature; 0 is greedy.
+        max_response_tokens: Limit of the tokens of one response.
+        stop_token_ids: Tokens that end a response and are part of it.
     """
 
     temperature: float
@@ -49,12 +49,12 @@ class GenerationRequest:
     """One sample to generate.
 
     Attributes:
-        sample_id: of the completion.
-        token_ids: what the model reads first.
-        seed: of its own random stream.
-        max_tokens: limit of this response where it is not that of the settings.
-        prefix_tokens: tokens that there are of the response; the answer has them as well.
-        prefix_logprobs: of those, by the engines that sampled them.
+        sample_id: Id of the sample, and of its completion.
+        token_ids: Tokens of the prompt.
+        seed: Seed of the sample's own random stream.
+        max_tokens: Limit of this response; ``None`` is that of the settings.
+        prefix_tokens: Tokens that the response already has; the completion contains them.
+        prefix_logprobs: Log-probs of ``prefix_tokens`` under the engines that sampled them.
     """
 
     sample_id: int
@@ -66,18 +66,18 @@ class GenerationRequest:
 
 
 OnStep: TypeAlias = Callable[[Mapping[int, Completion]], None]
-"""Called after every step of an engine with the completions that it finished, by sample id."""
+"""Callback after every step of an engine, with the completions that the step finished by id."""
 
 
 def request_seed(run_seed: int, step: int, sample_id: int, k: int = 0, turn: int = 0) -> int:
-    """The seed of one sample: a hash of what it is, not of where it runs.
+    """Return the seed of one sample, a hash of what the sample is and not of where it runs.
 
     Args:
-        run_seed: ``--seed``.
+        run_seed: Value of ``--seed``.
         step: RL step.
-        sample_id: equal in every layout.
-        k: attempt, for resampling.
-        turn: of a conversation with an environment.
+        sample_id: Id of the sample, which is equal in every layout.
+        k: Attempt, for resampling.
+        turn: Turn of a conversation with an environment.
 
     Returns:
         An integer in [0, 2^63).
@@ -91,7 +91,7 @@ def request_seed(run_seed: int, step: int, sample_id: int, k: int = 0, turn: int
 def requests_digest(
     requests: Sequence[GenerationRequest], settings: SamplingSettings, version: int
 ) -> bytes:
-    """16 bytes that are equal when two ranks are about to generate the same thing."""
+    """Return 16 bytes that are equal on ranks with the same requests, settings and weights."""
     state = hashlib.blake2b(repr((settings, version)).encode(), digest_size=16)
     for request in requests:
         ids = (*request.token_ids, *request.prefix_tokens)
@@ -102,49 +102,49 @@ def requests_digest(
 
 
 class InferenceEngine(WeightReceiver, Protocol):
-    """An engine on this rank.
+    """An inference engine on this rank.
 
     Attributes:
-        stats: what was stepped since somebody reset it.
+        stats: Counters of its steps since the caller last replaced them.
     """
 
     stats: StepStats
 
     @property
     def state(self) -> EngineState:
-        """What is in memory."""
+        """Which parts of the engine are in memory."""
         ...
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of the weights on this rank while they are there."""
+        """Bytes of the weights on this rank while they are in memory."""
         ...
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of the key/value cache on this rank while it is there."""
+        """Bytes of the key/value cache on this rank while it is in memory."""
         ...
 
     def free_cache(self) -> None:
-        """Give the key/value cache back; no effect when it is away. Local."""
+        """Free the key/value cache; no effect when it is freed already. Local."""
         ...
 
     def free_weights(self) -> None:
-        """Give the weights back after the cache; they need a whole update afterwards. Local."""
+        """Free the weights after the cache; they need a whole update afterwards. Local."""
         ...
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Bring back ``"weights"``, then ``"kv_cache"``. Local; all of a tag or nothing."""
+        """Bring back ``"weights"``, then ``"kv_cache"``, each as a whole or not at all. Local."""
         ...
 
     @property
     def max_num_seqs(self) -> int:
-        """Sequences that run at once on this rank."""
+        """Number of sequences that run at once on this rank."""
         ...
 
     @property
     def weight_format(self) -> str:
-        """What is known of the memory format of the weights, for people; may be empty."""
+        """Description of the memory format of the weights, for the log; may be empty."""
         ...
 
     def score(
@@ -154,7 +154,7 @@ class InferenceEngine(WeightReceiver, Protocol):
         with_entropy: bool,
         trainer_version: int,
     ) -> list[list[tuple[float, float]]]:
-        """log-prob and entropy of every token after the first of each sequence.
+        """Return log-prob and entropy of every token after the first of each sequence.
 
         Collective: the ranks of the engine.
         """
@@ -168,10 +168,10 @@ class InferenceEngine(WeightReceiver, Protocol):
         on_step: OnStep | None = None,
         rebalancer: Rebalancer | None = None,
     ) -> dict[int, Completion]:
-        """Sample one completion per request: those that ended on this rank, by sample id.
+        """Sample one completion per request and return those that ended on this rank, by id.
 
         Collective: the ranks of the engine; with ``rebalancer``, which moves requests between
-        engines, the world. ``on_step`` is for work that may be done while others are still being
-        sampled.
+        engines, the world. ``on_step`` is for work that can be done while other completions are
+        still being sampled.
         """
         ...

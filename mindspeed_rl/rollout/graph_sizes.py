@@ -1,8 +1,8 @@
-"""Which batch sizes to capture decode graphs for.
+"""Chooses the batch sizes for which decode graphs are captured.
 
-A decode step with ``r`` running sequences is padded to the next captured size. What was run is a
-histogram: running sequences -> decode steps. Steps above the largest size run without a graph, so
-the largest batch is always captured.
+A decode step with ``r`` running sequences is padded to the next captured size. The decode steps of
+a run are counted in a histogram: running sequences -> decode steps. Steps above the largest size
+run without a graph, so the largest batch of the histogram is always captured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from mindspeed_rl.core.errors import UsageError
 
 AUTO = ("auto",)
-"""``--rollout-graph-sizes`` that are chosen from the history."""
+"""Value of ``--rollout-graph-sizes`` that asks for sizes chosen from the history."""
 
 HISTORY_FILE = "decode_batches.json"
 _FORMAT = 1
@@ -25,12 +25,12 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class GraphSizes:
-    """Captured sizes and what they cost on a histogram.
+    """Captured sizes and their padding on a histogram.
 
     Attributes:
-        sizes: ascending.
-        rows: sequences that were run, over all decode steps.
-        padded_rows: what the captured sizes make of them.
+        sizes: Captured sizes, ascending.
+        rows: Running sequences, summed over all decode steps.
+        padded_rows: The same sum with every step padded to a captured size.
     """
 
     sizes: tuple[int, ...]
@@ -39,19 +39,19 @@ class GraphSizes:
 
     @property
     def waste(self) -> float:
-        """Share of the padded rows that is padding."""
+        """Fraction of the padded rows that is padding."""
         return 1 - self.rows / self.padded_rows if self.padded_rows else 0.0
 
 
 def decode_batches(response_lengths: Sequence[int], capacity: int = 0) -> Counter[int]:
-    """The histogram of responses that are started in order: running sequences -> decode steps.
+    """Count the decode steps that generate responses: running sequences -> decode steps.
 
     The first token of a response comes from its prefill, so ``n`` tokens are ``n - 1`` decode
     steps.
 
     Args:
-        response_lengths: in tokens, in the order of their start.
-        capacity: sequences that run at once; the next starts where one ends. 0 is no limit.
+        response_lengths: Lengths of the responses in tokens, in the order of their start.
+        capacity: Sequences that run at once; the next one starts when one ends. 0 means no limit.
     """
     waiting = [length - 1 for length in response_lengths if length > 1]
     capacity = capacity or len(waiting)
@@ -71,18 +71,18 @@ def decode_batches(response_lengths: Sequence[int], capacity: int = 0) -> Counte
 
 
 def best_graph_sizes(histogram: Mapping[int, int], count: int, multiple: int = 1) -> GraphSizes:
-    """At most ``count`` sizes with the least padding; of equal ones, the fewest.
+    """Choose at most ``count`` sizes with the least padding, and the fewest among equal choices.
 
     Dynamic programming over the sizes that occur, O(sizes^2 x count): an optimal size is always
     one that occurs, rounded up to ``multiple``.
 
     Args:
-        histogram: running sequences -> decode steps; both positive.
-        count: graphs that may be captured.
-        multiple: every size is a multiple of this (sequence parallelism shares the rows).
+        histogram: Running sequences -> decode steps; both positive.
+        count: Number of graphs that may be captured.
+        multiple: Every size is a multiple of this (sequence parallelism divides the rows by it).
 
     Raises:
-        UsageError: an empty histogram or a count below 1.
+        UsageError: The histogram is empty or the count is below 1.
     """
     rounded: Counter[int] = Counter()
     for running, steps in histogram.items():
@@ -118,10 +118,10 @@ def best_graph_sizes(histogram: Mapping[int, int], count: int, multiple: int = 1
 
 
 def read_history(output_dir: Path) -> Counter[int]:
-    """The histogram of earlier steps of a run; empty when there is none.
+    """Read the histogram of the earlier steps of a run; it is empty when there is no file.
 
     Raises:
-        UsageError: the file is not one of ours.
+        UsageError: The file is not a histogram of decode steps.
     """
     path = output_dir / HISTORY_FILE
     if not path.is_file():
@@ -139,7 +139,7 @@ def read_history(output_dir: Path) -> Counter[int]:
 
 
 def write_history(output_dir: Path, histogram: Mapping[int, int]) -> None:
-    """Write the histogram beside the metrics of a run, as a whole or not at all."""
+    """Write the histogram into the output directory of a run, atomically."""
     path = output_dir / HISTORY_FILE
     steps = {str(running): histogram[running] for running in sorted(histogram)}
     output_dir.mkdir(parents=True, exist_ok=True)

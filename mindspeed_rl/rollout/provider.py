@@ -1,6 +1,6 @@
-"""What a run asks of a kind of inference engine before there is one: checks, layout, sizes, itself.
+"""The interface of a kind of inference engine: checks of flags, layout, sizes, and construction.
 
-A dry run and the checks of flags go through this module: neither torch nor an engine is imported.
+A dry run and the checks of flags use this module, so it imports neither torch nor an engine.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineSizes:
-    """What of an engine's options and habits decides its memory.
+    """Sizes of an engine that decide how much memory it needs.
 
     Attributes:
-        batched_tokens: tokens of one step of a data-parallel rank.
-        sequences: sequences of one step.
-        block_tokens: tokens of a block of the key/value cache.
-        copies_latent: both halves of latent attention's up projection are kept once more,
-            transposed; else they are views of it.
+        batched_tokens: Tokens of one step of a data-parallel rank.
+        sequences: Sequences of one step.
+        block_tokens: Tokens of a block of the key/value cache.
+        copies_latent: Both halves of latent attention's up projection are kept once more,
+            transposed; otherwise they are views of it.
     """
 
     batched_tokens: int
@@ -41,21 +41,21 @@ class EngineSizes:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What an engine is built for.
+    """Settings from which an engine is built.
 
     Attributes:
         model_dir: Hugging Face directory; only its configuration is read.
-        layout: where the engine keeps each weight; checked against the built model.
-        rank: global rank.
-        dtype: ``"float32"`` or ``"bfloat16"``.
-        max_model_len: longest sequence, in tokens.
-        kv_cache_bytes: key/value cache of this rank.
-        seed: engine seed; every request brings its own.
-        options: of the user, by the engine's own names.
-        tuning: flags of the engine's execution.
-        graph_sizes: what ``--rollout-graph-sizes`` came to.
-        recorded_layers: layers with experts whose choices completions bring along.
-        scores_entropy: it is asked for the entropies of given tokens.
+        layout: Layout of the engine's weights, which is checked against the built model.
+        rank: Global rank.
+        dtype: Type of the weights, ``"float32"`` or ``"bfloat16"``.
+        max_model_len: Length of the longest sequence, in tokens.
+        kv_cache_bytes: Bytes of the key/value cache on this rank.
+        seed: Seed of the engine; every request has its own as well.
+        options: Options given by the user, under the engine's own names.
+        tuning: Flags of the engine's execution.
+        graph_sizes: Sizes to which ``--rollout-graph-sizes`` was resolved; may be empty.
+        recorded_layers: Layers with experts whose routing is returned with each completion.
+        scores_entropy: Whether ``score`` will be asked for entropies.
     """
 
     model_dir: str
@@ -76,9 +76,9 @@ class EngineProvider(ABC):
     """A kind of inference engine.
 
     Attributes:
-        package: what an engine imports. Where it is imported, it ends the process groups itself.
-        cleared_variables: of the environment, that would override a flag.
-        batched_tokens_option: the option that bounds the tokens of a step.
+        package: Package of the engine. Once imported, it destroys the process groups at exit.
+        cleared_variables: Environment variables that would override a flag, and are removed.
+        batched_tokens_option: Name of the option that bounds the tokens of a step.
     """
 
     package: str
@@ -87,48 +87,48 @@ class EngineProvider(ABC):
 
     @abstractmethod
     def environment(self, platform: str) -> Mapping[str, str]:
-        """Variables that are set before the package is imported; a user's own value wins."""
+        """Return variables to set before the package is imported; a user's own value wins."""
 
     @abstractmethod
     def check_options(self, options: Mapping[str, object]) -> None:
-        """Refuse options that are not the user's to give. Local; nothing heavy is imported.
+        """Refuse options that the user may not give. Local; nothing heavy is imported.
 
         Raises:
-            UsageError: naming the option as it is typed, and what to use or the reason.
+            UsageError: An option is refused; names it as typed, and what to use or the reason.
         """
 
     @abstractmethod
     def layout(
         self, spec: ModelSpec, engine: EngineLayout, tuning: EngineTuningConfig
     ) -> RolloutLayout:
-        """Where it keeps the weights of a model, as far as its version does not matter. Local.
+        """Return the layout of a model's weights, as far as no version decides it. Local.
 
         Raises:
-            UsageError: sizes or flags of the engine's execution that do not fit the model.
+            UsageError: Sizes or flags of the engine's execution do not fit the model.
         """
 
     @abstractmethod
     def sizes(self, options: Mapping[str, object], spec: ModelSpec, platform: str) -> EngineSizes:
-        """What decides its memory on a platform. Pure."""
+        """Return the sizes that decide the engine's memory on a platform. Pure."""
 
     @abstractmethod
     def check_run(self, config: RLRunConfig, platform: str) -> None:
-        """Refuse what it cannot do on a platform. Local; the engine is not imported.
+        """Refuse features that the engine lacks on a platform. Local; it is not imported.
 
         Raises:
-            UsageError: naming the flag and what to use.
+            UsageError: A feature is refused; names the flag and what to use.
         """
 
     @abstractmethod
     def installed_layout(
         self, layout: RolloutLayout, options: Mapping[str, object], platform: str
     ) -> RolloutLayout:
-        """The layout as the installed version keeps weights. Local.
+        """Adapt the layout to the installed version of the engine. Local.
 
         Raises:
-            UsageError: a version that is not known, or an option that it does not have.
+            UsageError: The version is unknown or does not have one of the options.
         """
 
     @abstractmethod
     def build(self, settings: EngineSettings, platform: Platform) -> InferenceEngine:
-        """The engine of this rank. Collective: the world."""
+        """Build the engine of this rank. Collective: the world."""

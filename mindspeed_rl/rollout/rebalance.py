@@ -1,9 +1,9 @@
 """Moves requests between the engines of a run while they generate.
 
-Now and then all engines settle: each tells how far its requests are, every rank computes the same
-moves (:mod:`~mindspeed_rl.rollout.rebalance_plan`), and what leaves one engine arrives in another
-as tokens, log-probs and the state of its random stream. Between two settlements engines are
-independent, for as many steps as each makes in the same time; one that has nothing left waits.
+At a settlement all engines report the progress of their requests, every rank computes the same
+moves (:mod:`~mindspeed_rl.rollout.rebalance_plan`), and a request that moves is sent as tokens,
+log-probs and the state of its random stream. Between two settlements engines are independent, for
+as many steps as each makes in the same time; an engine that has no request left waits.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What is moved when; equal on all ranks.
+    """Rules of rebalancing, equal on all ranks.
 
     Attributes:
-        interval: steps of the slowest engine between settlements.
-        groups_per_engine: groups with requests of their own that step together.
-        running: requests that have begun move as well.
-        min_gain: see :func:`~mindspeed_rl.rollout.rebalance_plan.plan_moves`.
-        cost: of engine steps.
-        capacity: sequences that run at once on an engine.
-        room: tokens in the cache of an engine.
+        interval: Steps of the slowest engine between two settlements.
+        groups_per_engine: Engine groups (ranks that share requests) per engine; they step together.
+        running: Whether requests that have started move as well.
+        min_gain: See :func:`~mindspeed_rl.rollout.rebalance_plan.plan_moves`.
+        cost: Cost of engine steps.
+        capacity: Sequences that run at once in an engine group.
+        room: Tokens that the cache of an engine group holds.
     """
 
     interval: int
@@ -55,16 +55,16 @@ class Rules:
 
 
 class Rebalancer:
-    """One rollout's settlements on this rank.
+    """The settlements of one rollout on this rank.
 
     Args:
-        rules: what is moved when.
-        group: of this rank among those with prompts of their own.
-        leads: this rank speaks for its group.
+        rules: Rules of rebalancing.
+        group: Number of this rank's engine group, counted over all engines.
+        leads: Whether this rank is the leader of its group and sends for it.
         expected: (sample id, tokens so far) -> expected length of the response; equal on all ranks.
 
     Attributes:
-        steps: of this rank's engine until the next settlement.
+        steps: Steps of this rank's engine until the next settlement.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Rebalancer:
         return any(groups)
 
     def plan(self, groups: Sequence[Sequence[Progress]]) -> Plan:
-        """The moves between groups; the same on all ranks. Local."""
+        """Plan the moves between groups, equally on all ranks. Local."""
         replicas = [
             Replica(
                 tuple(
@@ -116,7 +116,7 @@ class Rebalancer:
         return plan_moves(replicas, rules.cost, min_gain=rules.min_gain, running=rules.running)
 
     def steps_after(self, plan: Plan) -> int:
-        """Steps of this rank's engine until the next settlement. Local."""
+        """Return the steps of this rank's engine until the next settlement. Local."""
         size = self.rules.groups_per_engine
         first = self._group // size * size
         steps = next_steps(plan.replicas, self.rules.cost, self.rules.interval)
@@ -125,7 +125,7 @@ class Rebalancer:
     def take(
         self, requests: OpenRequests, moves: Sequence[Move], stats: StepStats
     ) -> list[OpenRequest]:
-        """What leaves this rank. Local; alike on the ranks of an engine."""
+        """Remove and return the requests that leave this rank. Local; equal within its group."""
         leaving = [move.sample_id for move in moves if move.source == self._group]
         open_requests = requests.take(leaving)
         stats.moved += len(open_requests)
@@ -137,10 +137,10 @@ class Rebalancer:
     def deliver(
         self, requests: OpenRequests, open_requests: Iterable[OpenRequest], moves: Sequence[Move]
     ) -> None:
-        """Of all open requests, add those for this rank. Local.
+        """Add those of the moving requests that are for this rank. Local.
 
         Raises:
-            RuntimeError: one that was to come is missing.
+            RuntimeError: A request that moves here is missing.
         """
         awaited = {move.sample_id for move in moves if move.target == self._group}
         mine = [p for p in open_requests if p.request.sample_id in awaited]
@@ -150,7 +150,7 @@ class Rebalancer:
 
 
 def _of_all_ranks(mine: T) -> list[T]:
-    """What each rank gives, by rank. Collective: the world."""
+    """Gather one object from each rank, ordered by rank. Collective: the world."""
     found: list[T | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return cast(list[T], found)

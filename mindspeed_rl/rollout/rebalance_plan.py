@@ -1,8 +1,8 @@
-"""Which requests move between replicas of the engine while a rollout goes on.
+"""Plans which requests move between replicas of the engine while a rollout is running.
 
-Pure functions of what all ranks know, so every rank computes the same moves for itself. A request
-moves as its tokens: the replica that takes it over reads the prompt and what was generated so far
-in one prefill, and goes on. Whether that pays is a matter of :class:`StepCost`.
+The functions are pure and their arguments equal on all ranks, so every rank computes the same
+moves by itself. A request moves as its tokens: the replica that takes it over reads the prompt and
+the tokens generated so far in one prefill. :class:`StepCost` says whether that pays.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
-# Changes of the plan per replica that are looked for; each is a batch of requests.
+# Limit of the changes of a plan, per replica; each change moves a batch of requests.
 _CHANGES_PER_REPLICA = 4
-# Standard deviation of a length over its mean, on the safe side, where other lengths foretell it.
+# Standard deviation over mean of the error of an estimated response length, on the safe side.
 _DOUBT = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Time of engine steps in units of reading the weights once: a roofline of decoding.
+    """Roofline of engine steps, whose unit of time is one reading of the weights.
 
     Attributes:
-        ridge_tokens: tokens that are computed in the time in which the weights are read: peak
+        ridge_tokens: Tokens that are computed in the time in which the weights are read: peak
             FLOPs over bytes per second, for 16-bit weights.
-        context_tokens: cached tokens whose keys and values take as long to read as the weights.
-        sizes: captured graph sizes, ascending; a batch is padded to the next one.
+        context_tokens: Cached tokens whose keys and values take as long to read as the weights.
+        sizes: Captured graph sizes, ascending; a batch is padded to the next one.
     """
 
     ridge_tokens: float
@@ -35,18 +35,18 @@ class StepCost:
     sizes: tuple[int, ...] = ()
 
     def decode(self, running: int) -> float:
-        """One decode step of ``running`` sequences without their contexts."""
+        """Return the time of a decode step of ``running`` sequences without their contexts."""
         place = bisect_left(self.sizes, running)
         padded = self.sizes[place] if place < len(self.sizes) else running
         return max(1.0, padded / self.ridge_tokens)
 
     def steps(self, steps: int, running: int, context: int) -> float:
-        """``steps`` decode steps of sequences with ``context`` tokens in all at their start."""
+        """Return the time of ``steps`` decode steps that start with ``context`` tokens in all."""
         read = steps * context + running * steps * (steps - 1) // 2
         return steps * self.decode(running) + read / self.context_tokens
 
     def prefill(self, tokens: int) -> float:
-        """Reading ``tokens`` in one pass beside decode steps."""
+        """Return the time that a prefill of ``tokens`` adds to the decode steps."""
         return tokens / self.ridge_tokens
 
 
@@ -55,10 +55,10 @@ class Load:
     """An unfinished request as the planner sees it.
 
     Attributes:
-        sample_id: whose.
-        context: tokens of the prompt and generated so far.
-        remaining: tokens that are still to come, at least 1.
-        computed: its context is in the cache of its replica.
+        sample_id: Sample of the request.
+        context: Number of tokens of the prompt and generated so far.
+        remaining: Expected number of tokens still to be generated, at least 1.
+        computed: Whether the context is in the cache of its replica.
     """
 
     sample_id: int
@@ -69,12 +69,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """What one replica has to do.
+    """The unfinished requests and the limits of one replica.
 
     Attributes:
-        loads: in the order of their start, those that are computed first.
-        capacity: sequences that run at once.
-        room: tokens that its cache holds.
+        loads: Requests in the order of their start, those that are computed first.
+        capacity: Number of sequences that run at once.
+        room: Number of tokens that the cache holds.
     """
 
     loads: tuple[Load, ...]
@@ -87,9 +87,9 @@ class Segment:
     """A stretch of decode steps of one replica.
 
     Attributes:
-        time: in the units of :class:`StepCost`.
-        steps: decode steps.
-        rest: what is not finished after it.
+        time: Duration in the unit of :class:`StepCost`.
+        steps: Number of decode steps.
+        rest: Requests that are not finished at its end.
     """
 
     time: float
@@ -99,11 +99,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a settlement decides.
+    """The decision of one settlement.
 
     Attributes:
-        moves: at most one of each request, by sample id.
-        replicas: after the moves.
+        moves: Moves sorted by sample id, at most one per request.
+        replicas: Replicas after the moves.
     """
 
     moves: list[Move]
@@ -112,7 +112,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A request leaves one replica for another."""
+    """The move of a request from one replica to another."""
 
     sample_id: int
     source: int
@@ -125,7 +125,7 @@ def run_segment(
     max_steps: float = math.inf,
     max_time: float = math.inf,
 ) -> Segment:
-    """Run a replica to its end, or for at most so many decode steps or so much time.
+    """Simulate a replica to its end, or for at most ``max_steps`` decode steps or ``max_time``.
 
     A request starts when a place is free and the cache has room for it at its full length.
     """
@@ -167,7 +167,7 @@ def run_segment(
 
 
 def _most_steps(most: int, running: int, context: int, cost: StepCost, time: float) -> int:
-    """The largest number of steps below ``most`` that takes no more than ``time``."""
+    """Return the largest number of steps below ``most`` that takes no more than ``time``."""
     least = 0
     while most - least > 1:
         middle = (least + most) // 2
@@ -179,10 +179,11 @@ def _most_steps(most: int, running: int, context: int, cost: StepCost, time: flo
 
 
 def next_steps(replicas: Sequence[Replica], cost: StepCost, interval: int) -> list[int]:
-    """Steps of each replica until the next settlement, so that all arrive there together.
+    """Choose the steps of each replica until the next settlement, so that all arrive together.
 
-    The slowest runs ``interval`` steps, the others as many as they make in that time; one that is
-    expected to end before then goes on alone, in case a response is longer.
+    The slowest runs ``interval`` steps, the others as many as they make in that time. A replica
+    that is expected to finish earlier gets steps for the rest of the time as well, in case a
+    response is longer than expected.
     """
     horizon = max((run_segment(r, cost, interval).time for r in replicas), default=0.0)
     found = []
@@ -196,17 +197,18 @@ def next_steps(replicas: Sequence[Replica], cost: StepCost, interval: int) -> li
 def plan_moves(
     replicas: Sequence[Replica], cost: StepCost, *, min_gain: float, running: bool
 ) -> Plan:
-    """Moves that let the slowest replica end earlier.
+    """Plan moves that let the slowest replica end earlier.
 
-    Again and again the slowest replica gives requests to the fastest, as long as the later of the
-    two ends earlier by ``min_gain`` of what is left: those that have not begun, the last first, or,
-    with ``running``, those with most to come, or with the shortest contexts.
+    The slowest replica repeatedly gives requests to the fastest, as long as the later of the two
+    ends earlier by the fraction ``min_gain`` of the remaining time. It gives requests that have not
+    started, the last first, or, with ``running``, those with most tokens to come or the shortest
+    contexts.
 
     Args:
-        replicas: all of them, in the order in which every rank knows them.
-        cost: of their steps.
-        min_gain: share of the remaining time, above 0.
-        running: requests that have begun may move as well.
+        replicas: All replicas, in an order that is equal on all ranks.
+        cost: Cost of their steps.
+        min_gain: Fraction of the remaining time, above 0.
+        running: Whether requests that have started may move as well.
     """
     state = list(replicas)
     times = [run_segment(replica, cost).time for replica in state]
@@ -232,11 +234,11 @@ def plan_moves(
 def _best_change(
     slow: Replica, fast: Replica, time: float, cost: StepCost, min_gain: float, running: bool
 ) -> tuple[Replica, Replica, float, float] | None:
-    """Both replicas after the change that lets the later of the two end first, and their times.
+    """Return both replicas after the change with the earliest end of the two, and their times.
 
-    ``None`` where no change gains enough on ``time``, that of the slow one. What has begun takes
-    its prefill with it for certain, while its length is a guess: there the gain must also exceed
-    the error of a sum of as many guesses as the slow replica has requests.
+    ``None`` where no change gains enough on ``time``, the time of the slow one. A started request
+    certainly costs another prefill, while its length is an estimate: its gain must also exceed the
+    error of a sum of as many estimates as the slow replica has requests.
     """
     best: tuple[Replica, Replica, float, float] | None = None
     doubt = _DOUBT / math.sqrt(max(1, len(slow.loads)))
@@ -255,13 +257,13 @@ def _best_change(
 
 
 def _choices(loads: Sequence[Load], running: bool) -> Iterator[tuple[Load, ...]]:
-    """Batches of requests to give away: halves, quarters and so on of each order."""
+    """Yield batches of requests to give away: all, half, a quarter and so on of each order."""
     waiting = tuple(load for load in reversed(loads) if not load.computed)
     orders = [waiting]
     if running:
-        prefix_tokens = [load for load in loads if load.computed]
-        orders.append(tuple(sorted(prefix_tokens, key=lambda b: (-b.remaining, b.sample_id))))
-        orders.append(tuple(sorted(prefix_tokens, key=lambda b: (b.context, b.sample_id))))
+        active = [load for load in loads if load.computed]
+        orders.append(tuple(sorted(active, key=lambda b: (-b.remaining, b.sample_id))))
+        orders.append(tuple(sorted(active, key=lambda b: (b.context, b.sample_id))))
     for order in orders:
         count = len(order)
         while count:

@@ -1,4 +1,4 @@
-"""The kind of engine of a run: whoever needs it asks here and knows no engine by name."""
+"""Chooses the kind of engine of a run, so that other rooms know no engine by name."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from mindspeed_rl.rollout.vllm.provider import VllmProvider
 
 
 def engine_provider() -> EngineProvider:
-    """vLLM, which is vLLM-Ascend on NPUs. A flag that chooses among several is read here."""
+    """Return the provider of vLLM, which also stands for vLLM-Ascend on NPUs."""
     return VllmProvider()

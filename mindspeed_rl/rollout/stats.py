@@ -1,4 +1,4 @@
-"""What the engine ran in a step: metrics, and the history that graph sizes are chosen from."""
+"""Metrics of the engine's steps, and the history from which graph sizes are chosen."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from mindspeed_rl.rollout.step_loop import StepStats
 
 
 def take_stats(engine: InferenceEngine) -> StepStats:
-    """What the engine ran since the last call; counting begins again. Local."""
+    """Return the engine's counters since the last call and reset them. Local."""
     stats, engine.stats = engine.stats, StepStats()
     return stats
 
 
 def step_metrics(stats: StepStats, data_parallel: bool) -> MetricSet:
-    """Time and idling of the engine's steps, weighted by steps. Local.
+    """Compute the time and idling of the engine's steps, weighted by steps. Local.
 
-    With data-parallel ranks in an engine, also what their agreement takes: reductions per step,
-    milliseconds of waiting for each other, and how often all wait for a prompt of one; NaN where
-    the reduction is the engine's own.
+    With data-parallel ranks in an engine, the metrics also have the cost of their agreement:
+    reductions per step, milliseconds of waiting for each other, and the rate of steps in which all
+    wait for a prompt of one rank. These are NaN where the engine reduces by itself.
     """
     metrics = MetricSet(
         {
@@ -39,15 +39,15 @@ def step_metrics(stats: StepStats, data_parallel: bool) -> MetricSet:
 
 
 def record_history(folder: Path, stats: StepStats, data_parallel: int) -> None:
-    """Add the decode steps of this rank's engine to the file of the run.
+    """Add the decode steps of this rank's engine to the history file of the run.
 
-    Data-parallel ranks of an engine run the batch of their fullest rank, which only our reduction
-    tells: without it nothing is recorded.
+    Data-parallel ranks of an engine run the batch of their fullest rank, which is known from our
+    packed reduction alone: without it nothing is recorded.
 
     Args:
-        folder: ``--output-dir``.
-        stats: of one pass.
-        data_parallel: ranks with requests of their own in an engine.
+        folder: Value of ``--output-dir``.
+        stats: Counters of one pass of generation.
+        data_parallel: Number of ranks of an engine that have requests of their own.
     """
     if data_parallel > 1 and not stats.reductions:
         return

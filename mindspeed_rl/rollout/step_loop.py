@@ -1,7 +1,7 @@
-"""The step loop of an engine: ours, so that ranks without prompts keep stepping with their peers.
+"""The step loop of an engine, in which ranks without requests keep stepping with their peers.
 
-The ranks of an engine with data parallelism exchange tokens in every layer, so all of them run the
-same number of steps; one that has nothing to do runs a batch of one dummy token.
+The ranks of an engine with data parallelism exchange tokens in every layer, so all of them must run
+the same number of steps; a rank without requests runs a batch of one dummy token.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 
 class RankAgreement(Protocol):
-    """What the ranks of an engine tell each other in the reduction of a step.
+    """The reduction of a step in which the ranks of an engine agree on who is finished.
 
     Attributes:
-        seconds: spent in reductions.
-        reductions: done so far.
-        running: decode steps by the batch of their fullest rank.
+        seconds: Time spent in reductions.
+        reductions: Number of reductions so far.
+        running: Batch of the fullest rank -> decode steps.
     """
 
     seconds: float
@@ -32,29 +32,29 @@ class RankAgreement(Protocol):
         ...
 
     def offer(self, unfinished: int) -> None:
-        """What this rank puts into the next reduction."""
+        """Set the number of unfinished requests that this rank adds to the next reduction."""
         ...
 
     def finished(self) -> bool:
-        """Whether no rank had a request before the last step; reads the device."""
+        """Whether no rank had a request before the last step."""
         ...
 
 
 @dataclass(slots=True)
 class StepStats:
-    """What a call of the engine ran on this rank.
+    """Counters of the engine's steps on this rank.
 
     Attributes:
-        steps: of the engine, dummy ones included.
-        dummy_steps: without a request of this rank.
-        seconds: of all of them.
-        sync_seconds: of them, waiting for the other ranks to agree; 0 where it is not our code.
-        reductions: of that agreement; 0 where it is not our code.
-        settle_seconds: of moving requests between engines, waiting for the others included.
-        moved: requests that left this rank for another engine.
-        moved_tokens: tokens that other engines read again for them, prompts included.
-        prompt_steps: in which a rank of the engine read a prompt; 0 where it is not our code.
-        running: sequences in a decode step, of the fullest rank where ranks agree -> steps.
+        steps: Steps of the engine, dummy steps included.
+        dummy_steps: Steps in which this rank had no request.
+        seconds: Time of all steps.
+        sync_seconds: Part of ``seconds`` spent in our packed reduction; 0 without it.
+        reductions: Number of packed reductions; 0 without them.
+        settle_seconds: Time of moving requests between engines, waiting for the others included.
+        moved: Requests that left this rank for another engine.
+        moved_tokens: Tokens of these requests, prompts included, that other engines read again.
+        prompt_steps: Steps in which any rank of the engine read a prompt; 0 without our reduction.
+        running: Sequences in a decode step (on the fullest rank, where ranks agree) -> steps.
     """
 
     steps: int = 0
@@ -81,12 +81,12 @@ def run_steps(
 
     Args:
         engine: vLLM's ``LLMEngine`` with its requests.
-        agreement: our packed reduction; ``None`` leaves it to the engine.
-        interval: with ``agreement``, steps between looks at who is done.
-        stats: what was run is added to it; without the time that the caller spends between steps.
-        max_steps: end after so many in any case.
-        follows: requests tell of themselves at every token, else at their end alone; decode steps
-            are counted by what they tell.
+        agreement: Our packed reduction; ``None`` leaves the agreement to the engine.
+        interval: With ``agreement``, steps between two checks of whether all ranks are finished.
+        stats: Counters to add to; the time that the caller spends between steps is left out.
+        max_steps: Number of steps after which to end in any case.
+        follows: Whether requests report every token, so that decode steps can be counted from the
+            outputs; otherwise they report at their end alone.
 
     Yields:
         The outputs of each step: of every request that got a token, or of those that have ended.
@@ -108,7 +108,7 @@ def run_steps(
         stats.dummy_steps += not mine
         stats.prompt_steps += agreement is not None and agreement.reads_prompts
         if follows and agreement is None:
-            # the first token of a response comes from reading its prompt
+            # The first token of a response comes from its prefill, which is no decode step.
             stats.running[sum(len(o.outputs[0].token_ids) > 1 for o in outputs)] += 1
         done = agreement is not None and steps % interval == 0 and agreement.finished()
         stats.seconds += time.perf_counter() - start

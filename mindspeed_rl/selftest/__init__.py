@@ -1,1 +1,1 @@
-"""Proofs that users run on their own ranks."""
+"""Self-tests that users run on their own ranks."""

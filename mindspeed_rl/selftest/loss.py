@@ -1,7 +1,7 @@
-"""``--rl-selftest loss``: loss, metrics and gradients do not depend on the layout.
+"""``--rl-selftest loss``: checks that loss, metrics and gradients do not depend on the layout.
 
-A tiny random model trains on the same few samples in every layout that the world can be factored
-into and with every way of cutting the samples into micro-batches; the results are compared with
+A tiny random model trains on the same few samples in every layout into which the world can be
+factored and with every way of cutting the samples into micro-batches. The results are compared with
 those of one rank and one micro-batch. Every policy loss is tried with every aggregation.
 """
 
@@ -52,7 +52,7 @@ from mindspeed_rl.weights.transports import AllToAllTransport
 NUM_LAYERS, NUM_HEADS = 4, 4
 VOCAB_SIZE = 307  # no tensor-parallel degree divides it
 CONFIG = {
-    # no biases: keys' have almost no gradient (softmax), so only rounding to compare
+    # There are no biases: those of keys have almost no gradient (softmax) beyond rounding errors.
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB_SIZE,
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": NUM_LAYERS,
     "num_attention_heads": NUM_HEADS, "num_key_value_heads": NUM_HEADS, "head_dim": 16,
@@ -60,15 +60,15 @@ CONFIG = {
     "hidden_act": "silu", "tie_word_embeddings": False,
 }  # fmt: skip
 LONGEST = 32
-# Prompt and trained tokens: ragged, one sequence of a single trained token, one of none.
+# Prompt and trained tokens of uneven sequences; one has a single trained token, one has none.
 PAIRS = ((2, 9), (7, 3), (1, 1), (12, 20), (5, 0), (3, 2), (9, 11))
 
-# The norm rule: sums in another order over ranks, and products in another order within layers.
+# Layouts sum over ranks, and multiply within layers, in another order.
 METRIC_TOLERANCE = 1e-6
-EXTREME_TOLERANCE = 5e-6  # of single tokens, where layers are cut
+EXTREME_TOLERANCE = 5e-6  # for extremes over single tokens if layers are cut
 GRADIENT_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE_CUT = 2e-5
-# How many token means an aggregation adds up in these metrics, which may cancel.
+# Number of token means that an aggregation adds up in these metrics; the terms may cancel.
 _SUMS = ("loss/policy", "value/loss")
 _TOKENS = float(sum(trained for _, trained in PAIRS))
 _SCALES = {
@@ -83,7 +83,7 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A training layout; what is left of the world is data parallelism."""
+    """A training layout; the rest of the world is data parallelism."""
 
     tp: int = 1
     pp: int = 1
@@ -96,7 +96,7 @@ class Layout:
         return self.tp * self.cp > 1
 
     def name(self, world: int) -> str:
-        """As people write it."""
+        """Return the layout as text for people."""
         dp = world // (self.tp * self.pp * self.cp)
         return f"dp {dp} x tp {self.tp}{' sp' if self.sp else ''} x pp {self.pp} x cp {self.cp}"
 
@@ -110,20 +110,19 @@ class BatchCut:
 
     @property
     def name(self) -> str:
-        """As people write it."""
         return f"packed to {self.tokens} tokens" if self.tokens else f"micro-batch {self.samples}"
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A policy loss, or the critic's, with an aggregation."""
+    """A policy loss, or the critic's loss, with an aggregation."""
 
     loss: str
     aggregation: str
 
     @property
     def settings(self) -> LossSettings:
-        """Every term is on: dual clip, KL, entropy, weights and rejection of whole sequences."""
+        """Loss settings with every term on: dual clip, KL, entropy, weights, sequence rejection."""
         return LossSettings(
             policy_loss=self.loss,
             surrogate=SurrogateSettings(eps_lower=0.1, eps_upper=0.15, clip_ratio_c=1.3),
@@ -136,7 +135,7 @@ class Case:
 
 
 CUTS = (BatchCut(samples=1), BatchCut(samples=2), BatchCut(samples=8), BatchCut(tokens=48))
-#: the critic's loss, with the values of a pass and the returns of GAE as its targets
+#: The critic's loss, with the values of a pass and the returns of GAE as its targets.
 VALUE = "value"
 CASES = tuple(Case(loss, mode) for loss, mode in product((*POLICY_LOSSES, VALUE), AGGREGATIONS))
 Trial = tuple[Layout, BatchCut, Case]
@@ -144,7 +143,7 @@ Trial = tuple[Layout, BatchCut, Case]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one case: reduced metrics, and gradients by HF name, whole, on rank 0 only."""
+    """Reduced metrics of one case, and whole gradients by HF name, which only rank 0 has."""
 
     metrics: Mapping[str, float]
     gradients: Gradients
@@ -155,10 +154,10 @@ class Finding:
     """The worst differences of one layout and cut over its cases.
 
     Attributes:
-        layout: name.
-        cut: name.
-        metric: largest difference of a metric over its tolerance, and whose.
-        gradient: largest |g - g_ref| / |g_ref| over its tolerance, and whose.
+        layout: Name of the layout.
+        cut: Name of the cut.
+        metric: Largest difference of a metric over its tolerance, and the metric's name.
+        gradient: Largest |g - g_ref| / |g_ref| over its tolerance, and the weight's name.
     """
 
     layout: str
@@ -168,12 +167,12 @@ class Finding:
 
     @property
     def holds(self) -> bool:
-        """Whether both are within their tolerance; a NaN is not."""
+        """Whether both differences are within their tolerance; a NaN is not."""
         return self.metric[0] <= 1.0 and self.gradient[0] <= 1.0
 
 
 def layouts_of(world: int) -> list[Layout]:
-    """All factorings of a world that the tiny model allows, also with sequence parallelism."""
+    """Return all layouts of a world that the tiny model allows, also with sequence parallelism."""
     sizes = [n for n in range(1, world + 1) if world % n == 0]
     return [
         Layout(tp, pp, cp, sp)
@@ -184,10 +183,10 @@ def layouts_of(world: int) -> list[Layout]:
 
 
 def check(job: RLJobOf) -> None:
-    """The self-test of the command line: every case in every layout. Collective: the world.
+    """Run every case in every layout, for the command line. Collective: the world.
 
     Raises:
-        RuntimeError: something depends on the layout.
+        RuntimeError: Some result depends on the layout.
     """
     job.log_rank0(
         f"self-test of the loss: {len(CASES)} cases in {len(layouts_of(job.world.size))} "
@@ -214,8 +213,8 @@ def run(job: RLJobOf, trials: Sequence[Trial]) -> list[Finding]:
     """Compare layouts with one rank. Collective: the world.
 
     Args:
-        job: of the RL entry; its model and batches are not used.
-        trials: what to compare.
+        job: Job of the RL entry; its model and batches are not used.
+        trials: Layouts, cuts and cases to compare.
 
     Returns:
         One finding per layout and cut on rank 0, nothing elsewhere.
@@ -249,7 +248,7 @@ def run(job: RLJobOf, trials: Sequence[Trial]) -> list[Finding]:
 
 
 def _tiny_job(job: RLJobOf) -> RLJobOf:
-    """The job with a random model, which the first rank of every node writes. Collective."""
+    """Give the job a random model, which the first rank of every node writes. Collective."""
     folder = Path(job.config.logging.output_dir) / "selftest_model"
     if job.world.local_rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -277,7 +276,7 @@ class SelftestModels:
 
 
 def _gradients_of(job: RLJobOf, engine: TrainEngine) -> Callable[[], Gradients]:
-    """What gathers whole gradients: by HF name on rank 0, fp32; empty elsewhere. Collective."""
+    """Return a function that gathers whole fp32 gradients by HF name on rank 0. Collective."""
     target = HfFileLayout(engine.layout.hf_shapes)
     resharder = Resharder(
         engine.layout,
@@ -302,7 +301,7 @@ def _gradients_of(job: RLJobOf, engine: TrainEngine) -> Callable[[], Gradients]:
 
 @contextmanager
 def in_layout(job: RLJobOf, layout: Layout) -> Iterator[SelftestModels]:
-    """The models of a layout; megatron-core's state is undone at the end. Collective."""
+    """Build the models of a layout; the end removes megatron-core's state. Collective."""
     parallel = ParallelConfig(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -321,7 +320,7 @@ def in_layout(job: RLJobOf, layout: Layout) -> Iterator[SelftestModels]:
         policy = build_engine(job, "policy", 1)
         critic = value_engine(job, "critic", values, config.train, 1)
         load_value_model(job, values, critic, *flags)
-        if critic.is_last_stage:  # a head of 0 passes no gradient on
+        if critic.is_last_stage:  # no gradient passes through a head of 0
             weight = critic.named_parameters()["output_layer.weight"]
             with torch.no_grad():
                 weight.copy_(torch.linspace(-0.3, 0.5, weight.numel()).view_as(weight))
@@ -343,7 +342,7 @@ def _cut(job: RLJobOf, cut: BatchCut) -> RLJobOf:
 
 
 def _samples() -> list[TrainSample]:
-    """The same on every rank; behaviour log-probs are noise so far."""
+    """Return samples that are the same on every rank; their behaviour log-probs are noise."""
     generator = torch.Generator().manual_seed(0)
     samples = []
     for i, (num_prompt, num_trained) in enumerate(PAIRS):
@@ -359,7 +358,7 @@ def _samples() -> list[TrainSample]:
 
 
 def _with_behaviour(engine: TrainEngine, samples: Sequence[TrainSample]) -> list[TrainSample]:
-    """The engine's log-probs 0.15 sigma around the policy's: some ratios are clipped."""
+    """Set the engine's log-probs 0.15 sigma around the policy's, so some ratios are clipped."""
     result = []
     for sample in samples:
         (logp,) = engine.logprobs(engine.prepare([pack([sample], sample.length)]))
@@ -376,9 +375,9 @@ def _outcome(
     case: Case,
     reduce: Reduce | None = None,
 ) -> Outcome:
-    """One update without its step. Collective: the world.
+    """Do one update without its optimizer step. Collective: the world.
 
-    ``reduce`` replaces the sum over the ranks with other tokens where there are none.
+    ``reduce`` replaces the sum over the ranks with other tokens if there are no such ranks.
     """
     batches = [_annotated(b) for b in batches]
     counts = Denominators.of(s.num_trained for s in samples)
@@ -401,7 +400,7 @@ def _outcome(
 
 
 def make_loss(case: Case, denominators: Denominators) -> LossFunction:
-    """The loss of a case."""
+    """Return the loss function of a case."""
 
     def loss(inputs: LossInputs) -> LossOutputs:
         return policy_loss(inputs, case.settings, denominators)
@@ -410,7 +409,7 @@ def make_loss(case: Case, denominators: Denominators) -> LossFunction:
 
 
 def _annotated(micro: MicroBatch) -> MicroBatch:
-    """Old and reference log-probs that are a function of the token alone."""
+    """Add old and reference log-probs that depend on the token alone."""
     places, known = micro.positions[micro.loss_mask].float(), micro.column("rollout_logprobs")
     micro = micro.with_column("old_logprobs", known + 0.05 * places.sin())
     return micro.with_column("ref_logprobs", known - 0.1)
@@ -419,7 +418,7 @@ def _annotated(micro: MicroBatch) -> MicroBatch:
 def _with_targets(
     engine: TrainEngine, batches: Sequence[MicroBatch], reduce: Reduce
 ) -> list[MicroBatch]:
-    """Values of a pass, moved a little, and the returns of GAE; one sample has no reward."""
+    """Add a pass's values, moved a little, and GAE's returns; one sample has no reward."""
     result = []
     for micro, values in zip(batches, engine.values(batches), strict=True):
         if values is None:
@@ -448,7 +447,7 @@ def _compare(
     found: Mapping[Case, Outcome],
     wanted: Mapping[Case, Outcome],
 ) -> Finding:
-    """The worst of all cases. Local."""
+    """Return the worst differences over all cases. Local."""
     metrics, gradients = [], []
     for case, outcome in found.items():
         label, reference = f"{case.loss} {case.aggregation}", wanted[case].metrics
@@ -466,7 +465,7 @@ def _compare(
 
 
 def relative_errors(found: Gradients, wanted: Gradients) -> dict[str, float]:
-    """|g - g_ref| / |g_ref| by name, Euclidean norms in fp64."""
+    """Return |g - g_ref| / |g_ref| by name, with Euclidean norms in fp64."""
     assert found.keys() == wanted.keys()
     return {
         name: float((found[name].double() - ref.double()).norm() / ref.double().norm())
@@ -475,5 +474,5 @@ def relative_errors(found: Gradients, wanted: Gradients) -> dict[str, float]:
 
 
 def _worst(errors: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """The largest; a NaN is larger than everything."""
+    """Return the largest error; a NaN counts as larger than everything."""
     return max(errors, key=lambda e: math.inf if math.isnan(e[0]) else e[0])

@@ -1,4 +1,4 @@
-"""The proof that a built model is what its config asks for."""
+"""Checks that a built model has the architecture and the weights that its config asks for."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from megatron.core.models.gpt import GPTModel
 
 from mindspeed_rl.models.spec import ModelSpec
 
-# name, what was built, what the model has
+# Name of a field, its value in the built model, its value in the model's config.
 _Pair = tuple[str, Any, Any]
 Shape = tuple[int, ...]
 
 
 def check_weights(built: Mapping[str, torch.Tensor], declared: Mapping[str, Shape]) -> None:
-    """Compare the parameters of a built model with those of the weight table on this rank.
+    """Compare the parameters of a built model with this rank's rows of the weight table.
 
-    A parameter without a row would be left at 0 and travel nowhere.
+    A parameter without a row would stay 0 and would never be transferred.
 
     Raises:
-        RuntimeError: those that only one side has, or has with another shape.
+        RuntimeError: Some parameters exist on one side only or have different shapes.
     """
     shapes = {name: tuple(param.shape) for name, param in built.items()}
     wrong = [
@@ -38,15 +38,15 @@ def check_weights(built: Mapping[str, torch.Tensor], declared: Mapping[str, Shap
 
 
 def check_built(model: GPTModel, spec: ModelSpec, num_layers: int) -> None:
-    """Compare the BUILT configuration and modules with the spec.
+    """Compare the configuration and the modules of a built chunk with the spec.
 
     Args:
-        model: a chunk.
-        spec: what it should be.
-        num_layers: layers that the chunk should have.
+        model: A chunk of the built model.
+        spec: Architecture that the model should have.
+        num_layers: Number of layers that the chunk should have.
 
     Raises:
-        RuntimeError: every field that differs.
+        RuntimeError: Some fields differ; the message names all of them.
     """
     pairs = [
         *_dense_pairs(model, spec),
@@ -82,7 +82,7 @@ def _dense_pairs(model: GPTModel, spec: ModelSpec) -> Iterator[_Pair]:
 
 
 def _norm_pairs(model: GPTModel, spec: ModelSpec) -> Iterator[_Pair]:
-    """Every norm, also within a fused projection."""
+    """Yield the epsilon of every norm, including norms within a fused projection."""
     for name, module in model.named_modules():
         if (eps := getattr(module, "eps", None)) is not None:
             yield f"{name}.eps", eps, spec.norm_eps

@@ -1,9 +1,9 @@
-"""Training checkpoints of a TrainEngine: exact resume, other layouts, killed saves.
+"""Saves and loads training checkpoints of a TrainEngine.
 
 Tensors are stored in megatron-core's distributed format (``torch_dist``) in coordinates of the
 whole model, and the optimizer's state as ``fully_reshardable``: another tensor, pipeline or data
-parallel layout can load them. Random states belong to ranks and are loaded by the same
-layout only. The folder's bookkeeping is :mod:`mindspeed_rl.checkpoint.resume`.
+parallel layout can load them. Random states belong to ranks and are loaded only by the same layout.
+:mod:`mindspeed_rl.checkpoint.resume` keeps the folder's records.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mindspeed_rl.trainer.random_state import rng_state, set_rng_state
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
 _OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
-# fp32 master weight and both moments
+# Bytes per parameter of the fp32 master weight and both moments.
 _OPTIMIZER_BYTES = 12
 
 
@@ -53,12 +53,12 @@ _UNUSED = {
 
 @dataclass(frozen=True, slots=True)
 class LoadedState:
-    """Where a run starts.
+    """The state from which a run starts.
 
     Attributes:
-        step: steps of the run that are done.
-        extra: what was given to :func:`save_checkpoint`; empty at a fresh start.
-        notes: what the user should know, one line each.
+        step: Number of steps of the run that are done.
+        extra: The ``extra`` of :func:`save_checkpoint`; empty at a fresh start.
+        notes: Messages for the user, one line each.
     """
 
     step: int
@@ -76,25 +76,25 @@ def save_checkpoint(
     with_rng: bool = True,
     companions: Mapping[str, TrainEngine] = MappingProxyType({}),
 ) -> Path:
-    """Write ``directory/iter_<step>``; it becomes valid when all ranks have written.
+    """Write ``directory/iter_<step>``, which becomes valid when all ranks have written.
 
     Collective: the world. Earlier checkpoints are not touched.
 
     Args:
-        directory: on a file system that all ranks see.
-        step: steps of the run that are done.
-        engine: a policy.
-        extra: state of the run beyond the trainer, as JSON; rank 0's is kept.
-        with_optimizer: keep moments, master weights and their step.
-        with_rng: keep every rank's random states.
-        companions: role -> another model of the run; one without an optimizer has weights only.
+        directory: Folder on a file system that all ranks see.
+        step: Number of steps of the run that are done.
+        engine: Engine of the policy.
+        extra: State of the run beyond the trainer, as JSON; rank 0's is kept.
+        with_optimizer: Whether to keep moments, master weights and their step.
+        with_rng: Whether to keep every rank's random states.
+        companions: Other models of the run by role; without an optimizer only weights.
 
     Returns:
-        The new folder.
+        The folder of the new checkpoint.
 
     Raises:
-        OSError: too little space, or some rank does not see the folder.
-        UsageError: a complete checkpoint of this step exists.
+        OSError: There is too little space, or some rank does not see the folder.
+        UsageError: A complete checkpoint of this step exists.
     """
     local_write_results.apply()
     if dist.get_rank() == 0:
@@ -107,7 +107,7 @@ def save_checkpoint(
     _check_shared(partial)
     every_rank = get_default_save_sharded_strategy("torch_dist")
     strategy = FullyParallelSaveStrategyWrapper(every_rank, _replicas())
-    engine.platform.wait_for_copies()  # of an optimizer state that has just come back
+    engine.platform.wait_for_copies()  # the optimizer state may still be on its way back
     for role, model in {"": engine, **companions}.items():
         optimizer = with_optimizer and (model is engine or model.optimizer is not None)
         state = _sharded_state(model, optimizer, with_rng and model is engine, loading=False)
@@ -146,13 +146,13 @@ def load_checkpoint(
     """Load the newest complete checkpoint of a folder. Collective: the world.
 
     An empty folder changes nothing: the run starts from the weights it has. With ``--finetune``
-    only weights are taken, those of companions where they are saved. So it is with a converted
-    checkpoint, and with one that Megatron or MindSpeed-LLM wrote.
+    only weights are loaded, including those of companions that are saved. The same holds for a
+    converted checkpoint, and for one that Megatron or MindSpeed-LLM wrote.
 
     Raises:
-        UsageError: the folder does not exist, or the checkpoint is of another model, lacks what
-            is asked for, or has optimizer states of another kind; the message names the flag that
-            helps.
+        UsageError: The folder does not exist, or the checkpoint is of another model, lacks
+            requested parts, or has optimizer states of another kind; the message names the flag
+            that helps.
     """
     found = _agree_on_latest(directory)
     notes = [f"ignored {directory}/{line}" for line in found.ignored]
@@ -197,11 +197,11 @@ def load_checkpoint(
 def _load_companion(
     path: Path, role: str, engine: TrainEngine, record: CheckpointRecord, options: CheckpointConfig
 ) -> list[str]:
-    """A model beside the policy; notes for the user. Collective: the world.
+    """Load another model of the run and return notes for the user. Collective: the world.
 
     Raises:
-        UsageError: a trained one is not in the checkpoint, is of another architecture, or lacks
-            its optimizer states.
+        UsageError: A trained model is missing, of another architecture, or without its optimizer
+            states.
     """
     kept, trained = record.companions.get(role), engine.optimizer is not None
     if kept is None and trained and not options.finetune:
@@ -222,9 +222,9 @@ def _load_companion(
 
 
 def _load_tensors(path: Path, engine: TrainEngine, with_optimizer: bool, with_rng: bool) -> None:
-    """Weights, and what else is asked for, into the engine."""
+    """Load the weights and, if asked for, the optimizer and random states into the engine."""
     adamw_step.apply()
-    engine.platform.wait_for_copies()  # a late one would overwrite what is loaded
+    engine.platform.wait_for_copies()  # a late copy would overwrite loaded weights
     strategy = FullyParallelLoadStrategyWrapper(
         get_default_load_sharded_strategy(str(path)), _replicas()
     )
@@ -243,7 +243,7 @@ def _load_tensors(path: Path, engine: TrainEngine, with_optimizer: bool, with_rn
 def _sharded_state(
     engine: TrainEngine, with_optimizer: bool, with_rng: bool, *, loading: bool
 ) -> dict[str, Any]:
-    """What megatron-core saves or fills: this rank's tensors and their place in the model."""
+    """Return this rank's tensors and their place in the model for megatron-core to save or fill."""
     state: dict[str, Any] = {
         key: module.sharded_state_dict() for key, module in _modules(engine).items()
     }
@@ -261,7 +261,7 @@ def _sharded_state(
 def _initialize_optimizer_state(engine: TrainEngine) -> None:
     """Give torch's AdamW its state before the first update, as the first update would.
 
-    megatron-core reads the common step from it, both when it saves and when it loads.
+    megatron-core reads the common step from that state when it saves and when it loads.
     """
     for optimizer in torch_optimizers(engine.optimizer):
         for group in optimizer.param_groups:
@@ -275,7 +275,7 @@ def _initialize_optimizer_state(engine: TrainEngine) -> None:
 
 
 def _load_optimizer(engine: TrainEngine, state: dict[str, Any]) -> None:
-    """Moments, masters and step from the checkpoint; hyperparameters stay those of the flags."""
+    """Load moments, master weights and step; hyperparameters keep the values of the flags."""
     optimizers = torch_optimizers(engine.optimizer)
     flags = [
         [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -287,19 +287,19 @@ def _load_optimizer(engine: TrainEngine, state: dict[str, Any]) -> None:
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             group.update(values)
         for param_state in optimizer.state.values():
-            # megatron-core gives all parameters one tensor, which AdamW would advance once per
-            # parameter
+            # megatron-core gives all parameters one step tensor, which AdamW would advance once per
+            # parameter.
             param_state["step"] = param_state["step"].clone()
 
 
 def _restore_step_of_0(state: dict[Any, Any]) -> None:
-    """Give parameters their step where it is 0: megatron-core leaves that out of a checkpoint.
+    """Add the step to the state of parameters where it is 0, before the first update.
 
-    So it is before the first update; torch's AdamW refuses a state without.
+    megatron-core leaves it out of a checkpoint then, and torch's AdamW refuses a state without it.
     """
     chained = state.values() if all(isinstance(key, int) for key in state) else (state,)
     for part in chained:
-        # fp32 has the state of torch's optimizer itself, the distributed optimizer has none
+        # In fp32 this is torch's optimizer's own state; the distributed optimizer has none.
         states = part.get("optimizer", part).get("state", {})
         if "common_step" not in states:
             for param_state in states.values():
@@ -307,10 +307,10 @@ def _restore_step_of_0(state: dict[Any, Any]) -> None:
 
 
 def _agree_on_latest(directory: str | os.PathLike[str]) -> resume.Found:
-    """Rank 0's choice on all ranks, so that a slow file system cannot split them. Collective.
+    """Return the latest checkpoint that rank 0 finds, even on a slow file system. Collective.
 
     Raises:
-        UsageError: on all ranks, what rank 0 found wrong.
+        UsageError: On all ranks, with the problem that rank 0 found.
     """
     answer: list[resume.Found | ValueError | None] = [None]
     if dist.get_rank() == 0:
@@ -327,7 +327,7 @@ def _agree_on_latest(directory: str | os.PathLike[str]) -> resume.Found:
 
 
 def _check_shared(partial: Path) -> None:
-    """Every rank must see the folder that rank 0 made. Collective: the world."""
+    """Check that every rank sees the folder that rank 0 made. Collective: the world."""
     seen: list[bool] = [False] * dist.get_world_size()
     dist.all_gather_object(seen, partial.is_dir())
     if not all(seen):
@@ -344,7 +344,7 @@ def _check_model(
     wrong = [
         f"{name} {record.model.get(name)} (model: {value})"
         for name, value in mine.items()
-        if record.model.get(name) != value and name != "num_mtp_layers"  # none are built
+        if record.model.get(name) != value and name != "num_mtp_layers"  # never built
     ]
     flag = "--critic-hf-checkpoint" if engine.role == "critic" else "--hf-checkpoint"
     if wrong:
@@ -368,7 +368,7 @@ def _check_optimizer(
 
 
 def _architecture(engine: TrainEngine) -> dict[str, Any]:
-    """The spec in types that JSON keeps."""
+    """Return the fields of the spec in types that JSON keeps."""
     fields = asdict(engine.spec)
     return json.loads(json.dumps(fields))  # type: ignore[no-any-return]
 
@@ -380,7 +380,7 @@ def _layout(engine: TrainEngine) -> dict[str, int]:
 
 
 def _modules(engine: TrainEngine) -> dict[str, Any]:
-    """The chunks of this rank by megatron-core's keys."""
+    """Return the chunks of this rank by megatron-core's keys."""
     if len(engine.modules) == 1:
         return {"model": engine.modules[0]}
     return {f"model{i}": module for i, module in enumerate(engine.modules)}
@@ -397,7 +397,7 @@ def _optimizer_kind(engine: TrainEngine) -> str:
 
 
 def _replicas() -> dist.ProcessGroup:
-    """The ranks that hold the same weights; each reads and writes a share of them."""
+    """Return the group of ranks with the same weights; each reads and writes a part of them."""
     group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return group
 

@@ -1,4 +1,4 @@
-"""Exports of trained models as Hugging Face checkpoints."""
+"""Exports trained models as Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _EXPORT_BUCKET_BYTES = 512 << 20
 
 
 def export_critic(job: Job[RLRunConfig, RLPlan], critic: TrainEngine, step: int) -> None:
-    """Write the critic where ``--critic-export-hf`` says. Collective: the world."""
+    """Write the critic to the folder of ``--critic-export-hf``. Collective: the world."""
     options = job.config.critic
     export_policy(job, critic, options.critic_export_hf, step, options.critic_hf_checkpoint)
 
@@ -39,10 +39,9 @@ def export_policy(
 ) -> None:
     """Write the model after ``step`` as a Hugging Face checkpoint. Collective: the world.
 
-    ``checkpoint`` is where the config comes from; empty: ``--hf-checkpoint``. The tokenizer is that
-    of the run. Tensors travel to the writer in rounds and are written as they come. Rank 0 writes;
-    nodes that do not share its file system write a copy of their own, so that the next job finds
-    it.
+    ``checkpoint`` is the source of config.json; empty means ``--hf-checkpoint``. The tokenizer is
+    the run's. Tensors travel to the writer in rounds and are written as they arrive. Rank 0 writes;
+    nodes that do not share its file system write their own copy, so that the next job finds it.
     """
     rank, platform = job.world.rank, job.platform
     source, value_head = engine.layout, engine.spec.value_head
@@ -75,10 +74,10 @@ def export_policy(
 
 
 def kept_mtp(job: Job[Any, RunPlan]) -> dict[str, Path]:
-    """With ``--keep-mtp``: the tensors to copy unchanged into every export, and their files.
+    """Return the tensors that ``--keep-mtp`` copies unchanged into every export, with their files.
 
     Raises:
-        UsageError: the checkpoint has none.
+        UsageError: The checkpoint has no multi-token-prediction layers.
     """
     if not job.config.checkpoint.keep_mtp:
         return {}
@@ -95,7 +94,7 @@ def kept_mtp(job: Job[Any, RunPlan]) -> dict[str, Path]:
 
 
 def export_keys(job: Job[Any, RunPlan]) -> dict[str, Any]:
-    """Keys of the export's config.json that may differ from the source's."""
+    """Return the keys of the export's config.json that may differ from the source's."""
     keys: dict[str, Any] = dict(weight_table(job.plan.spec.family).config_keys)
     if job.plan.spec.num_mtp_layers and not job.config.checkpoint.keep_mtp:
         keys["num_nextn_predict_layers"] = 0
@@ -103,7 +102,7 @@ def export_keys(job: Job[Any, RunPlan]) -> dict[str, Any]:
 
 
 def value_export_keys(checkpoint: str, spec: ModelSpec) -> dict[str, Any]:
-    """Keys of config.json that make of a causal model's config that of a classifier."""
+    """Return the keys of config.json that turn a causal model's config into a classifier's."""
     names = read_hf_config(checkpoint)["architectures"]
     keys: dict[str, Any] = dict(weight_table(spec.family).config_keys)
     if spec.num_mtp_layers:
@@ -116,15 +115,15 @@ def value_export_keys(checkpoint: str, spec: ModelSpec) -> dict[str, Any]:
 
 
 def export_writers(target: Path, rank: int, world: int, ranks_per_node: int) -> range:
-    """The ranks that write an export. Collective: the world.
+    """Return the ranks that write an export. Collective: the world.
 
-    Rank 0 where all nodes see its directory, else the first rank of every node.
+    This is rank 0 if all nodes see its directory, else the first rank of every node.
 
     Args:
-        target: the directory to be written, as this rank names it.
-        rank: global rank.
-        world: number of ranks.
-        ranks_per_node: of every node.
+        target: Directory to be written, as this rank names it.
+        rank: Global rank.
+        world: Number of ranks.
+        ranks_per_node: Number of ranks on every node.
     """
     token = [os.urandom(8).hex()]
     dist.broadcast_object_list(token, 0)

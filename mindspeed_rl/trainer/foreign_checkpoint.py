@@ -1,4 +1,4 @@
-"""Weights of checkpoints that Megatron-LM or MindSpeed-LLM wrote, in any layout."""
+"""Loads weights of checkpoints that Megatron-LM or MindSpeed-LLM wrote, in any layout."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mindspeed_rl.weights.layouts.base import pieces_of
 def load_foreign(directory: str | os.PathLike[str], engine: TrainEngine) -> str:
     """Fill a model from a checkpoint of another tool. Collective: the world.
 
-    Every rank reads its own rectangles, so any layout loads any other.
+    Every rank reads only the rectangles that it holds, so the two layouts may differ.
 
     Returns:
-        What was loaded, in words; empty where there is no such checkpoint, and nothing changed.
+        A description of what was loaded; empty if there is no such checkpoint and nothing changed.
 
     Raises:
-        UsageError: on all ranks, when some rank cannot read it or it is of another model.
+        UsageError: On all ranks, if some rank cannot read it or it is of another model.
     """
     found: list[str] = [""]
     if dist.get_rank() == 0:
@@ -49,7 +49,7 @@ def load_foreign(directory: str | os.PathLike[str], engine: TrainEngine) -> str:
 
 @torch.no_grad()
 def _fill(engine: TrainEngine, source: Source) -> None:
-    """This rank's rectangles, one at a time. Padding rows become 0. Local."""
+    """Read this rank's rectangles one at a time; padding rows become 0. Local."""
     params = engine.named_parameters()
     engine.platform.wait_for_copies()
     for param in params.values():

@@ -1,4 +1,4 @@
-"""What a model makes of its last hidden states: log-probs and entropies, or values.
+"""Heads turn the last hidden states into log-probs and entropies, or into values.
 
 Shapes: T packed tokens of a micro-batch on this context-parallel rank, N trained tokens in it, h
 hidden size. A head works on the rows that predict the trained tokens.
@@ -28,25 +28,25 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Head(Protocol):
-    """The end of a model."""
+    """The last part of a model, which computes the outputs that a loss needs."""
 
     def __call__(self, micro: MicroBatch, hidden: torch.Tensor) -> Outputs:
-        """Hidden states [T, 1, h] or, with sequence parallelism, this rank's share -> [N] each."""
+        """Turn hidden states [T, 1, h] (this rank's rows if sequence-parallel) into [N] each."""
         ...
 
     def loss_inputs(self, micro: MicroBatch, outputs: Outputs, reduce: Reduce) -> Any:
-        """What a loss gets of a micro-batch; ``reduce`` sums over context-parallel ranks."""
+        """Build a loss's inputs of a micro-batch; ``reduce`` sums over context-parallel ranks."""
         ...
 
 
 class LogProbHead:
-    """log p and entropy of the trained tokens, each [N] fp32. Collective: the TP group.
+    """Computes log p and entropy of the trained tokens, each [N] fp32. Collective: the TP group.
 
     Args:
-        module: the last chunk of the model.
-        spec: its architecture.
-        temperature: logits are divided by it.
-        chunk: positions whose logits exist at a time.
+        module: Last chunk of the model.
+        spec: Architecture of the model.
+        temperature: Divisor of the logits.
+        chunk: Number of positions whose logits exist at a time.
     """
 
     def __init__(self, module: Any, spec: ModelSpec, temperature: float, chunk: int) -> None:
@@ -56,7 +56,6 @@ class LogProbHead:
         self._chunk = chunk
 
     def __call__(self, micro: MicroBatch, hidden: torch.Tensor) -> Outputs:
-        """Hidden states -> (log-probs, entropies)."""
         rows = hidden[0]
         if self._module.config.sequence_parallel:
             rows = gather_from_sequence_parallel_region(rows)
@@ -80,23 +79,21 @@ class LogProbHead:
         return self._module.output_layer.weight  # type: ignore[no-any-return]
 
     def loss_inputs(self, micro: MicroBatch, outputs: Outputs, reduce: Reduce) -> LossInputs:
-        """Of a policy loss."""
         logprobs, entropy = outputs
         return policy_inputs(micro, logprobs, entropy, reduce)
 
 
 class ValueOutputHead:
-    """The value before each trained token, [N] fp32. Collective: the TP group.
+    """Computes the value before each trained token, [N] fp32. Collective: the TP group.
 
-    Every tensor-parallel rank computes all of it with its copy of the head, so the gradient of a
-    row is whole on each of them: it is cut to the rank's share, not summed.
+    Every tensor-parallel rank computes all values with its copy of the head, so the gradient of a
+    row is whole on each of them: it is cut to the rank's rows, not summed.
     """
 
     def __init__(self, module: Any) -> None:
         self._module = module
 
     def __call__(self, micro: MicroBatch, hidden: torch.Tensor) -> Outputs:
-        """Hidden states -> (values,)."""
         rows = hidden[0]
         if self._module.config.sequence_parallel:
             rows = gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=False)
@@ -105,7 +102,6 @@ class ValueOutputHead:
         return (F.linear(rows.float(), weight.float())[:, 0],)
 
     def loss_inputs(self, micro: MicroBatch, outputs: Outputs, reduce: Reduce) -> ValueInputs:
-        """Of a value loss."""
         (values,) = outputs
         return value_inputs(micro, values, reduce)
 
@@ -113,14 +109,13 @@ class ValueOutputHead:
 def policy_inputs(
     micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor, reduce: Reduce
 ) -> LossInputs:
-    """What a policy loss gets. Collective when the loss sums over sequences: see ``reduce``.
+    """Build the inputs of a policy loss. Collective if the loss sums over sequences, see below.
 
     Args:
-        micro: the micro-batch; of one without rollout, the engine's log-probs and the advantages
-            are 0.
-        logprobs: [N] of the current policy, with gradient.
-        entropy: the same.
-        reduce: sums a tensor over the context-parallel ranks.
+        micro: The micro-batch. Without rollout the engine's log-probs and the advantages are 0.
+        logprobs: [N] log-probs of the current policy, with gradient.
+        entropy: [N] entropies of the current policy, with gradient.
+        reduce: Sums a tensor over the context-parallel ranks.
     """
     columns, none = micro.columns, torch.zeros_like(logprobs)
     return LossInputs(
@@ -137,12 +132,12 @@ def policy_inputs(
 
 
 def value_inputs(micro: MicroBatch, values: torch.Tensor, reduce: Reduce) -> ValueInputs:
-    """What a value loss gets.
+    """Build the inputs of a value loss.
 
     Args:
-        micro: the micro-batch, with ``old_values`` and ``returns``.
-        values: [N] of the current critic, with gradient.
-        reduce: sums a tensor over the context-parallel ranks.
+        micro: The micro-batch, with the columns ``old_values`` and ``returns``.
+        values: [N] values of the current critic, with gradient.
+        reduce: Sums a tensor over the context-parallel ranks.
     """
     return ValueInputs(
         values, micro.column("old_values"), micro.column("returns"), _sequences(micro, reduce)
@@ -156,7 +151,7 @@ def _sequences(micro: MicroBatch, reduce: Reduce) -> Sequences:
 
 
 def make_head(module: Any, spec: ModelSpec, temperature: float, chunk: int) -> Head:
-    """The head of ``spec.head``. Local."""
+    """Build the head that the spec names. Local."""
     if spec.value_head:
         return ValueOutputHead(module)
     return LogProbHead(module, spec, temperature, chunk)

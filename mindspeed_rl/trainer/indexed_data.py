@@ -1,9 +1,9 @@
-"""Rows of Megatron's indexed datasets, in Megatron's order, through megatron.core.datasets.
+"""Reads rows of Megatron's indexed datasets in Megatron's order, through megatron.core.datasets.
 
-What is honoured of Megatron: blends and their weights, the split, rows that cross the borders of
-documents (with attention, positions and loss across them), the shuffles by seed, several epochs,
-the cache of sample indices. Not: its loss mask. Every token of a row is trained on, also where its
-id is the tokenizer's padding.
+These properties of Megatron are kept: blends and their weights, the split, rows that cross the
+borders of documents (with attention, positions and loss across them), the shuffles by seed, several
+epochs, the cache of sample indices. Its loss mask is not: every token of a row is trained on, even
+if its id is the tokenizer's padding.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _STATE_KEYS = {"consumed_samples", "order"}
 
 
 class _TokenIds:
-    """What megatron.core.datasets asks of a tokenizer. Without ``pad`` no token is masked."""
+    """The tokenizer interface of megatron.core.datasets. Without ``pad`` no token is masked."""
 
-    eod = -2  # asked for, but used only by the switches that are off; -1 marks padding
+    eod = -2  # required, but used only by switches that are off here; -1 marks padding
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -41,22 +41,22 @@ class _TokenIds:
 
 
 class IndexedSamples:
-    """Rows of ``seq_length`` tokens; the loss is on every token, the one behind the row included.
+    """Rows of ``seq_length`` tokens with the loss on every token, including the one after the row.
 
-    Collective to make: the world. Rank 0 builds the indices of samples and stores them; the others
-    read them.
+    Construction is collective: the world. Rank 0 builds and stores the indices of samples; the
+    others read them.
 
     Args:
-        config: which data.
-        seed: of the shuffles.
-        seq_length: tokens of a row.
-        num_samples: rows of the whole run; with several epochs it takes part in the order.
-        vocab_size: ids must be below.
-        local_rank: the first rank of a node compiles what megatron-core needs.
+        config: Selects the data.
+        seed: Seed of the shuffles.
+        seq_length: Number of tokens of a row.
+        num_samples: Number of rows of the whole run; with several epochs the order depends on it.
+        vocab_size: Upper limit of token ids, exclusive.
+        local_rank: Local rank; the first rank of a node compiles what megatron-core needs.
 
     Raises:
-        UsageError: too little data, indices that a rank cannot see, or helpers that megatron-core
-            lacks.
+        UsageError: There is too little data, a rank does not see the indices, or megatron-core's
+            helpers are missing.
     """
 
     def __init__(
@@ -77,16 +77,16 @@ class IndexedSamples:
         self._consumed = 0
 
     def next(self, count: int) -> StepSamples:
-        """The next ``count`` rows; they are read when they are looked at."""
+        """Return the next ``count`` rows, which are read from disk on access."""
         first, self._consumed = self._consumed, self._consumed + count
         rows = _Rows(self, range(first, self._consumed))
         return StepSamples(rows, [self._seq_length] * count, self._seq_length * count)
 
     def read(self, index: int, sample_id: int) -> TrainSample:
-        """One row from disk.
+        """Read one row from disk.
 
         Raises:
-            UsageError: an id outside the vocabulary.
+            UsageError: A token id is outside the vocabulary.
         """
         row = self._dataset[index]
         tokens, after = row["tokens"], int(row["labels"][-1])
@@ -101,16 +101,17 @@ class IndexedSamples:
         return TrainSample(sample_id, tokens, 1, token_after=after)
 
     def state_dict(self) -> dict[str, Any]:
-        """How many rows are done, and which they were."""
+        """Return the number of rows that are done and a digest that identifies them."""
         return {"consumed_samples": self._consumed, "order": self._order(self._consumed)}
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, allow_changed_data: bool = False
     ) -> None:
-        """Continue behind the rows that are done.
+        """Continue after the rows that are done.
 
         Raises:
-            UsageError: they are not the first ones of this run's order and that is not allowed.
+            UsageError: They are not the first rows of this run's order, and changed data is not
+                allowed.
         """
         if set(state) != _STATE_KEYS:
             raise UsageError(
@@ -129,14 +130,13 @@ class IndexedSamples:
         self._consumed = consumed
 
     def report(self) -> str:
-        """Which data."""
         return (
             f"{' '.join(self._blend.prefixes)}: {len(self._dataset)} rows of {self._seq_length} "
             f"tokens from the first share of --split {self._split}"
         )
 
     def _order(self, count: int) -> str:
-        """Digest of the first rows: which document each begins in and where, and of which files."""
+        """Return a digest of the data files and of the places where the first rows begin."""
         state = hashlib.blake2b(digest_size=16)
         sizes = [data_bytes(prefix) for prefix in self._blend.prefixes]
         state.update(repr((sizes, self._seq_length)).encode())
@@ -147,7 +147,7 @@ class IndexedSamples:
 
 
 class _Rows(Sequence[TrainSample]):
-    """Some rows of a source, read when they are looked at."""
+    """A range of rows of a source, each read on access."""
 
     def __init__(self, source: IndexedSamples, indices: range) -> None:
         self._source, self._indices = source, indices
@@ -168,7 +168,7 @@ class _Rows(Sequence[TrainSample]):
 
 
 def _places(dataset: Any, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """[rows, 3]: dataset of a blend, document, offset in it in tokens, where each row begins."""
+    """Return [rows, 3]: dataset of a blend, document, token offset in it, where each row begins."""
     places = np.zeros((len(rows), 3), np.int64)
     if hasattr(dataset, "dataset_index"):
         members = np.asarray(dataset.dataset_index[rows], np.int64)
@@ -206,7 +206,7 @@ def _build(
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    # only training is built; the shares stay those of the whole split
+    # Only the training data is built; its fraction still refers to the whole split.
     settings.split_matrix = [settings.split_matrix[0], None, None]
     builder = BlendedMegatronDatasetBuilder(GPTDataset, [num_samples, 0, 0], lambda: True, settings)
     try:
@@ -227,12 +227,12 @@ def _build(
 
 
 def _provide_helpers(local_rank: int) -> None:
-    """Megatron-core's compiled helpers; an installation from sources makes them at first use.
+    """Compile megatron-core's helpers if an installation from sources lacks them.
 
     Collective: the world.
 
     Raises:
-        UsageError: they are missing and cannot be made.
+        UsageError: They are missing and cannot be compiled.
     """
     spec = importlib.util.find_spec("megatron.core.datasets")
     folder = Path(next(iter((spec and spec.submodule_search_locations) or ["."])))
@@ -251,7 +251,7 @@ def _provide_helpers(local_rank: int) -> None:
 
 
 def _compile(folder: Path) -> str:
-    """Run megatron-core's own Makefile; what went wrong, or nothing."""
+    """Run megatron-core's own Makefile and return its error, or an empty string."""
     if not (folder / "Makefile").is_file():
         return f"{folder} has no Makefile"
     try:

@@ -1,4 +1,4 @@
-"""Latent attention under tensor parallelism: replicated down projections."""
+"""The replicated down projection that latent attention needs under tensor parallelism."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class DuplicatedLinear(torch.nn.Module):
     """A linear layer whose weight every tensor-parallel rank holds whole.
 
-    megatron-core without Transformer Engine cuts the down projections of latent attention; the
-    gradient of the shared rotary key is then not summed over the ranks, and the loss does not show
-    it. With sequence parallelism each rank projects its own tokens; the mark makes megatron-core
-    sum the weight's gradient.
+    Without Transformer Engine megatron-core cuts the down projections of latent attention. The
+    gradient of the shared rotary key is then not summed over the ranks, an error that the loss does
+    not show. With sequence parallelism each rank projects its own tokens; the weight's
+    ``sequence_parallel`` mark makes megatron-core sum its gradient.
     """
 
     def __init__(
@@ -28,13 +28,13 @@ class DuplicatedLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """[..., in] -> [..., out], and no bias."""
+        """Project [..., in] to [..., out], and return no bias."""
         return F.linear(x, self.weight), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The weight as a replicated tensor of a distributed checkpoint."""
+        """Return the weight as a replicated tensor of a distributed checkpoint."""
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
         state = self.state_dict(prefix="", keep_vars=True)

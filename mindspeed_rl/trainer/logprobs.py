@@ -1,10 +1,10 @@
-"""Vocab-parallel log-probs and entropies of selected tokens, in chunks.
+"""Computes vocab-parallel log-probs and entropies of selected tokens, in chunks.
 
 Shapes: N selected positions, h hidden size, V_t vocabulary rows of this tensor-parallel rank.
 
 Logits of at most ``chunk`` positions exist at a time, in the forward and (recomputed) in the
-backward pass. Statistics of all chunks travel together: one gather over the tensor-parallel
-group, whatever N is; every rank then adds them up in the same order.
+backward pass. Statistics of all chunks are gathered over the tensor-parallel group in one call,
+whatever N is; every rank then adds them up in the same order.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class _SelectedLogProbs(torch.autograd.Function):
         chunk: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num = hidden.size(0)
-        # of this rank's vocabulary: max x, sum of exp(x - max), sum of exp(x - max) * (x - max),
-        # x[target] - max
+        # Rows, over this rank's vocabulary: max x, sum of exp(x - max),
+        # sum of exp(x - max) * (x - max), x[target] - max.
         stats = hidden.new_zeros((4, num), dtype=torch.float32)
         stats[0] = float("-inf")
         local = targets - vocab_start
@@ -89,21 +89,21 @@ class _SelectedLogProbs(torch.autograd.Function):
 
 
 def _combined(stats: torch.Tensor, holder: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Statistics of the whole vocabulary from those of its parts.
+    """Combine the statistics of the vocabulary's parts into those of the whole vocabulary.
 
     Args:
-        stats: [ranks, 4, N], of each part relative to its own maximum.
+        stats: [ranks, 4, N] statistics, of each part relative to its own maximum.
         holder: [N] int64, the rank that has the target.
 
     Returns:
-        The maximum [N], and relative to it the three others [3, N].
+        The maximum [N], and the three other statistics [3, N] relative to it.
     """
     local_max, total, weighted, picked = stats.unbind(1)
     top = local_max.amax(0)
     shift = local_max - top
     scale = shift.exp()
-    # a rank that holds only padding has max -inf, and sums of 0; one whose logits are so low
-    # that its scale is 0 still has log-probs
+    # A rank that holds only padding has max -inf and sums of 0. A rank whose logits are so low that
+    # its scale is 0 still has log-probs.
     safe_shift = shift.masked_fill(local_max.isneginf(), 0.0)
     weighted = (weighted + safe_shift * total) * scale
     picked = (picked + safe_shift).gather(0, holder[None])[0]
@@ -115,7 +115,7 @@ def _spans(num: int, chunk: int) -> list[slice]:
 
 
 def _logits(hidden: torch.Tensor, rows: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[n, h] x [v, h] -> fp32 logits [n, v] over temperature."""
+    """Return fp32 logits [n, v] over temperature of [n, h] hidden states and [v, h] weights."""
     return (hidden @ rows.t()).float().div_(temperature)
 
 
@@ -130,24 +130,24 @@ def selected_logprobs(
     group: dist.ProcessGroup | None,
     chunk: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p(target) and entropy of softmax(hidden weight^T / temperature).
+    """Return log p(target) and entropy of softmax(hidden weight^T / temperature).
 
     Collective over ``group`` (the tensor-parallel group; ``None`` for one rank). Padding rows of
-    the vocabulary have probability 0. Gradients flow to ``hidden`` and ``weight``; that of
-    ``hidden`` is this rank's share, which the caller's tensor-parallel region sums.
+    the vocabulary have probability 0. Gradients flow to ``hidden`` and ``weight``; the gradient of
+    ``hidden`` is this rank's part of a sum that the caller's tensor-parallel region adds up.
 
     Args:
-        hidden: [N, h].
+        hidden: [N, h] hidden states.
         weight: [V_t, h], this rank's rows of the output projection.
         targets: [N] int64, global token ids below ``vocab_size``.
-        temperature: logits are divided by it.
-        vocab_size: real vocabulary; later rows are padding.
-        tp_rank: position in ``group``.
-        group: tensor-parallel group.
-        chunk: positions whose logits exist at a time.
+        temperature: Divisor of the logits.
+        vocab_size: Size of the real vocabulary; later rows are padding.
+        tp_rank: Position of this rank in ``group``.
+        group: Tensor-parallel group.
+        chunk: Number of positions whose logits exist at a time.
 
     Returns:
-        log-probs [N] fp32 and entropies [N] fp32, in nats.
+        Log-probs [N] fp32 and entropies [N] fp32, in nats.
     """
     start = tp_rank * weight.size(0)
     end = max(start, min(start + weight.size(0), vocab_size))

@@ -1,4 +1,4 @@
-"""A megatron-core GPTModel from a ModelSpec: one chunk of this rank's pipeline stage."""
+"""Builds a megatron-core GPTModel from a ModelSpec: one chunk of this rank's pipeline stage."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ from mindspeed_rl.trainer.patches import (
 from mindspeed_rl.trainer.rotary import PackedRotaryEmbedding
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
-# megatron-core's class of a replicated linear layer of Transformer Engine; those that cut are
-# classes derived from it
+# Name of megatron-core's class for a replicated Transformer Engine linear layer. Sharded layers are
+# of classes derived from it.
 _WHOLE_LINEAR = "TELinear"
 
 
 class HiddenStateHead(ColumnParallelLinear):
-    """An output layer that hands the hidden states on; log-probs are computed from them in chunks.
+    """An output layer that returns the hidden states; log-probs are computed from them in chunks.
 
-    Its weight is the output projection. GPTModel builds its own output layer, so an instance of
-    this class is made by :func:`keep_hidden_states`.
+    Its weight is the output projection. GPTModel builds its own output layer, so
+    :func:`keep_hidden_states` turns that one into an instance of this class.
     """
 
     def forward(
         self, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None
     ) -> tuple[torch.Tensor, None]:
-        """[T, 1, h] -> the same."""
+        """Return the hidden states [T, 1, h] unchanged, and no bias."""
         return hidden, None
 
 
 class ValueHead(torch.nn.Module):
-    """The weight [1, h] of a value head, whole on every tensor-parallel rank; 0 at first.
+    """The weight [1, h] of a value head, whole on every tensor-parallel rank and initially 0.
 
-    It hands the hidden states on, as :class:`HiddenStateHead` does.
+    Like :class:`HiddenStateHead` it returns the hidden states unchanged.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -69,7 +69,7 @@ class ValueHead(torch.nn.Module):
     def forward(
         self, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None
     ) -> tuple[torch.Tensor, None]:
-        """[T, 1, h] -> the same."""
+        """Return the hidden states [T, 1, h] unchanged, and no bias."""
         return hidden, None
 
 
@@ -86,10 +86,10 @@ def keep_hidden_states(model: GPTModel, spec: ModelSpec) -> None:
 def mark_tensor_parallel_shards(model: GPTModel) -> None:
     """Tell megatron-core which weights are shards of a tensor-parallel group.
 
-    It sets the mark while it initialises weights, which is switched off here; a shard without it
-    counts as a copy, and the gradient norm would be that of the first rank's shards alone.
-    Transformer Engine marks every weight, that of a layer which all ranks hold whole as well, which
-    would count as often as there are ranks.
+    megatron-core sets the mark while it initialises weights, which is switched off here. It takes a
+    shard without the mark for a copy and would count only the first rank's shard in the gradient
+    norm. Transformer Engine marks every weight, including those of replicated layers, which would
+    then count once per rank.
     """
     for module in model.modules():
         dim = _cut_dimension(module)
@@ -102,12 +102,12 @@ def mark_tensor_parallel_shards(model: GPTModel) -> None:
 
 
 def _cut_dimension(module: torch.nn.Module) -> int | None:
-    """Along which dimension the weights of a linear layer or embedding are cut."""
+    """Return the dimension along which the weights of a linear layer or embedding are cut."""
     if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)):
         return 0
     if isinstance(module, RowParallelLinear):
         return 1
-    # of Transformer Engine and of MindSpeed, which share no class with megatron-core's
+    # The layers of Transformer Engine and of MindSpeed share no class with megatron-core's.
     return {"column": 0, "row": 1}.get(getattr(module, "parallel_mode", None) or "")
 
 
@@ -120,7 +120,6 @@ def _apply_patches(spec: ModelSpec, modules: ModuleNames, device: torch.device) 
 
 
 def _layer_spec(spec: ModelSpec, experts: bool, modules: ModuleNames) -> ModuleSpec:
-    """One layer of the modules asked for, with our attention."""
     attention = spec.attention
     common = {
         "num_experts": spec.num_experts if experts else None,
@@ -137,7 +136,7 @@ def _layer_spec(spec: ModelSpec, experts: bool, modules: ModuleNames) -> ModuleS
 
 
 def _with_our_norms(layer: ModuleSpec, spec: ModelSpec) -> ModuleSpec:
-    """megatron-core's own modules with our norm and attention."""
+    """Put this project's norms and attention into a spec of megatron-core's own modules."""
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
@@ -171,14 +170,14 @@ def build_model(
     device: torch.device,
     chunk: int = 0,
 ) -> GPTModel:
-    """One chunk of this rank's part of the model, parameters not initialised. Local.
+    """Build one chunk of this rank's part of the model, with uninitialised parameters. Local.
 
     Args:
-        spec: the architecture.
-        layout: gives the stage's layers and the padded vocabulary.
-        config: from :func:`~mindspeed_rl.trainer.model_config.build_transformer_config`.
-        device: where parameters live.
-        chunk: which chunk of an interleaved pipeline.
+        spec: Architecture of the model.
+        layout: Gives the stage's layers and the padded vocabulary.
+        config: Result of :func:`~mindspeed_rl.trainer.model_config.build_transformer_config`.
+        device: Device of the parameters.
+        chunk: Index of the chunk in an interleaved pipeline.
     """
     from megatron.core import parallel_state
 
@@ -206,7 +205,7 @@ def build_model(
 
 
 def _set_attention(model: GPTModel, spec: ModelSpec, device: torch.device) -> None:
-    """Our rotary embedding, and the softmax scale of the spec."""
+    """Set this project's rotary embedding and the spec's softmax scale in all layers."""
     if not spec.latent:
         model.rotary_pos_emb = PackedRotaryEmbedding(spec, device)
     scale = spec.attention.softmax_scale(spec.rope)
@@ -218,7 +217,7 @@ def _set_attention(model: GPTModel, spec: ModelSpec, device: torch.device) -> No
 
 
 def mixed_precision(module: Any, config: Any) -> Any:
-    """A chunk that computes in the precision of its configuration. Local."""
+    """Wrap a chunk so that it computes in the precision of its configuration. Local."""
     if not config.bf16:
         return module
     wrapped = Float16Module(config, module)

@@ -1,4 +1,4 @@
-"""The megatron-core configuration of a ModelSpec."""
+"""Builds the megatron-core configuration of a ModelSpec."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def build_transformer_config(
     kernels: KernelConfig,
     features: TransformerFeatures,
 ) -> TransformerConfig:
-    """The megatron-core configuration of a model in a layout, on a device with these features."""
+    """Build the configuration of a model in a layout, for a device with the given features."""
     spec, modules = layout.spec, layout.modules
     fields = _common(spec, model, train.bf16) | _parallel(layout.parallel, parallel.shards_sequence)
     fields |= _recompute(train) | _kernels(layout, kernels, features)
@@ -37,7 +37,7 @@ def build_transformer_config(
 
 
 def _common(spec: ModelSpec, model: ModelConfig, bf16: bool) -> dict[str, Any]:
-    """What the model says; weights come from a checkpoint."""
+    """Return the fields of the spec and the model flags; weights come from a checkpoint."""
     dtype, attention = torch.bfloat16 if bf16 else torch.float32, spec.attention
     return {
         "num_layers": spec.num_layers,
@@ -59,7 +59,7 @@ def _common(spec: ModelSpec, model: ModelConfig, bf16: bool) -> dict[str, Any]:
         "pipeline_dtype": dtype,
         "bf16": bf16,
         "perform_initialization": False,
-        # of modules that are not megatron-core's here: attention and norms
+        # These belong to modules of megatron-core that are replaced here: attention and norms.
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "calculate_per_token_loss": True,
@@ -67,10 +67,9 @@ def _common(spec: ModelSpec, model: ModelConfig, bf16: bool) -> dict[str, Any]:
 
 
 def _parallel(layout: ParallelLayout, sequence_parallel: bool) -> dict[str, Any]:
-    """Layout fields.
+    """Return the fields of the layout; an interleaved schedule sends its messages one by one.
 
-    With two stages and an interleaved schedule batched messages between the
-    same two ranks cross (silently wrong losses), so that schedule sends them one by one.
+    With two stages, batched messages between the same two ranks cross: silently wrong losses.
     """
     fields: dict[str, Any] = {
         "tensor_model_parallel_size": layout.tp,
@@ -95,16 +94,16 @@ def _parallel(layout: ParallelLayout, sequence_parallel: bool) -> dict[str, Any]
 def _kernels(
     layout: MegatronLayout, kernels: KernelConfig, features: TransformerFeatures
 ) -> dict[str, Any]:
-    """Fusions and memory by the device, as far as flags leave them on."""
+    """Return the fields of fusions and memory: what the flags ask for and the device supports."""
     asked = {
         "bias_activation_fusion": kernels.bias_swiglu_fusion,
         "bias_dropout_fusion": kernels.bias_dropout_fusion,
-        # latent attention takes cosine and sine from megatron-core's own module for it
+        # Latent attention takes cosine and sine from megatron-core's own module.
         "apply_rope_fusion": kernels.rope_fusion and not layout.spec.latent,
         "gradient_accumulation_fusion": kernels.gradient_accumulation_fusion,
     }
     available = set(features.fusions)
-    if layout.modules.fused_norms:  # MindSpeed's modules: one kernel
+    if layout.modules.fused_norms:  # MindSpeed's modules fuse it into one kernel
         available.add("bias_activation_fusion")
     dispatcher = kernels.moe_token_dispatcher_type
     if not features.chooses_dispatcher or dispatcher not in DISPATCHERS:
@@ -113,7 +112,7 @@ def _kernels(
         **{name: wanted and name in available for name, wanted in asked.items()},
         "use_cpu_initialization": not features.builds_on_device,
         "deallocate_pipeline_outputs": features.frees_sent_outputs,
-        # without experts as well: MindSpeed checks it against --moe-permute-fusion in every model
+        # MindSpeed checks it against --moe-permute-fusion in every model, even without experts.
         "moe_token_dispatcher_type": dispatcher,
     }
 
@@ -132,7 +131,7 @@ def _recompute(train: TrainConfig) -> dict[str, Any]:
 
 
 def _layer_layout(stages: StageLayout) -> list[list[str]]:
-    """megatron-core's spelling: the modules of each chunk in the order of the model."""
+    """Return the modules of each chunk in the order of the model, in megatron-core's notation."""
     rows = [["decoder"] * count for count in stages.layers_per_chunk]
     rows[0].insert(0, "embedding")
     rows[-1].append("loss")
@@ -140,7 +139,7 @@ def _layer_layout(stages: StageLayout) -> list[list[str]]:
 
 
 def _experts(spec: ModelSpec, layout: ParallelLayout) -> dict[str, Any]:
-    """Routing as the checkpoint does it; no auxiliary loss, and router biases are not updated."""
+    """Return the fields of experts: routing of the checkpoint, no auxiliary loss, fixed biases."""
     moe = spec.moe
     assert moe is not None
     grouped = moe.num_groups > 1
@@ -159,13 +158,13 @@ def _experts(spec: ModelSpec, layout: ParallelLayout) -> dict[str, Any]:
         "moe_router_num_groups": moe.num_groups if grouped else None,
         "moe_router_group_topk": moe.top_k_groups if grouped else None,
         "moe_router_topk_scaling_factor": moe.scaling_factor if moe.scaling_factor != 1 else None,
-        # a sigmoid router's checkpoint computes its scores in fp32
+        # Models with a sigmoid router compute its scores in fp32.
         "moe_router_dtype": "fp32" if moe.score_function == "sigmoid" else None,
     }
 
 
 def _latent(spec: ModelSpec) -> dict[str, Any]:
-    """Latent attention. ``rope_type`` is yarn so that cosine and sine may be scaled."""
+    """Return the fields of latent attention; only yarn lets cosine and sine be scaled."""
     latent = spec.latent
     assert latent is not None
     return {

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class RMSNorm(torch.nn.Module):
     """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
 
-    megatron-core's own fallback refuses sequence parallelism; this one marks its weight so that
+    megatron-core's own fallback refuses sequence parallelism. This class marks its weight so that
     ``finalize_model_grads`` sums its gradient over the tensor-parallel group.
     """
 

@@ -1,4 +1,4 @@
-"""The optimizer of a TrainEngine and its learning-rate schedule."""
+"""Builds the optimizer of a TrainEngine and computes its learning rates."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class LearningRateSchedule:
     """Linear warm-up, then constant, linear or cosine decay; counts optimizer updates.
 
     Update ``n`` (from 1) uses ``lr * n / warmup`` during warm-up. After the decay steps the rate
-    stays at ``--min-lr``. The state is the number of updates alone, so a resumed run continues the
-    curve of the uninterrupted one.
+    stays at ``--min-lr``. The number of updates is the only state, so a resumed run follows the
+    curve of the uninterrupted run.
     """
 
     def __init__(self, train: TrainConfig, num_updates: int) -> None:
@@ -26,12 +26,12 @@ class LearningRateSchedule:
         self.warmup = train.lr_warmup_iters or round(train.lr_warmup_fraction * self.decay)
 
     def advance(self) -> float:
-        """Count one update and give its learning rate."""
+        """Count one update and return its learning rate."""
         self.num_updates += 1
         return self.at(self.num_updates)
 
     def at(self, update: int) -> float:
-        """The learning rate of an update, counted from 1."""
+        """Return the learning rate of an update, counted from 1."""
         train = self._train
         if update <= self.warmup:
             return train.lr * update / self.warmup
@@ -46,7 +46,7 @@ class LearningRateSchedule:
 
 
 def build_optimizer(models: list[Any], train: TrainConfig, parallel: ParallelConfig) -> Any:
-    """AdamW of megatron-core over DistributedDataParallel chunks of a model. Collective."""
+    """Build megatron-core's AdamW over a model's DistributedDataParallel chunks. Collective."""
     dtype = torch.bfloat16 if train.bf16 else torch.float32
     config = OptimizerConfig(
         optimizer="adam",
@@ -65,6 +65,6 @@ def build_optimizer(models: list[Any], train: TrainConfig, parallel: ParallelCon
 
 
 def torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The torch optimizers inside a (possibly chained) megatron-core optimizer."""
+    """Return the torch optimizers inside a (possibly chained) megatron-core optimizer."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part.optimizer for part in chained]

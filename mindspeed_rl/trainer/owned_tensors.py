@@ -1,8 +1,8 @@
-"""Which tensors of a training engine belong to which owner of device memory.
+"""Finds the tensors of a training engine that belong to each owner of device memory.
 
 With the distributed optimizer megatron-core keeps all parameters of a kind (dense, expert) in one
-buffer and their gradients in another; main parameters of an fp32 model are views of the former,
-those of a bf16 model are copies. Owners are told apart by storage, so every byte counts once.
+buffer and their gradients in another. Main parameters are views of the parameter buffer in fp32 and
+copies in bf16. Owners are told apart by storage, so every byte counts once.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from mindspeed_rl.trainer.optimizer import torch_optimizers
 
 
 def parameters_of(modules: Sequence[Any]) -> list[torch.nn.Parameter]:
-    """Parameters of the chunks of a model. Buffers (rotary tables, router biases) stay put."""
+    """Return the parameters of all chunks of a model; its buffers always stay on the device."""
     return [p for module in modules for p in module.parameters()]
 
 
 def parameter_tensors(parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """What the parameters hold now."""
+    """Return the current data tensors of parameters."""
     return [p.data for p in parameters]
 
 
 def gradient_tensors(
     models: Sequence[Any], parameters: Sequence[torch.nn.Parameter]
 ) -> list[torch.Tensor]:
-    """Gradient buffers of DistributedDataParallel chunks, and gradients beside them."""
+    """Return the gradient buffers of DistributedDataParallel chunks, and gradients kept outside."""
     buffers = [b.grad_data for m in models for b in (*m.buffers, *m.expert_parallel_buffers)]
     return buffers + [p.grad for p in parameters if p.grad is not None]
 
 
 def optimizer_tensors(optimizer: Any, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Main parameters that are copies, and the moments of AdamW once its first step made them.
+    """Return the main parameters that are copies, and AdamW's moments after its first step.
 
-    Step counters (one number each, which AdamW reads on the host) stay where they are.
+    Step counters (one number each, which AdamW reads on the host) are not among them.
     """
     return not_among(_optimizer_tensors(optimizer), parameters)
 
@@ -53,10 +53,10 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 class DispatcherCaches:
-    """What token dispatchers keep of the last micro-batch: routing maps and probabilities.
+    """The tensors that token dispatchers keep of the last micro-batch: routing maps, probabilities.
 
     Args:
-        modules: chunks of the model, freshly built: what their dispatchers hold now is theirs.
+        modules: Chunks of a freshly built model, whose dispatchers have cached nothing yet.
     """
 
     def __init__(self, modules: Sequence[Any]) -> None:
@@ -68,11 +68,10 @@ class DispatcherCaches:
         ]
 
     def tensors(self) -> list[torch.Tensor]:
-        """What is kept now."""
         return [t for holder, own in self._parts for n, t in _tensors_of(holder) if n not in own]
 
     def drop(self) -> None:
-        """Let go of it; the next micro-batch brings its own."""
+        """Drop the kept tensors; the next micro-batch creates its own."""
         for holder, own in self._parts:
             for name, _ in _tensors_of(holder):
                 if name not in own:
@@ -80,7 +79,6 @@ class DispatcherCaches:
 
 
 def _dispatchers(layer: Any) -> Iterator[Any]:
-    """The dispatcher of a layer, and the manager inside that some kinds have."""
     dispatcher = getattr(layer, "token_dispatcher", None)
     if dispatcher is not None:
         yield dispatcher

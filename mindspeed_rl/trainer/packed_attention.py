@@ -1,14 +1,14 @@
 """Attention of packed rows, on any device that has PyTorch's SDPA.
 
-megatron-core sees a packed micro-batch as one sequence of T tokens; what depends on the borders
-between sequences is here. Shapes: T tokens of this rank, n heads, d channels.
+megatron-core sees a packed micro-batch as one sequence of T tokens; the code that depends on the
+borders between sequences is here. Shapes: T tokens of this rank, n heads, d channels.
 
-Sequences of similar length are attended to together as one dense batch padded on the right:
-under a causal mask a token never sees what stands right of it, so the padding needs no mask, and
-no T x T mask and no loop over sequences exist.
+Sequences of similar length are attended to together as one dense batch padded on the right: under a
+causal mask a token never sees what stands right of it, so the padding needs no mask. There is no
+loop over sequences and no T x T mask.
 
 Under context parallelism a rank holds two of ``2 cp`` chunks of every sequence (zigzag, see
-:func:`~mindspeed_rl.samples.packing.context_index`); keys and values are gathered, and each chunk
+:func:`~mindspeed_rl.samples.packing.context_index`). Keys and values are gathered, and each chunk
 attends to the part of its sequence that ends with it.
 """
 
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from mindspeed_rl.samples.packing import context_index
 
-# Sequences share a dense batch while the shortest is at least this share of the longest.
+# Sequences share a dense batch if the shortest has at least this fraction of the longest's length.
 MIN_LENGTH_RATIO = 0.75
 
 
@@ -38,9 +38,9 @@ class DenseGroup:
     """Pieces of similar length as one right-padded batch.
 
     Attributes:
-        size: pieces in it, b.
-        num_queries: of the longest piece.
-        num_keys: of the longest piece.
+        size: Number of pieces, b.
+        num_queries: Number of queries of the longest piece.
+        num_keys: Number of keys of the longest piece.
         mask: [b, 1, queries, keys] bool; ``None``: query i sees keys 0..i.
     """
 
@@ -55,17 +55,17 @@ class PackedRow:
     """The borders of a packed micro-batch; passed to megatron-core as ``packed_seq_params``.
 
     Attributes:
-        positions: [T] int64, position within the own sequence.
-        groups: dense batches that cover every token that is not padding.
+        positions: [T] int64, position of each token within its own sequence.
+        groups: Dense batches that cover every token that is not padding.
         queries: [sum of b x queries] int64, the local position of each query of the batches, one
-            batch after the other; padding repeats the last one of its piece.
-        keys: [sum of b x keys] int64, the position of each key in the whole row, as queries.
-        order: [T] int64, for each local position its place among the queries; that of padding is
-            the zero row behind them.
-        padded: whether there is padding.
-        gathered: [cp T] int64, for each position of the whole row its place in what the ranks of
-            the context-parallel group give together; ``None`` without context parallelism.
-        qkv_format: tells megatron-core not to cut the row itself.
+            batch after the other; padding repeats the last query of its piece.
+        keys: [sum of b x keys] int64, the position of each key in the whole row, in the same order.
+        order: [T] int64, the index of each local position among the queries; padding has the index
+            of the zero row behind them.
+        padded: Whether the row has padding.
+        gathered: [cp T] int64, the index of each position of the whole row among the gathered
+            tokens of the context-parallel ranks; ``None`` without context parallelism.
+        qkv_format: Tells megatron-core not to cut the row itself.
     """
 
     positions: torch.Tensor
@@ -80,7 +80,7 @@ class PackedRow:
     local_cp_size: int | None = None
 
     def to(self, device: torch.device) -> PackedRow:
-        """The same on a device."""
+        """Move the row to a device."""
         if device.type == "cpu":
             return self
 
@@ -99,11 +99,11 @@ def make_packed_row(
     """Group the sequences of a packed row by length. Local.
 
     Args:
-        lengths: tokens of each sequence in order, multiples of ``2 cp``; what remains of the row
-            is padding.
-        positions: [T] int64, of this rank's tokens.
-        cp: context-parallel size.
-        cp_rank: position in the context-parallel group.
+        lengths: Tokens of each sequence in order, multiples of ``2 cp``; the rest of the row is
+            padding.
+        positions: [T] int64, positions of this rank's tokens.
+        cp: Context-parallel size.
+        cp_rank: Position in the context-parallel group.
     """
     total = int(positions.numel())
     none = torch.zeros(0, dtype=torch.int64)
@@ -128,13 +128,13 @@ def make_packed_row(
     )
 
 
-# columns of pieces: consecutive queries from a local position on, and the keys from the start of
-# their sequence to the last of them
+# Columns of pieces: a piece has consecutive queries from a local position on, and the keys from the
+# start of their sequence to its last query.
 _QUERY, _KEY, _NUM_QUERIES, _NUM_KEYS = range(4)
 
 
 def _pieces(lengths: Sequence[int], cp: int, cp_rank: int) -> NDArray[np.int64]:
-    """[pieces, 4]: of each sequence one, or under context parallelism its two chunks."""
+    """Return [pieces, 4]: one piece per sequence, or two chunks each under context parallelism."""
     length = np.asarray(lengths, dtype=np.int64)
     start = length.cumsum() - length
     if cp == 1:
@@ -149,9 +149,9 @@ def _pieces(lengths: Sequence[int], cp: int, cp_rank: int) -> NDArray[np.int64]:
 
 
 def _batches(pieces: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Pieces of similar size together, ascending."""
+    """Sort pieces by size and group those of similar size."""
     pieces = pieces[np.lexsort((pieces[:, _NUM_QUERIES], pieces[:, _NUM_KEYS]))]
-    smallest = MIN_LENGTH_RATIO * pieces[:, _NUM_KEYS]  # what each can share a batch with
+    smallest = MIN_LENGTH_RATIO * pieces[:, _NUM_KEYS]  # fewest keys in a batch with this piece
     batches, begin = [], 0
     while begin < len(pieces):
         end = int(np.searchsorted(smallest, pieces[begin, _NUM_KEYS], side="right"))
@@ -163,7 +163,7 @@ def _batches(pieces: NDArray[np.int64]) -> list[NDArray[np.int64]]:
 def _dense_group(
     batch: torch.Tensor, masked: bool
 ) -> tuple[DenseGroup, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The batch, the positions of its queries and of its keys, and which queries are no padding."""
+    """Return the batch, its queries' and keys' positions, and which queries are not padding."""
     query, key, num_queries, num_keys = torch.split(batch, 1, dim=1)
     i = torch.arange(int(num_queries.max()))[None]
     j = torch.arange(int(num_keys.max()))[None]
@@ -171,7 +171,7 @@ def _dense_group(
     keys = key + torch.minimum(j, num_keys - 1)
     mask = None
     if masked:
-        # queries are the last of their keys; padded queries see what the last real one sees
+        # The queries belong to the last keys; padded queries see what the last real query sees.
         last = torch.minimum(i, num_queries - 1) + num_keys - num_queries
         mask = (j[:, None] <= last[..., None])[:, None]
     group = DenseGroup(batch.size(0), i.size(1), j.size(1), mask)
@@ -210,7 +210,7 @@ class PackedSelfAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedRow | None = None,
     ) -> torch.Tensor:
-        """Attend. query, key, value: [T, 1, n, d], or [T, n, d] from latent attention.
+        """Attend within each sequence. query, key, value: [T, 1, n, d], or [T, n, d] if latent.
 
         Returns:
             [T, 1, n d]; zero at padding.
@@ -230,12 +230,12 @@ class PackedSelfAttention(MegatronModule):
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: PackedRow
     ) -> list[torch.Tensor]:
-        """Each dense batch -> [b queries, n, d], its padding among them."""
-        if not row.groups:  # a row of padding alone
+        """Return [b queries, n, d] of each dense batch, including its padding."""
+        if not row.groups:  # the row is all padding
             return []
         num_queries = [group.size * group.num_queries for group in row.groups]
         num_keys = [group.size * group.num_keys for group in row.groups]
-        # index_select takes half the time of x[index], in the backward pass as well
+        # index_select takes half the time of x[index], also in the backward pass.
         parts = zip(
             row.groups,
             torch.split(q.index_select(0, row.queries), num_queries),
@@ -265,7 +265,7 @@ class PackedSelfAttention(MegatronModule):
 def _gather_row(
     k: torch.Tensor, v: torch.Tensor, order: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the whole row in its order. Collective: the context-parallel group.
+    """Return keys and values of the whole row in its order. Collective: the context-parallel group.
 
     The backward pass sums the gradients of all ranks.
     """

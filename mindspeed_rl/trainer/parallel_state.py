@@ -1,4 +1,4 @@
-"""megatron-core's process groups and random states, checked against our layout."""
+"""Creates megatron-core's process groups and random states and checks them against the layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mindspeed_rl.parallel.groups import check_group
 
 
 def forget() -> None:
-    """Forget megatron-core's groups, so that another layout can be initialized. Local."""
+    """Destroy megatron-core's groups, so that another layout can be initialized. Local."""
     parallel_state.destroy_model_parallel()
 
 
@@ -42,7 +42,7 @@ def initialize(layout: ParallelLayout, seed: int) -> None:
 
 
 def group_along(axis: str) -> dist.ProcessGroup | None:
-    """The group of this rank along an axis of the training grid; ``None``: the world's."""
+    """Return this rank's group along an axis of the training grid; ``None`` means the world."""
     if axis == "world":
         return None
     groups: dict[str, Callable[[], dist.ProcessGroup]] = {
@@ -56,10 +56,10 @@ def group_along(axis: str) -> dist.ProcessGroup | None:
 
 @contextmanager
 def unchanged(what: str) -> Iterator[None]:
-    """Refuse that the block replaces groups or sizes that the trainer works with. Local.
+    """Check that the block does not replace groups or sizes that the trainer works with. Local.
 
     Raises:
-        RuntimeError: afterwards, with the names of what changed.
+        RuntimeError: Some have changed at the end of the block; the message names them.
     """
     before = _globals()
     yield
@@ -76,7 +76,7 @@ def unchanged(what: str) -> Iterator[None]:
 
 
 def _globals() -> dict[str, object]:
-    """megatron-core's groups, sizes and ranks, and torch's default group."""
+    """Return megatron-core's groups, sizes and ranks, and torch's default group."""
     found: dict[str, object] = {
         f"megatron.core.parallel_state.{name}": list(value) if isinstance(value, list) else value
         for name, value in vars(parallel_state).items()

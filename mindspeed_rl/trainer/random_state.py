@@ -1,4 +1,4 @@
-"""The random generators of a rank, as a checkpoint keeps them."""
+"""Saves and restores the random generators of a rank for checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mindspeed_rl.platforms.base import Platform
 
 
 def rng_state(platform: Platform) -> dict[str, Any]:
-    """Every generator that a rank draws from, in types that ``torch.load`` trusts."""
+    """Return the states of all generators that a rank uses, in types that ``torch.load`` trusts."""
     numbers: Any = np.random.get_state(legacy=True)
     kind, keys, position, has_gauss, gauss = numbers
     return {
@@ -26,7 +26,7 @@ def rng_state(platform: Platform) -> dict[str, Any]:
 
 
 def set_rng_state(platform: Platform, state: dict[str, Any]) -> None:
-    """Counterpart of :func:`rng_state`."""
+    """Restore all generators from a result of :func:`rng_state`."""
     random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))

@@ -1,4 +1,4 @@
-"""The trainer's device memory, as groups that leave and come back."""
+"""Groups the trainer's device memory into parts that can be released and restored."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def trainer_memory(
     critic: TrainEngine | None = None,
     reward_model: TrainEngine | None = None,
 ) -> dict[MemoryOwner, StorageGroup]:
-    """Every owner of the trainer's device memory. Local.
+    """Return a storage group for every owner of the trainer's device memory. Local.
 
-    Gradients are dropped: every update zeroes them before its first micro-batch. Everything else
-    keeps its content in one pool of host memory; that of models which only read is copied there
-    once. Optimizer state, hundreds of tensors, comes back as one storage.
+    Gradients are dropped: every update zeroes them before its first micro-batch. All other groups
+    keep their content in one pool of host memory; models that only read are copied there once.
+    Optimizer state, hundreds of tensors, comes back as one storage.
     """
     pool = HostPool(policy.platform)
     trained = (MemoryOwner.PARAMETERS, MemoryOwner.GRAD_BUFFERS, MemoryOwner.OPTIMIZER)
@@ -58,8 +58,8 @@ def _trained(
     gradients: MemoryOwner,
     optimizer: MemoryOwner,
 ) -> dict[MemoryOwner, StorageGroup]:
-    """Parameters, gradient buffers and optimizer state of an engine that updates."""
-    # Walking the modules takes longer than all else at a border.
+    """Return the groups of parameters, gradients and optimizer state of an engine that updates."""
+    # Parameters are listed once: walking the modules takes longer than the rest of a release.
     platform, held = engine.platform, parameters_of(engine.modules)
     find = partial(parameter_tensors, held)
     return {

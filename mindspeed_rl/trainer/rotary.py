@@ -1,7 +1,7 @@
-"""Rotary angles of packed rows: by position within the own sequence.
+"""Computes rotary angles of packed rows, by position within each token's own sequence.
 
-Stands in for megatron-core's modules, which build angles 0..T-1 and cut them per sequence in a
-Python loop, and which know fewer kinds of scaling. Shapes: T tokens, d rotated channels.
+They replace the angles of megatron-core's modules, which go from 0 to T-1, are cut per sequence in
+a Python loop, and know fewer kinds of scaling. Shapes: T tokens, d rotated channels.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from mindspeed_rl.trainer.packed_attention import PackedRow
 
 
 class PackedRotaryEmbedding(torch.nn.Module):
-    """Angles of a packed row.
+    """Rotary angles of a packed row.
 
     Args:
-        spec: gives the frequencies.
-        device: where they live.
-        latent: for latent attention: it takes another shape, and the factor of cosine and sine.
+        spec: Gives the frequencies.
+        device: Device of the frequencies.
+        latent: Whether latent attention takes the angles; it needs another shape, and the factor of
+            cosine and sine.
     """
 
     def __init__(self, spec: ModelSpec, device: torch.device, latent: bool = False) -> None:
@@ -43,7 +44,7 @@ class PackedRotaryEmbedding(torch.nn.Module):
         transformer_config: Any,
         packed_seq_params: PackedRow | None = None,
     ) -> PackedRow:
-        """megatron-core hands the result to :meth:`forward`; here it is the row itself."""
+        """Return the row itself, because megatron-core passes this result to :meth:`forward`."""
         if packed_seq_params is None:
             raise TypeError("PackedRotaryEmbedding needs a PackedRow as packed_seq_params")
         return packed_seq_params
@@ -51,7 +52,7 @@ class PackedRotaryEmbedding(torch.nn.Module):
     def forward(
         self, row: PackedRow, packed_seq: bool = False, cp_group: Any = None
     ) -> torch.Tensor | tuple[torch.Tensor, float]:
-        """Angles [T, 1, 1, d] fp32; for latent attention [T, 1, d] and the factor."""
+        """Return angles [T, 1, 1, d] fp32; for latent attention [T, 1, d] and the factor."""
         angles = row.positions.to(torch.float32)[:, None] * self.inv_freq[None]
         angles = torch.cat((angles, angles), dim=-1)
         if self._latent:

@@ -5,11 +5,11 @@ some tokens change experts, and their ratios jump although the policy hardly cha
 experts are those of the recording pass; their weights come from the present scores, so gradients
 reach the router (Zheng et al. 2025, arXiv:2507.18071, section 5.3).
 
-Where the engine tells its experts, the first pass takes those at the places that predict trained
-tokens (Ma et al. 2025, arXiv:2510.11370), and its own for the others.
+If the engine reports its experts, the first pass takes them at the places that predict trained
+tokens (Ma et al. 2025, arXiv:2510.11370), and its own at the others.
 
 Shapes: t tokens of a micro-batch on this rank (of its context-parallel and, with sequence
-parallelism, tensor-parallel share), k experts per token.
+parallelism, tensor-parallel part), k experts per token.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ class Routes:
     """The experts of one micro-batch on this rank, layer by layer, as the first pass chose them.
 
     Args:
-        counted: [t] bool, tokens that the agreement is measured on.
-        given: [counted tokens, all layers with experts, k], the engine's experts of those.
+        counted: [t] bool, the tokens on which the agreement is measured.
+        given: [counted tokens, all layers with experts, k], the engine's experts of those tokens.
     """
 
     def __init__(self, counted: torch.Tensor, given: torch.Tensor | None = None) -> None:
         self.counted = counted
         self.given = given
-        #: number of the router -> [t, k] ids, uint8 or int16
+        #: Expert ids [t, k] by number of the router, uint8 or int16.
         self.experts: dict[int, torch.Tensor] = {}
 
 
 def routes_of(
     batch: MicroBatch, share: Callable[[torch.Tensor], torch.Tensor], num_layers: int
 ) -> Routes:
-    """Those of a micro-batch before its first pass. Local.
+    """Create the routes of a micro-batch before its first pass. Local.
 
     Args:
-        batch: after the split over context-parallel ranks.
-        share: what of a tensor of its tokens is this rank's.
-        num_layers: of the model, with experts.
+        batch: Micro-batch after the split over context-parallel ranks.
+        share: Cuts a tensor of the batch's tokens to this rank's tokens.
+        num_layers: Number of layers with experts in the model.
     """
     counted = share(batch.loss_mask)
     experts = batch.columns.get("experts")
@@ -66,7 +66,7 @@ def routes_of(
 
 
 def router_places(layout: MegatronLayout, rank: int) -> tuple[int, ...]:
-    """Of each router on a rank, in order, which of the layers with experts it belongs to."""
+    """Return for each router of a rank, in order, its layer's index among those with experts."""
     stages, stage = layout.parallel.stages, layout.parallel.coords(rank).pp
     place = {layer: number for number, layer in enumerate(layout.spec.expert_layers)}
     mine = (layer for chunk in range(stages.vpp) for layer in stages.layers_of(stage, chunk))
@@ -74,17 +74,16 @@ def router_places(layout: MegatronLayout, rank: int) -> tuple[int, ...]:
 
 
 class RoutingReplay:
-    """The routers of a model on this rank.
+    """Records and replays the experts of a model's routers on this rank.
 
-    A recomputed layer runs twice: without gradients, and again in the backward pass, when other
-    micro-batches may have come in between. Each router therefore queues the routes of its
-    gradient-free calls; backward passes come in the order of the forward passes.
+    A recomputed layer runs twice: without gradients, and again in the backward pass, possibly with
+    other micro-batches in between. Each router therefore queues the routes of its gradient-free
+    calls; backward passes come in the order of the forward passes.
 
     Args:
-        modules: the chunks of the model.
-        replays: whether later passes take the recorded experts; else they are only compared.
-        places: of each router, in order, which of the layers with experts it belongs to; needed
-            where the engine gives the experts.
+        modules: Chunks of the model.
+        replays: Whether later passes take the recorded experts; otherwise they are only compared.
+        places: Result of :func:`router_places`; needed if the engine gives the experts.
     """
 
     def __init__(
@@ -102,11 +101,11 @@ class RoutingReplay:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """Around forward and backward passes of an optimizer step. Local.
+        """Enclose the forward and backward passes of an optimizer step. Local.
 
         Raises:
-            RuntimeError: a router was not asked for its experts, so nothing of it is replayed: an
-                implementation of its own took the place of megatron-core's.
+            RuntimeError: A router did not ask for its experts, so nothing of it is replayed:
+                another implementation has replaced megatron-core's.
         """
         self.in_update = True
         try:
@@ -124,8 +123,10 @@ class RoutingReplay:
             )
 
     def metrics(self) -> MetricSet:
-        """Shares of experts since the last call: of the recorded, those that the router would
-        choose now; of the engine's, those that it would have chosen in the first pass.
+        """Return the fractions of agreeing experts since the last call.
+
+        Of the recorded experts: those that the router would choose now. Of the engine's: those that
+        it would have chosen in the first pass.
         """
         metrics = MetricSet({AGREEMENT: _mean([tape.later for tape in self._tapes])})
         if self.places:
@@ -134,21 +135,21 @@ class RoutingReplay:
 
 
 class _Count:
-    """How many of the experts of tokens would be chosen again; stays on the device."""
+    """Counts how many experts of tokens would be chosen again; the count stays on the device."""
 
     def __init__(self) -> None:
         self.agreed: float | torch.Tensor = 0.0
         self.compared = 0.0
 
     def add(self, recorded: torch.Tensor, present: torch.Tensor) -> None:
-        """Ids [n, k] of the same tokens, in whatever order."""
+        """Compare the ids [n, k] of the same tokens, in whatever order."""
         hits = (recorded[:, :, None] == present[:, None, :]).any(2)
         self.agreed = self.agreed + hits.sum()
         self.compared += float(hits.numel())
 
 
 def _mean(counts: Sequence[_Count]) -> Mean:
-    """Over several routers; they begin again."""
+    """Return the mean over several routers and reset their counts."""
     agreed = float(sum(count.agreed for count in counts))
     compared = sum(count.compared for count in counts)
     for count in counts:
@@ -157,7 +158,7 @@ def _mean(counts: Sequence[_Count]) -> Mean:
 
 
 class _Tape:
-    """What megatron-core asks for the experts of a layer."""
+    """The object that megatron-core asks for the experts of one layer."""
 
     def __init__(self, replay: RoutingReplay, number: int) -> None:
         self._replay = replay
@@ -174,7 +175,7 @@ class _Tape:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores [t, experts] -> (scores, ids) of the chosen experts, [t, k] each."""
+        """Return (scores, ids) of the chosen experts, [t, k] each, for scores [t, experts]."""
         assert default_compute_topk is not None
         self.asked = True
         choose = default_compute_topk

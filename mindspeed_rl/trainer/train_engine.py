@@ -1,7 +1,7 @@
-"""One megatron-core model with its optimizer: forward, backward, update, log-probs.
+"""Runs one megatron-core model with its optimizer: forward, backward, update, log-probs.
 
-Policy, reference and critic are instances of :class:`TrainEngine`; there is no module state.
-Shapes: T packed tokens of a micro-batch, N trained tokens in it.
+Policy, reference, critic and reward model are instances of :class:`TrainEngine`. Shapes: T packed
+tokens of a micro-batch, N trained tokens in it.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from mindspeed_rl.weights.layouts.megatron import MegatronLayout, chunk_prefix
 ROUTER_BIAS = "router.expert_bias"
 LossFunction = Callable[[LossInputs], LossOutputs]
 ValueLossFunction = Callable[[ValueInputs], LossOutputs]
-#: roles whose weights are updated
+#: Roles whose weights are updated.
 TRAINED_ROLES = ("policy", "critic")
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateStats:
-    """What one optimizer step did."""
+    """The gradient norm and the learning rate of one optimizer step."""
 
     grad_norm: float
     learning_rate: float
@@ -56,19 +56,20 @@ class TrainEngine:
     """A model of one role on this rank.
 
     Args:
-        role: one of :data:`TRAINED_ROLES` trains, ``"reference"`` and ``"reward model"`` only
+        role: A role of :data:`TRAINED_ROLES` trains; ``"reference"`` and ``"reward model"`` only
             compute.
-        layout: spec and parallel layout; the spec's head says whether log-probs or values come out.
-        platform: the device.
-        model: model flags.
-        parallel: layout flags.
-        kernels: flags of fusions and overlap, read where the device has them.
-        train: optimizer flags.
-        num_updates: optimizer steps of the whole run: the horizon of the schedule.
-        temperature: logits are divided by it in every log-prob.
-        routing: ``"replay"``: later passes over a micro-batch take the experts of the first;
-            ``"engine"``: and the first takes those of the engine; ``"compare"``: the metrics say
-            how many they share; ``"free"``: none of it.
+        layout: Spec and parallel layout; the spec's head gives log-probs or values.
+        platform: Platform of this rank's device.
+        model: Model flags.
+        parallel: Layout flags.
+        kernels: Flags of fusions and overlap; ignored where the device lacks them.
+        train: Optimizer flags.
+        num_updates: Optimizer steps of the whole run, the horizon of the learning-rate schedule.
+        temperature: Divisor of the logits in every log-prob.
+        routing: With ``"replay"`` later passes over a micro-batch take the experts of the first
+            pass; with ``"engine"`` the first pass also takes the engine's experts; with
+            ``"compare"`` only the metrics report how many experts the passes share; ``"free"`` does
+            none of this.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class TrainEngine:
         )
         config.finalize_model_grads_func = _finalize_sums
         self._config = config
-        #: the chunks of this rank: one, or several with an interleaved pipeline
+        #: The chunks of this rank: one, or several with an interleaved pipeline.
         self.modules: list[Any] = [
             build_model(self.spec, layout, config, platform.device, chunk)
             for chunk in range(layout.parallel.stages.vpp)
@@ -109,7 +110,7 @@ class TrainEngine:
             self._replay = RoutingReplay(self.modules, replays=replays, places=places)
         self._dispatcher_caches = DispatcherCaches(self.modules)
         self._accumulating = False
-        #: times that parameters were written from outside
+        #: How many times parameters were written from outside.
         self.num_writes = 0
         check_weights(self.named_parameters(), layout.local_shapes(dist.get_rank()))
         self._head = make_head(self.modules[-1], self.spec, temperature, train.logprob_chunk_tokens)
@@ -134,10 +135,7 @@ class TrainEngine:
                 module.requires_grad_(False)
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
-        """This rank's weights by megatron-core name, as the layout names them.
-
-        Router biases are among them, although megatron-core keeps them as buffers.
-        """
+        """Return this rank's weights and router biases (buffers) by their names in the layout."""
         weights: dict[str, torch.Tensor] = {}
         for chunk, module in enumerate(self.modules):
             prefix = chunk_prefix(chunk, len(self.modules))
@@ -148,10 +146,10 @@ class TrainEngine:
         return weights
 
     def release_step_state(self) -> None:
-        """Drop what the last step left behind, before gradient buffers leave the device. Local.
+        """Drop what the last step left on the device before gradient buffers are released. Local.
 
         Raises:
-            RuntimeError: gradients are accumulated that no step has used yet.
+            RuntimeError: Gradients are accumulated that no step has used yet.
         """
         if self._accumulating:
             raise RuntimeError(
@@ -163,25 +161,24 @@ class TrainEngine:
             self.optimizer.zero_grad(set_to_none=True)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Accumulated gradients of this rank's weights, fp32, named as the weights.
+        """Return the accumulated gradients, fp32, of this rank's weights by name; 0 if not trained.
 
-        Whole without the distributed optimizer, which leaves each rank a share of them; 0 for
-        weights that are not trained.
+        The distributed optimizer leaves each rank only a part of them.
         """
         weights = self.named_parameters()
         return {n: getattr(p, "main_grad", torch.zeros_like(p)) for n, p in weights.items()}
 
     def reload_master_weights(self) -> None:
-        """Call after writing parameters from outside: master weights follow. Local.
+        """Update the master weights; call this after writing parameters from outside. Local.
 
-        What waits on the host of a model that does not train is copied anew at its next release.
+        It also marks the host copy of a model that does not train as outdated.
         """
         self.num_writes += 1
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
     def prepare(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Take this rank's share of each sequence, move it to the device, find attention borders.
+        """Cut sequences to this rank's tokens, move them to the device, find attention borders.
 
         Local.
         """
@@ -197,23 +194,24 @@ class TrainEngine:
         return prepared
 
     def _tokens_of_rank(self, tokens: torch.Tensor) -> torch.Tensor:
-        """This rank's share of [T] with sequence parallelism."""
+        """Return this rank's part of a [T] tensor under sequence parallelism, else all of it."""
         if not self._config.sequence_parallel:
             return tokens
         rank = self.layout.parallel.coords(dist.get_rank()).tp
         return tokens.chunk(self.layout.parallel.tp)[rank]
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor | None]:
-        """log p of the trained tokens, [N] fp32 per micro-batch; ``None`` off the last stage.
+        """Return log p of the trained tokens, [N] fp32 per micro-batch.
 
-        Collective over the pipeline and tensor-parallel groups. No gradients, dropout off.
+        ``None`` off the last stage. Collective over the pipeline and tensor-parallel groups. No
+        gradients, dropout off.
         """
         return [None if r is None else r[0] for r in self.logprobs_and_entropy(batches)]
 
     def logprobs_and_entropy(
         self, batches: Sequence[MicroBatch]
     ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-        """log p and entropy of the trained tokens, each [N] fp32 per micro-batch.
+        """Return log p and entropy of the trained tokens, each [N] fp32 per micro-batch.
 
         ``None`` off the last stage. Collective over the pipeline and tensor-parallel groups. No
         gradients, dropout off.
@@ -221,15 +219,15 @@ class TrainEngine:
         return self._pass(batches)  # type: ignore[return-value]
 
     def values(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor | None]:
-        """The value before each trained token, [N] fp32 per micro-batch; ``None`` off the last
-        stage.
+        """Return the value before each trained token, [N] fp32 per micro-batch.
 
-        Collective over the pipeline and tensor-parallel groups. No gradients, dropout off.
+        ``None`` off the last stage. Collective over the pipeline and tensor-parallel groups. No
+        gradients, dropout off.
         """
         return [None if r is None else r[0] for r in self._pass(batches)]
 
     def _pass(self, batches: Sequence[MicroBatch]) -> list[Outputs | None]:
-        """What the head makes of every micro-batch, without gradient."""
+        """Return the head's outputs of every micro-batch, without gradients."""
         for model in self.models:
             model.eval()
         with torch.no_grad():
@@ -244,11 +242,12 @@ class TrainEngine:
         """Accumulate the gradient of the summed losses of all micro-batches.
 
         Collective over the whole training grid; afterwards gradients are reduced over data
-        parallelism. The loss function carries the global denominators.
+        parallelism. The loss function applies the global denominators.
 
         Returns:
-            The metrics of this rank's micro-batches; off the last stage and off the first
-            tensor-parallel rank only those of replayed routing, so that nothing counts twice.
+            The metrics of this rank's micro-batches. Off the last stage and off the first
+            tensor-parallel rank these are only those of replayed routing, as nothing may count
+            twice.
         """
         self._accumulating = True
         for model in self.models:
@@ -267,11 +266,11 @@ class TrainEngine:
 
     @property
     def is_metrics_rank(self) -> bool:
-        """Whether this rank speaks for the tokens it holds: tensor-parallel ranks share them."""
+        """Whether this rank reports metrics of tokens that all tensor-parallel ranks share."""
         return bool(self.is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0)
 
     def all_reduce_cp(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks that share each sequence of a micro-batch; without gradient.
+        """Sum over the ranks that share each sequence of a micro-batch, without gradient.
 
         Collective: the context-parallel group.
         """
@@ -280,7 +279,7 @@ class TrainEngine:
         return values
 
     def all_reduce_dp_cp(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks of this stage that hold the other tokens of a step.
+        """Sum over the ranks of this stage that hold the other tokens of a step.
 
         Collective: the data- and context-parallel group.
         """
@@ -290,12 +289,12 @@ class TrainEngine:
         return values
 
     def step(self) -> UpdateStats:
-        """Clip, update, advance the schedule. Collective over the training grid.
+        """Clip gradients, update weights, advance the schedule. Collective over the training grid.
 
         Raises:
-            FloatingPointError: the gradient norm is not finite; nothing was updated.
+            FloatingPointError: The gradient norm is not finite; nothing was updated.
         """
-        self.platform.wait_for_copies()  # of an optimizer state that has just come back
+        self.platform.wait_for_copies()  # the optimizer state may still be on its way back
         learning_rate = self.schedule.advance()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -315,8 +314,8 @@ class TrainEngine:
         loss: Callable[[MicroBatch, Outputs], tuple[torch.Tensor, Any]],
         backward: bool = False,
     ) -> list[Any]:
-        """Run all micro-batches; the loss function's payloads, on the last stage."""
-        # the output projection works on hidden states of its own precision
+        """Run all micro-batches and return the loss function's payloads, on the last stage only."""
+        # The output projection needs hidden states in its own precision.
         precision = {"fp32_output": False} if self._config.bf16 else {}
 
         def forward(iterator: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Any]:
@@ -347,13 +346,13 @@ class TrainEngine:
     def _loss(
         self, batch: MicroBatch, loss: Callable[..., Any], hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Hidden states [1, T, h] of the last stage -> (loss, 1, payload) for megatron-core."""
+        """Turn hidden states [1, T, h] into (loss, 1, payload), as megatron-core asks."""
         value, payload = loss(batch, self._head(batch, hidden))
         return value, torch.ones((), dtype=torch.int), payload
 
 
 def _finalize_sums(model: list[Any], num_tokens: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Reduce gradients as sums: our losses carry the global denominator already."""
+    """Reduce gradients as sums, because the losses contain the global denominator already."""
     finalize_model_grads(model, None, *args, **kwargs)
 
 
@@ -373,7 +372,7 @@ def _finite(value: float | torch.Tensor) -> bool:
 
 
 def _collect_metrics(outputs: Sequence[LossOutputs]) -> MetricSet:
-    """One transfer to the host for all terms of all micro-batches."""
+    """Merge the terms of all micro-batches with a single transfer to the host."""
     flat = [
         part
         for output in outputs

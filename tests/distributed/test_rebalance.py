@@ -41,7 +41,7 @@ def check(runs: list[dict[str, Run]], tp: int = 1) -> None:
     for sample_id, completion in wanted.items():
         assert shaken[sample_id].token_ids == completion.token_ids, sample_id
         assert shaken[sample_id].logprobs == pytest.approx(completion.logprobs, abs=2e-5)
-    assert sum(run["shaken"].prefix_tokens for run in runs) > sum(COUNTS), (
+    assert sum(run["shaken"].num_running_moved for run in runs) > sum(COUNTS), (
         "most began before they moved"
     )
     assert any(control[i].token_ids != c.token_ids for i, c in wanted.items()), "streams matter"
@@ -49,8 +49,8 @@ def check(runs: list[dict[str, Run]], tp: int = 1) -> None:
     moved = {mode: sum(run[mode].stats.moved for run in runs) for mode in MODES}
     print(f"decode steps of the slowest engine {steps}, requests moved {moved}")
     assert moved["off"] == 0 < moved["waiting"]
-    prefix_tokens = runs[0]["all"].stats.moved_tokens > runs[0]["waiting"].stats.moved_tokens
-    assert prefix_tokens, "requests that had begun moved as well"
+    running_moved = runs[0]["all"].stats.moved_tokens > runs[0]["waiting"].stats.moved_tokens
+    assert running_moved, "requests that had begun moved as well"
     assert steps["waiting"] < steps["off"] and steps["all"] < steps["off"]
 
 

@@ -40,12 +40,12 @@ class Shaker:
     def __init__(self, streams: bool) -> None:
         self._streams = streams
         self._draw = random.Random(1)
-        self.prefix_tokens = 0
+        self.num_running_moved = 0
 
     def rebalance_point(self, requests: OpenRequests, stats: StepStats) -> bool:
         """Half of the requests. Local."""
         chosen = [p for p in requests.progress() if self._draw.random() < 0.5]
-        self.prefix_tokens += sum(p.computed for p in chosen)
+        self.num_running_moved += sum(p.computed for p in chosen)
         open_requests = requests.take([p.sample_id for p in chosen])
         requests.add(p if self._streams else replace(p, stream=None) for p in open_requests)
         return len(requests) > 0
@@ -63,7 +63,7 @@ class Run:
 
     completions: dict[int, Completion]
     stats: StepStats
-    prefix_tokens: int = 0
+    num_running_moved: int = 0
 
 
 def requests_of(group: int) -> list[GenerationRequest]:
@@ -108,5 +108,5 @@ def rebalance_world(world: World, model: str, flags: Sequence[str]) -> dict[str,
     for name, streams in (("shaken", True), ("shaken without streams", False)):
         shaker, engine.stats = Shaker(streams), StepStats()
         done = engine.generate(requests_of(group), SETTINGS, 0, None, cast(Any, shaker))
-        runs[name] = Run(done, engine.stats, shaker.prefix_tokens)
+        runs[name] = Run(done, engine.stats, shaker.num_running_moved)
     return runs

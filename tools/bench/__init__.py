@@ -1,1 +1,1 @@
-"""Benchmarks: ours, a baseline and their ratio, with bytes and what could not be undercut."""
+"""Benchmarks that compare this project with a baseline, in seconds, bytes and lower bounds."""

@@ -2,16 +2,16 @@
 
     python tools/bench/dispatch.py --workers 4 --megabytes 16 64
 
-ours        the workers learn the sample table, plan, and move the samples among themselves
+ours        the workers share the sample table, plan, and move the samples among themselves
             (TensorCache, Redistribution)
 controller  rank 0 fetches every worker's samples, makes one batch of them and sends every worker
             its part, one after the other, as a single controller does
 floor       one all-to-all of the same bytes, nothing packed, planned or checked
 
-All hand over the same 1024 ragged samples of an id and a log-prob per token (log-normal lengths),
-each to the next worker, and what has arrived is compared bit by bit. Seconds are medians, of the
-slowest worker; bytes are those of all samples, and what passes through the busiest rank. The last
-line is RESULT and a JSON object.
+All ways hand over the same 1024 samples of log-normal lengths, with an id and a log-prob per token,
+each to the next worker, and the received samples are compared bit by bit. Seconds are medians of
+the slowest worker; bytes are those of all samples and those that pass through the busiest rank. The
+last line is RESULT and a JSON object.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 from mindspeed_rl.samples.routes import OwnerRanks, plan_hops
 
 NUM_SAMPLES = 1024
-TOKEN_BYTES = 8  # an id and a log-prob
-TABLE_WORDS = 9  # int64 of a sample in the table that all workers learn
+TOKEN_BYTES = 8  # a token id and a log-prob
+TABLE_WORDS = 9  # int64 numbers per sample in the table that all workers get
 VERSION = 1
 VOCAB = 50_000
 LIMIT = timedelta(minutes=5)
@@ -54,9 +54,9 @@ class Worker:
     """One rank with its samples, and the ways to hand them to the next rank.
 
     Args:
-        rank: of this worker.
-        workers: all of them.
-        megabytes: of all samples together (2^20 bytes).
+        rank: Rank of this worker.
+        workers: Number of workers.
+        megabytes: Size of all samples together (2^20 bytes).
     """
 
     def __init__(self, rank: int, workers: int, megabytes: int) -> None:
@@ -70,7 +70,7 @@ class Worker:
         self.num_bytes = TOKEN_BYTES * sum(self._lengths)
 
     def samples_of(self, worker: int) -> Payload:
-        """What a worker makes."""
+        """Return the samples that a worker makes."""
         ids = range(worker, NUM_SAMPLES, self._workers)
         tokens = torch.cat(
             [torch.arange(7919 * i, 7919 * i + self._lengths[i]) % VOCAB for i in ids]
@@ -78,7 +78,7 @@ class Worker:
         return [tokens.to(torch.int32), -tokens.to(torch.float32) / VOCAB]
 
     def prepare(self) -> None:
-        """The samples of a step into the cache, as an engine leaves them."""
+        """Put the samples of a step into the cache, as an engine does."""
         self._step += 1
         ids = range(self._rank, NUM_SAMPLES, self._workers)
         keys = [SampleKey(self._step, i) for i in ids]
@@ -88,7 +88,7 @@ class Worker:
             self._cache.put(column, keys, values, lengths, [VERSION] * len(keys))
 
     def ours(self) -> Payload:
-        """Table, plan, exchange. Collective: the world."""
+        """Share the table, plan, exchange. Collective: the world."""
         sum_over_ranks(torch.zeros(NUM_SAMPLES * TABLE_WORDS, dtype=torch.int64), None)
         makers = [i % self._workers for i in range(NUM_SAMPLES)]
         wanted = [(maker + 1) % self._workers for maker in makers]
@@ -104,7 +104,7 @@ class Worker:
         return [torch.cat([moved.read(i, column) for i in ids]) for column in COLUMNS]
 
     def controller(self) -> Payload:
-        """Everything to rank 0, one batch, every part from there. Collective: the world."""
+        """Move everything through one batch on rank 0. Collective: the world."""
         sizes = [sum(self._lengths[w :: self._workers]) for w in range(self._workers)]
         arrived: Payload = []
         for mine in self._mine:
@@ -125,7 +125,7 @@ class Worker:
         return arrived
 
     def floor(self) -> Payload:
-        """The wire alone. Collective: the world."""
+        """Move the bytes with one all-to-all per column. Collective: the world."""
         arrived: Payload = []
         expected = sum(self._lengths[self._before :: self._workers])
         for mine in self._mine:
@@ -139,10 +139,10 @@ class Worker:
 
 
 def race(rank: int, args: argparse.Namespace, megabytes: int) -> dict[str, Any]:
-    """All ways at one size on this rank. Collective: the world.
+    """Time all ways at one size on this rank. Collective: the world.
 
     Raises:
-        RuntimeError: other samples arrived than were sent.
+        RuntimeError: The samples that arrived are not those that were sent.
     """
     worker = Worker(rank, args.workers, megabytes)
     ways: dict[str, Callable[[], Payload]] = {
@@ -150,7 +150,7 @@ def race(rank: int, args: argparse.Namespace, megabytes: int) -> dict[str, Any]:
     }  # fmt: skip
     expected = worker.samples_of((rank - 1) % args.workers)
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for repeat in range(args.repeats + 1):  # the first of each is checked and not timed
+    for repeat in range(args.repeats + 1):  # the first run of each way is checked and not timed
         for way, hand_over in ways.items():
             worker.prepare()
             dist.barrier()
@@ -175,7 +175,7 @@ def race(rank: int, args: argparse.Namespace, megabytes: int) -> dict[str, Any]:
 
 
 def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
-    """One of the workers; rank 0 prints."""
+    """Run one of the workers; rank 0 prints."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", args.workers)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=args.workers, timeout=LIMIT)

@@ -4,16 +4,16 @@
     python tools/bench/e2e.py --size 5m --rounds 3
 
 ours    train_rl: vLLM in the training processes, Megatron's update, the weights resharded
-plain   transformers' generate, one padded forward and backward pass, AdamW, gradients averaged over
-        the ranks: what a script without a framework does
+plain   a script without a framework: transformers' generate, one padded forward and backward pass,
+        AdamW, gradients averaged over the ranks
 
-Both sides: the same weights, prompts, samples per step, response limit, temperature 1, reward,
-AdamW, fp32, no KL term, one optimizer step per batch, one thread per rank, data parallel. A short
-supervised warm start comes first, so that responses end and their lengths differ (--warm-steps 0:
-all are as long as the limit). tokens/s is sampled tokens by the time of whole steps; the first two
-steps of a run are left out. Bytes are those that ours moves per weight sync; the floor of a step is
-the time of the update's matrix products alone at the rate that a bare one reaches. The last line is
-RESULT and a JSON object.
+Both sides have the same weights, prompts, samples per step, response limit, temperature 1, reward,
+AdamW, fp32, no KL term, one optimizer step per batch, one thread per rank, data parallelism. A
+short supervised warm start comes first, so that responses end and their lengths differ (with
+--warm-steps 0 all are as long as the limit). tokens/s is sampled tokens over the time of whole
+steps, without the first two steps of a run. Bytes are those that ours moves per weight sync. The
+floor of a step is the time of the update's matrix products alone, at the rate of a bare product.
+The last line is RESULT and a JSON object.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
-if __name__ == "__main__":  # for the makers of model and data
+if __name__ == "__main__":  # to import make_tiny_model and make_task_data
     sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -49,12 +49,11 @@ REWARD = "share_of_digits"
 
 
 def share_of_digits(response: str) -> float:
-    """The reward of both sides."""
+    """Return the reward of a response on both sides, its fraction of digits."""
     return sum(c.isdigit() for c in response) / max(1, len(response))
 
 
 def command_line(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,7 +75,7 @@ def command_line(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def prepare(folder: Path, args: argparse.Namespace) -> None:
-    """Model, prompts and reward of both sides."""
+    """Write the model, prompts and reward that both sides use."""
     from make_task_data import generate_task, write_jsonl
     from make_tiny_model import write_tiny_model
 
@@ -100,7 +99,7 @@ def prepare(folder: Path, args: argparse.Namespace) -> None:
 
 
 def torchrun(args: argparse.Namespace, target: list[str]) -> None:
-    """Run on all ranks; ends with the output of a run that failed."""
+    """Run a command on all ranks; if it fails, end with its output."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -114,7 +113,7 @@ def torchrun(args: argparse.Namespace, target: list[str]) -> None:
 
 
 def run_ours(folder: Path, args: argparse.Namespace) -> dict[str, float]:
-    """One run of train_rl."""
+    """Run train_rl once and return its figures."""
     samples = args.prompts * args.group_size
     torchrun(args, [
         "-m", "mindspeed_rl.train_rl", "--platform", "cpu",
@@ -134,12 +133,12 @@ def run_ours(folder: Path, args: argparse.Namespace) -> dict[str, float]:
         "tokens_per_s": tokens / sum(row["time/step_s"] for row in steps),
         "tokens_per_step": tokens / len(steps),
         "step_s": statistics.median(row["time/step_s"] for row in steps),
-        "sync_bytes": sum(sync),  # of the rank that receives most
+        "sync_bytes": sum(sync),  # of the rank that receives the most
     }
 
 
 def run_plain(folder: Path, args: argparse.Namespace) -> dict[str, float]:
-    """One run of :func:`plain_rank` on all ranks."""
+    """Run :func:`plain_rank` once on all ranks and return its figures."""
     numbers = ("prompts", "group_size", "response_length", "steps", "ranks")
     flags = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in numbers]
     torchrun(args, [__file__, f"--plain-in={folder}", *flags])
@@ -154,7 +153,7 @@ def run_plain(folder: Path, args: argparse.Namespace) -> dict[str, float]:
 
 
 def plain_rank(args: argparse.Namespace) -> None:
-    """The plain loop on one rank; seconds and tokens of every step into a file."""
+    """Run the plain loop on one rank; rank 0 writes seconds and tokens of every step to a file."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     dist.init_process_group("gloo")
@@ -180,7 +179,7 @@ def plain_rank(args: argparse.Namespace) -> None:
             )  # fmt: skip
         said = ids[:, width:]
         ended = (said == tokenizer.eos_token_id).long()
-        mask = (ended.cumsum(1) - ended == 0).float()  # up to the end token, with it
+        mask = (ended.cumsum(1) - ended == 0).float()  # up to and including the end token
         responses = tokenizer.batch_decode(said, skip_special_tokens=True)
         scores = torch.tensor([share_of_digits(text) for text in responses])
         grouped = scores.view(-1, args.group_size)
@@ -213,7 +212,7 @@ def plain_rank(args: argparse.Namespace) -> None:
 
 
 def update_floor_s(folder: Path, args: argparse.Namespace, tokens_per_step: float) -> float:
-    """Seconds of the update's matrix products alone: three forward passes at the measured rate."""
+    """Return the seconds of the update's matrix products: 3 forward passes at the measured rate."""
     from transformers import AutoTokenizer
 
     from mindspeed_rl.data.prompts import load_prompts
@@ -244,7 +243,7 @@ def update_floor_s(folder: Path, args: argparse.Namespace, tokens_per_step: floa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Race and report; or be a rank of the plain loop."""
+    """Race both sides and report the result, or run as a rank of the plain loop."""
     args = command_line(argv)
     if args.plain_in:
         plain_rank(args)

@@ -8,10 +8,11 @@ gather   the usual way: all shards of a replica of the trainer are broadcast to 
          large buckets, and every engine rank cuts its part out of whole tensors
 
 Models have two layers of real shape and a vocabulary of 1024. The ways alternate in one run, and
-the engine's weights are compared with the HF tensors bit by bit after the last run of each.
-Seconds are medians; received are bytes over the wire of all ranks and of the rank that receives
-most; the floor is what that rank's engine needs and its trainer does not hold. The last line is
-RESULT and a JSON object. tools/inspect_plan.py counts bytes for any model and number of ranks.
+after the last run of each the engine's weights are compared with the HF tensors bit by bit. Seconds
+are medians. Received bytes are those over the wire, of all ranks and of the rank that receives the
+most. The floor is the largest number of bytes that a rank's engine needs and its trainer lacks. The
+last line is RESULT and a JSON object. tools/inspect_plan.py counts bytes for any model and number
+of ranks.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ class Case:
     """A model and its layouts.
 
     Attributes:
-        model: a config of ``pretrain_scripts/models/configs``.
-        changes: keys of the config that are not the published ones.
-        train: by number of ranks, as ``--train`` of inspect_plan.py.
-        rollout: by number of ranks, as ``--rollout`` of inspect_plan.py.
-        experts_per_rank: routed experts of a layer and rank; 0: dense.
+        model: Name of a config in ``pretrain_scripts/models/configs``.
+        changes: Keys of the config that replace the published ones.
+        train: Text for ``--train`` of inspect_plan.py, by number of ranks.
+        rollout: Text for ``--rollout`` of inspect_plan.py, by number of ranks.
+        experts_per_rank: Number of routed experts of a layer per rank; 0: dense.
     """
 
     model: str
@@ -96,7 +97,7 @@ CASES = {
 
 
 def layouts_of(name: str, num_ranks: int) -> tuple[MegatronLayout, ShardLayout]:
-    """Trainer and engine of a case."""
+    """Return the layouts of trainer and engine of a case."""
     case = CASES[name]
     config = json.loads((CONFIGS / f"{case.model}.json").read_text())
     config.pop("quantization_config", None)
@@ -114,12 +115,12 @@ def layouts_of(name: str, num_ranks: int) -> tuple[MegatronLayout, ShardLayout]:
 
 
 def dtype_of(layout: ShardLayout, hf_name: str) -> torch.dtype:
-    """Element type of a HF tensor."""
+    """Return the element type of a HF tensor on the wire."""
     return wire_dtype(layout.dtype_of(hf_name), DTYPE)
 
 
 def true_weights(layout: ShardLayout, hf_name: str, box: Box) -> torch.Tensor:
-    """A rectangle of a HF tensor: bit patterns of finite numbers, made of name and index."""
+    """Return a rectangle of a HF tensor: bit patterns of finite numbers from name and index."""
     index = torch.full((1,) * len(box.size), zlib.crc32(hf_name.encode()) % 65521)
     stride = 1
     for dim in reversed(range(len(box.size))):
@@ -127,18 +128,18 @@ def true_weights(layout: ShardLayout, hf_name: str, box: Box) -> torch.Tensor:
         index = index + stride * torch.arange(box.lo[dim], box.lo[dim] + box.size[dim]).view(shape)
         stride *= layout.shape_of(hf_name)[dim]
     dtype = dtype_of(layout, hf_name)
-    bits = (index * 40503) & 0x3FFF  # of all types a finite number
+    bits = (index * 40503) & 0x3FFF  # a finite number in all types
     return bits.to(_BITS[dtype.itemsize]).view(dtype)
 
 
 def shown(params: Params, piece: Piece) -> torch.Tensor:
-    """Where a piece lives in a rank's parameters."""
+    """Return the view of a piece in a rank's parameters."""
     view: torch.Tensor = piece.view.of(params[piece.param])[piece.param_box.slices]
     return view
 
 
 def make_params(layout: ShardLayout, rank: int, filled: bool) -> dict[str, torch.Tensor]:
-    """A rank's parameters with the true weights, or with a bit pattern that no weight has."""
+    """Return a rank's parameters with the true weights, or with bits that no weight has."""
     own = {s.piece.param: dtype_of(layout, s.piece.hf_name) for s in pieces_of(layout, rank)}
     params = {}
     for name, shape in layout.local_shapes(rank).items():
@@ -151,7 +152,7 @@ def make_params(layout: ShardLayout, rank: int, filled: bool) -> dict[str, torch
 
 
 def differing(layout: ShardLayout, rank: int, params: Params) -> list[str]:
-    """Parameters of a rank that do not have the true weights, bit for bit."""
+    """Return the parameters of a rank that differ from the true weights in any bit."""
     wrong = []
     for shard in pieces_of(layout, rank):
         piece = shard.piece
@@ -167,7 +168,7 @@ def differing(layout: ShardLayout, rank: int, params: Params) -> list[str]:
 
 
 class Direct:
-    """The product's reshard; what it has received is counted in its transport."""
+    """The product's reshard; its transport counts the received bytes."""
 
     def __init__(
         self, source: MegatronLayout, target: ShardLayout, read: Params, write: Params, bucket: int
@@ -186,7 +187,7 @@ class Direct:
         )
 
     def run(self) -> int:
-        """Reshard once; bytes that this rank received. Collective: the world."""
+        """Reshard once and return the bytes that this rank received. Collective: the world."""
         before = self._transport.received_bytes
         self._resharder.run(*self._weights)
         return self._transport.received_bytes - before
@@ -194,12 +195,12 @@ class Direct:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Whole tensors that travel together.
+    """Whole tensors that are broadcast together.
 
     Attributes:
-        sent: by rank, its shards one after the other: [bytes] uint8.
-        packs: (buffer, own shard) to copy before.
-        cuts: (engine parameter, buffer) to copy afterwards.
+        sent: Shards of each sending rank, concatenated: [bytes] uint8, by rank.
+        packs: Pairs (buffer, own shard) to copy before the broadcast.
+        cuts: Pairs (engine parameter, buffer) to copy after the broadcast.
     """
 
     sent: Mapping[int, torch.Tensor]
@@ -208,7 +209,7 @@ class _Bucket:
 
 
 class Gather:
-    """Whole tensors on every rank, then the engine's cut; buffers are allocated once."""
+    """Gathers whole tensors on every rank and cuts the engine's part; its buffers are reused."""
 
     def __init__(
         self, source: MegatronLayout, target: ShardLayout, read: Params, write: Params, bucket: int
@@ -239,7 +240,7 @@ class Gather:
         return prod(self._source.shape_of(name)) * dtype_of(self._source, name).itemsize
 
     def _parts(self, names: Sequence[str], bucket: int) -> Iterator[list[str]]:
-        """Tensors in groups of at most ``bucket`` bytes, or of one tensor."""
+        """Yield groups of tensors of at most ``bucket`` bytes, or of one tensor."""
         part: list[str] = []
         for name in names:
             if part and sum(map(self._num_bytes, [*part, name])) > bucket:
@@ -283,7 +284,7 @@ class Gather:
         return _Bucket(sent, packs, cuts)
 
     def run(self) -> int:
-        """Reshard once; bytes that this rank received. Collective: the world."""
+        """Reshard once and return the bytes that this rank received. Collective: the world."""
         received = 0
         for group, bucket in self._buckets:
             for to, origin in bucket.packs:
@@ -307,10 +308,10 @@ WAYS: dict[str, Callable[..., Direct | Gather]] = {"direct": Direct, "gather": G
 
 
 def race(name: str, num_ranks: int, repeats: int, bucket_bytes: int) -> dict[str, Any]:
-    """Run a case on this rank; the same figures on all ranks. Collective: the world.
+    """Run a case on this rank and return figures of all ranks. Collective: the world.
 
     Raises:
-        RuntimeError: a way left other bits than the HF tensors have.
+        RuntimeError: A way left weights that differ from the HF tensors.
     """
     rank, (source, target) = dist.get_rank(), layouts_of(name, num_ranks)
     read, write = make_params(source, rank, True), make_params(target, rank, False)
@@ -354,7 +355,7 @@ def race(name: str, num_ranks: int, repeats: int, bucket_bytes: int) -> dict[str
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """The lines of one case."""
+    """Format the figures of one case."""
     ours = record["ways"]["direct"]["median_s"]
     lines = [
         f"{record['case']}: {record['train']} -> {record['rollout']}, {record['ranks']} ranks, "
@@ -371,7 +372,7 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
-    """One of the ranks; rank 0 prints."""
+    """Run one of the ranks; rank 0 prints."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", args.ranks)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks, timeout=LIMIT)

@@ -3,12 +3,12 @@
     python tools/bench/switch.py                        # 2 ranks, 205 MB of bf16 weights, 2 minutes
 
 ours        the product's state machine: one persistent host region per owner, storages resized
-sequential  the same steps as scripts do them: each tensor is copied to freshly allocated host
-            memory at every switch, one after another
+sequential  the same steps as in scripts: at every switch each tensor is copied to newly allocated
+            host memory, one after another
 floor       a plain copy of as many bytes as ours copies, into memory that is as warm or fresh
 
 The three alternate in one run; numbers are medians over the cycles of the slowest rank. The
-engine's weights leave as well (--rollout-sleep all). The last line is RESULT and a JSON object.
+engine's weights are freed, too (--rollout-sleep all). The last line is RESULT and a JSON object.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
-if __name__ == "__main__":  # for the maker of the model
+if __name__ == "__main__":  # to import make_tiny_model
     sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 from mindspeed_rl.colocation import scheduler, transition  # noqa: E402
@@ -55,7 +55,7 @@ FLAGS = (
 
 
 def race(args: argparse.Namespace) -> None:
-    """Alternate the ways and print, on rank 0. Collective: the world."""
+    """Alternate the ways and print the results on rank 0. Collective: the world."""
     job = start(args)
     ours: Seconds = defaultdict(list)
     theirs: Seconds = defaultdict(list)
@@ -71,7 +71,7 @@ def race(args: argparse.Namespace) -> None:
     bytes_of = sizes(sharing, engine)
     source = torch.ones(min(64 << 20, bytes_of["copied"]), dtype=torch.uint8)
     kept = source.clone()
-    for version in range(args.warm_cycles):  # proves the weights, allocates host memory, packs
+    for version in range(args.warm_cycles):  # checks weights, allocates host memory, packs
         to_rollout(version)
         phases.to_train()
     ours.clear()
@@ -92,7 +92,7 @@ def race(args: argparse.Namespace) -> None:
 
 
 def start(args: argparse.Namespace) -> Any:
-    """Platform, process group, plan."""
+    """Start the platform and the process group and make the plan."""
     world = bootstrap.World.from_environment()
     bootstrap.set_defaults("cpu", os.environ)
     bootstrap.quiet_libraries()
@@ -111,7 +111,7 @@ Built = tuple[scheduler.DeviceScheduler, scheduler.ColocationPlan, Any, WeightSy
 
 
 def build(job: Any) -> Built:
-    """The product's state machine in TRAIN, trainer (after one update), engine and weight sync."""
+    """Build the product's state machine in TRAIN, its trainer after one update, engine and sync."""
     from mindspeed_rl.algorithms.losses import supervised_loss
     from mindspeed_rl.rl import build_engine, build_models
     from mindspeed_rl.rl.components import Models
@@ -123,7 +123,7 @@ def build(job: Any) -> Built:
     batches = policy.prepare(build_models.batch_rules(job).pack_own(samples))
     num_tokens = 8 * len(samples)
     policy.forward_backward(batches, lambda inputs: supervised_loss(inputs, num_tokens))
-    policy.step()  # makes the moments
+    policy.step()  # creates the moments
     sharing = build_engine.share_memory(job, Models(policy))
     sharing.leave_all()
     engine = build_engine.build_rollout_engine(job)
@@ -133,7 +133,7 @@ def build(job: Any) -> Built:
 
 
 def sizes(sharing: scheduler.ColocationPlan, engine: Any) -> dict[str, int]:
-    """Bytes of one whole switch on this rank, there and back."""
+    """Return the bytes of one whole switch on this rank, in both directions."""
     owned = {owner.value: group.num_bytes() for owner, group in sharing.groups.items()}
     kept = owned[MemoryOwner.PARAMETERS] + owned[MemoryOwner.OPTIMIZER]
     return {
@@ -146,7 +146,7 @@ def sizes(sharing: scheduler.ColocationPlan, engine: Any) -> dict[str, int]:
 
 @contextmanager
 def timed(into: list[float]) -> Iterator[None]:
-    """Append the seconds of the block."""
+    """Append the seconds of the block to a list."""
     begin = time.perf_counter()
     yield
     into.append(time.perf_counter() - begin)
@@ -154,7 +154,7 @@ def timed(into: list[float]) -> Iterator[None]:
 
 @contextmanager
 def timed_actions(into: Seconds) -> Iterator[None]:
-    """Every action of the state machine by name."""
+    """Time every action of the state machine by name."""
 
     def clocked(action: transition.Action) -> transition.Action:
         def do() -> None:
@@ -171,10 +171,10 @@ def timed_actions(into: Seconds) -> Iterator[None]:
 
 
 def sequential(built: Built, cycle: int, into: Seconds) -> None:
-    """The recipe's steps, tensor by tensor; ends where it began, with the machine none the wiser.
+    """Switch with a script's steps, tensor by tensor; the state machine does not notice.
 
-    gradients away, optimizer away | empty engine weights, reshard | parameters away, cache
-    | cache away, engine weights away | parameters back, optimizer back, gradients back.
+    gradients away, optimizer away | empty engine weights, reshard | parameters away, cache | cache
+    away, engine weights away | parameters back, optimizer back, gradients back.
     """
     _, sharing, engine, sync = built
     groups = sharing.groups
@@ -207,7 +207,7 @@ Away = list[tuple[torch.UntypedStorage, int, torch.Tensor | None]]
 
 
 def away(group: Any, keep: bool = True) -> Away:
-    """Each storage to host memory of its own, allocated now."""
+    """Free each storage; if it is kept, copy it to newly allocated host memory before."""
     found: Away = []
     for storage in storages_of(group._find()):
         host = as_bytes(storage).clone() if keep else None
@@ -217,18 +217,18 @@ def away(group: Any, keep: bool = True) -> Away:
 
 
 def back(stored: Away) -> None:
-    """Each storage from its host memory, which is given up."""
+    """Restore each storage from its host memory, which is then freed."""
     for storage, size, host in stored:
         storage.resize_(size)
-        if host is not None:  # gradients are zeroed by the update itself, as in ours
+        if host is not None:  # the update zeroes gradients itself, as in ours
             as_bytes(storage).copy_(host)
 
 
 def plain_copy(bytes_of: dict[str, int], source: torch.Tensor, kept: torch.Tensor) -> None:
-    """As many bytes from warm memory, a piece at a time, into memory as warm as the switch has it.
+    """Copy as many bytes as a switch, in pieces from warm memory, to equally warm or fresh memory.
 
-    What goes to the host goes into the same memory again and again. What comes back and the
-    engine's weights go into pages that were just allocated, large ones, as ours asks for.
+    Bytes to the host always go to the same memory. Bytes that come back and the engine's weights go
+    to newly allocated large pages, which ours requests, too.
     """
     to_host = (bytes_of["copied"] - bytes_of["engine_weights"]) // 2
     for left, fresh in ((to_host, False), (bytes_of["copied"] - to_host, True)):
@@ -248,7 +248,7 @@ def report(
     theirs: Seconds,
     floor: list[float],
 ) -> None:
-    """Medians of the slowest rank. Collective: the world."""
+    """Print the medians of the slowest rank. Collective: the world."""
     mine = [
         {name: statistics.median(taken) for name, taken in way.items()}
         for way in (ours, theirs, {"total": floor})
@@ -277,7 +277,6 @@ def report(
 
 
 def command_line(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -298,7 +297,7 @@ def command_line(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Write the model, start the ranks with torchrun, wait."""
+    """Write the model, start the ranks with torchrun and wait for them."""
     from make_tiny_model import write_tiny_model
 
     with tempfile.TemporaryDirectory(prefix="switch-bench-") as folder:
@@ -323,7 +322,7 @@ def launch(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Start the ranks, or be one of them."""
+    """Start the ranks, or run as one of them."""
     args = command_line()
     if not args.model:
         return launch(args)

@@ -1,7 +1,7 @@
-"""What differs between engines of one interface: how they are built, keep weights and give memory.
+"""The interface of a backend: how a platform builds vLLM, keeps its weights and frees its memory.
 
-:class:`~mindspeed_rl.rollout.vllm.engine.VllmEngine` is the same everywhere; a backend is chosen
-once by platform.
+:class:`~mindspeed_rl.rollout.vllm.engine.VllmEngine` is the same on all platforms, and uses the
+backend of its platform.
 """
 
 from __future__ import annotations
@@ -16,54 +16,54 @@ from mindspeed_rl.rollout.step_loop import RankAgreement
 
 
 class DerivedWeights(Protocol):
-    """State of the built model that follows from its weights, once per update."""
+    """State of the built model that is derived from its weights once per update."""
 
     @property
     def packs_experts(self) -> bool:
-        """Whether expert parameters have a kernel's own order between updates."""
+        """Whether expert parameters are in the order of a kernel between updates."""
         ...
 
     def views(self, params: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The parameters as the layout declares them, within an update. Same memory."""
+        """Return the parameters within an update as the layout has them, in the same memory."""
         ...
 
     def begin(self) -> None:
-        """Weights are about to be written."""
+        """Prepare the model for weights to be written."""
         ...
 
     def finish(self) -> None:
-        """All weights were written."""
+        """Derive the state from the weights, all of which were written."""
         ...
 
 
 class FreeableMemory(Protocol):
-    """A part of the engine's memory that leaves as a whole."""
+    """A part of the engine's memory that is freed as a whole."""
 
     @property
     def num_bytes(self) -> int:
-        """While it is there."""
+        """Size of the memory while it is allocated."""
         ...
 
     def free(self) -> None:
-        """Give it back; no effect when it is away."""
+        """Free the memory; no effect when it is freed already."""
         ...
 
     def bring_back(self) -> None:
-        """All of it, or nothing when memory runs out."""
+        """Allocate all of the memory again, or nothing when the device has too little."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """A built engine.
+    """The parts of a built engine.
 
     Attributes:
         model: vLLM's model, without wrappers.
-        derived: what follows from its weights.
-        weights: memory of the weights.
-        cache: memory of the key/value cache.
-        stable_addresses: memory comes back where it was, so that captured graphs stay valid.
-        weight_format: what is known of the memory format of the weights, for people; may be empty.
+        derived: State that is derived from the weights.
+        weights: Memory of the weights.
+        cache: Memory of the key/value cache.
+        stable_addresses: Whether memory comes back at its address, so that graphs stay valid.
+        weight_format: Description of the memory format of the weights, for the log; may be empty.
     """
 
     model: torch.nn.Module
@@ -75,28 +75,30 @@ class EngineParts:
 
 
 class Backend(Protocol):
-    """How an engine is built on one platform."""
+    """The way in which an engine is built on one platform."""
 
     def settings(self, options: Mapping[str, object]) -> dict[str, Any]:
-        """Arguments of ``vllm.LLM`` from the model, the platform and our flags, then the user's.
+        """Merge the user's options with our arguments of ``vllm.LLM``.
+
+        Ours follow from the model, the platform and our flags.
 
         Raises:
-            UsageError: the user set what has to have another value.
+            UsageError: An option of the user conflicts with a value that we need.
         """
         ...
 
     def cache_settings(self, kv_cache_bytes: int, dtype: str) -> dict[str, Any]:
-        """The size of the key/value cache, as an argument of ``vllm.LLM``."""
+        """Return the size of the key/value cache as an argument of ``vllm.LLM``."""
         ...
 
     def prepare(self) -> RankAgreement | None:
-        """Patch vLLM before it is built. Collective: the world.
+        """Patch vLLM before the engine is built. Collective: the world.
 
         Returns:
-            Our reduction of the data-parallel ranks, where it is in use.
+            Our packed reduction of the data-parallel ranks, where it is in use.
         """
         ...
 
     def parts(self, llm: Any) -> EngineParts:
-        """Take a built engine apart. Collective: the world."""
+        """Find the parts of a built engine. Collective: the world."""
         ...

@@ -1,8 +1,8 @@
-"""What the engine of each platform can do, in the version that ``versions.cfg`` pins.
+"""Table of what the engine of each platform can do, in the version that ``versions.cfg`` pins.
 
-The row of the CPU is proven by tests that run three syncs on that version. That of the NPU was read
-in the sources of vLLM-Ascend, and its classes take three syncs on the emulator (``tests/ascend``).
-That of CUDA was read in vLLM's sources alone.
+The row of the CPU is proven by tests that run three syncs on that version. The row of the NPU comes
+from the sources of vLLM-Ascend, and its classes run three syncs on the emulator (``tests/ascend``).
+The row of CUDA comes from vLLM's sources alone.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ class EngineCapabilities:
     """Capabilities of the engine of one platform.
 
     Attributes:
-        expert_multiple: each rank's channels of an expert are padded to a multiple of this.
-        whole_shared_experts: see :class:`~mindspeed_rl.rollout.vllm.layout.VllmLayout`.
-        transposed_experts: see :class:`~mindspeed_rl.rollout.vllm.layout.VllmLayout`.
-        expert_module: path of the module with the experts of a layer, below the layer.
-        packed_sync: data-parallel ranks may agree through our reduction.
-        streams: a request's random stream may go on in another engine; see
+        expert_multiple: Each rank's channels of an expert are padded to a multiple of this.
+        whole_shared_experts: See :class:`~mindspeed_rl.rollout.vllm.layout.VllmLayout`.
+        transposed_experts: See :class:`~mindspeed_rl.rollout.vllm.layout.VllmLayout`.
+        expert_module: Path of the module with the experts of a layer, below the layer.
+        packed_sync: Whether data-parallel ranks may agree through our packed reduction.
+        streams: Whether a request's random stream can continue in another engine; see
             :mod:`~mindspeed_rl.rollout.vllm.patches.sampling_stream`.
-        routed_experts: the experts of a response can be had; see
+        routed_experts: Whether the routing of a response can be recorded; see
             :mod:`~mindspeed_rl.rollout.vllm.patches.routed_experts`.
-        head_sizes: channels of a head that its attention kernels know; empty: not limited here.
-        latent_sizes: the same of what latent attention caches of a token.
+        head_sizes: Channels per head that the attention kernels support; empty: not limited here.
+        latent_sizes: Channels per token in the cache of latent attention that they support.
     """
 
     expert_multiple: int = 1
@@ -57,7 +57,7 @@ CAPABILITIES: Mapping[str, EngineCapabilities] = MappingProxyType(
             head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
             latent_sizes=(576,),
         ),
-        # experts by the Triton kernel, which alone leaves them as they are loaded: model_settings
+        # model_settings chooses the Triton kernel, which alone keeps experts as they are loaded.
         "cuda": EngineCapabilities(),
         "npu": EngineCapabilities(
             whole_shared_experts=False,
@@ -73,11 +73,11 @@ CAPABILITIES: Mapping[str, EngineCapabilities] = MappingProxyType(
 def check_installed_engine(platform: str) -> None:
     """Refuse an engine of another minor version than the pinned one. Local; nothing is imported.
 
-    ``MINDSPEED_RL_ALLOW_VERSIONS`` does not pass over it: where weights are would be a guess, and a
-    wrong guess gives wrong rollouts.
+    ``MINDSPEED_RL_ALLOW_VERSIONS`` does not disable this check: the places of weights would be a
+    guess, and a wrong guess gives wrong rollouts.
 
     Raises:
-        UsageError: naming the version and the pinned one, or nothing is installed.
+        UsageError: No engine is installed, or another version; names it and the pinned one.
     """
     for name, pinned in pins(platform).items():
         if not name.startswith("vllm"):
@@ -91,7 +91,7 @@ def check_installed_engine(platform: str) -> None:
 
 
 def _installed_version(name: str) -> str:
-    """Of a distribution; vLLM for the CPU has one of two names."""
+    """Return the installed version of a distribution; vLLM for the CPU has one of two names."""
     for spelling in (name, name.removesuffix("-cpu")):
         try:
             return version(spelling)
@@ -101,10 +101,10 @@ def _installed_version(name: str) -> str:
 
 
 def installed_layout(layout: VllmLayout, platform: str) -> VllmLayout:
-    """The layout as the installed engine keeps experts. Local; vLLM is not imported.
+    """Adapt the layout to how the installed engine keeps experts. Local; vLLM is not imported.
 
     Raises:
-        UsageError: see :func:`check_installed_engine`.
+        UsageError: See :func:`check_installed_engine`.
     """
     check_installed_engine(platform)
     if not layout.spec.moe:
@@ -120,10 +120,10 @@ def installed_layout(layout: VllmLayout, platform: str) -> VllmLayout:
 
 
 def check_model_support(platform: str, spec: ModelSpec) -> None:
-    """Refuse models that the engine has no kernels for.
+    """Refuse models for which the engine has no kernels.
 
     Raises:
-        UsageError: naming the size and those there are.
+        UsageError: No kernel has the size; names it and those that are supported.
     """
     row = CAPABILITIES[platform]
     size, known, keys = spec.attention.head_dim, row.head_sizes, "head_dim"

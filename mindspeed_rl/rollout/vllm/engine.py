@@ -1,4 +1,4 @@
-"""vLLM in the training process: build, in-place weights, cache memory, the step loop.
+"""The vLLM engine in the training process: construction, weight updates, memory and generation.
 
 The engine is built once, with ``external_launcher``, inside the trainer's process group. Its
 weights are parameters like any others: a reshard writes into :meth:`VllmEngine.weight_views`.
@@ -43,18 +43,18 @@ from mindspeed_rl.rollout.vllm.requests import VllmPort, score_params, token_sco
 class VllmEngine:
     """One rank of a vLLM engine.
 
-    Collective over the world when built: every rank builds its engine at the same time.
+    The constructor is collective over the world: every rank builds its engine at the same time.
 
     Args:
-        settings: its options are further arguments of ``vllm.LLM``, none that is set here.
-        platform: the device.
+        settings: Settings whose options are further arguments of ``vllm.LLM``.
+        platform: Platform of the device.
 
     Attributes:
-        stats: what :meth:`generate` ran since the caller last took it.
+        stats: Counters of the engine's steps since the caller last replaced them.
 
     Raises:
-        UsageError: an unproven version.
-        RuntimeError: the built model is not laid out as the layout says.
+        UsageError: An option or a flag is refused, or the cache is too small.
+        RuntimeError: The parameters of the built model differ from the layout.
     """
 
     def __init__(self, settings: EngineSettings, platform: Platform) -> None:
@@ -77,7 +77,8 @@ class VllmEngine:
             "skip_tokenizer_init": True,
             "load_format": "dummy",
             "logprobs_mode": "processed_logprobs",
-            # A step begun ahead outlives its call: the next request of its number would get it.
+            # A step that is started ahead outlives its call, and its tokens would go to the next
+            # request with the same id.
             "async_scheduling": False,
         }
         if settings.scores_entropy:
@@ -97,7 +98,6 @@ class VllmEngine:
         self._model, self._derived = parts.model, parts.derived
         self._cache, self._weights = parts.cache, parts.weights
         self._stable_addresses = parts.stable_addresses
-        #: what is known of the memory format of the weights, for people; may be empty
         self.weight_format = parts.weight_format
         self._check_layout()
         self._pointers = self._addresses()
@@ -116,7 +116,7 @@ class VllmEngine:
 
         engine = self._layout.engine
         if engine.dp > 1:
-            # vLLM derives the data-parallel rank from the global one and knows of no replicas
+            # vLLM derives the data-parallel rank from the global rank, and knows no replicas.
             os.environ["RANK"] = str(self._rank % engine.size)
         try:
             return LLM(str(Path(model_dir)), **arguments)
@@ -138,19 +138,18 @@ class VllmEngine:
 
     @property
     def state(self) -> EngineState:
-        """What is in memory."""
         return self._state
 
     @property
     def weights_version(self) -> int:
-        """The trainer's update count of the weights; -1 while they are incomplete."""
+        """The trainer's update count of the weights; -1 while they are incomplete or freed."""
         return self._version
 
     def weight_views(self) -> Mapping[str, torch.Tensor]:
-        """Live parameters by vLLM's names, for writing between begin and finish of an update.
+        """Return the live parameters by vLLM's names, for writing within an update.
 
         Raises:
-            RuntimeError: outside an update, of a model whose experts the engine keeps packed.
+            RuntimeError: The engine keeps experts packed, and no update is open.
         """
         if self._version != -1 and self._derived.packs_experts:
             raise RuntimeError("weight_views: expert weights are packed outside an update")
@@ -160,7 +159,7 @@ class VllmEngine:
         return self._derived.views(self._params())
 
     def load_tensor(self, hf_name: str, tensor: torch.Tensor) -> None:
-        """Write one whole HF tensor through vLLM's loader, which passes over unknown names."""
+        """Write one whole HF tensor through vLLM's loader, which ignores unknown names."""
         assert self._version == -1, "load_tensor outside an update"
         self._model.load_weights([(hf_name, tensor)])  # type: ignore[operator]
 
@@ -175,10 +174,10 @@ class VllmEngine:
         return {name: p.data_ptr() for name, p in self._params().items()}
 
     def begin_update(self) -> None:
-        """Generating is refused until :meth:`finish_update`, which needs all weights written.
+        """Open an update; generating is refused until :meth:`finish_update`.
 
         Raises:
-            RuntimeError: the weights are freed.
+            RuntimeError: The weights are freed.
         """
         if self._state is EngineState.ASLEEP:
             raise RuntimeError("begin_update: the engine's weights are freed; wake them first")
@@ -187,10 +186,10 @@ class VllmEngine:
         self._updating = True
 
     def finish_update(self, version: int) -> None:
-        """Derive what follows from the weights, forget what was computed with others.
+        """Derive the engine's state from the new weights, and empty the prefix cache of the old.
 
         Raises:
-            RuntimeError: no update is open, parameters moved, or requests are running.
+            RuntimeError: No update is open, parameters moved, or requests are running.
         """
         if not self._updating:
             raise RuntimeError("finish_update: no update has begun, or its weights were freed")
@@ -208,16 +207,13 @@ class VllmEngine:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of the parameters on this rank while they are there."""
         return self._weights.num_bytes
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of the key/value cache on this rank while it is there."""
         return self._cache.num_bytes
 
     def free_cache(self) -> None:
-        """Give the key/value cache back to the system. Local."""
         if self._state is EngineState.AWAKE:
             self._reset_prefix_cache()
             self._state = EngineState.WEIGHTS
@@ -225,10 +221,10 @@ class VllmEngine:
             self._cache.free()
 
     def free_weights(self) -> None:
-        """Give the parameters back to the system; what they held is gone. Local.
+        """Free the parameters, whose values are lost. Local.
 
         Raises:
-            RuntimeError: the cache is still there.
+            RuntimeError: The cache is not freed yet.
         """
         if self._state is EngineState.AWAKE:
             raise RuntimeError("free_weights: the key/value cache leaves first")
@@ -238,17 +234,17 @@ class VllmEngine:
         self._weights.free()
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Bring back ``"weights"``, then ``"kv_cache"``, zeroed. Local; a tag or nothing of it.
+        """Bring back ``"weights"``, then ``"kv_cache"``, each as a whole or not at all. Local.
 
         Raises:
-            RuntimeError: an unknown tag, the cache before the weights, or no memory.
+            RuntimeError: A tag is unknown, the weights are freed, or memory is short.
         """
         if unknown := set(tags) - {"weights", "kv_cache"}:
             raise RuntimeError(f"wake: unknown tags {sorted(unknown)}")
         if "weights" in tags and self._state is EngineState.ASLEEP:
             self._weights.bring_back()
             if not self._stable_addresses:
-                self._pointers = self._addresses()  # without graphs nothing has kept the old ones
+                self._pointers = self._addresses()  # no graph has kept the old ones
             self._state = EngineState.WEIGHTS
         if "kv_cache" in tags and self._state is not EngineState.AWAKE:
             if self._state is EngineState.ASLEEP:
@@ -264,15 +260,15 @@ class VllmEngine:
         on_step: OnStep | None = None,
         rebalancer: Rebalancer | None = None,
     ) -> dict[int, Completion]:
-        """Sample one completion per request: those that ended on this rank, by sample id.
+        """Sample one completion per request and return those that ended on this rank, by id.
 
-        ``on_step`` gets what each step of the engine has finished. With ``rebalancer`` requests may
-        end on other engines, and theirs here. Collective: the ranks of this engine; with
-        ``rebalancer`` the world.
+        ``on_step`` is called with the completions that each step finished. With ``rebalancer``
+        requests may end on other engines, and theirs here. Collective: the ranks of this engine;
+        with ``rebalancer`` the world.
 
         Raises:
-            RuntimeError: the engine is not awake, its weights are not ``trainer_version``, the
-                ranks of the engine were given different requests, or vLLM gave a request up.
+            RuntimeError: The engine is not awake, its weights are not ``trainer_version``, the
+                ranks of the engine have different requests, or vLLM aborted a request.
         """
         self._require("generate", trainer_version)
         digest = requests_digest(requests, settings, trainer_version)
@@ -291,7 +287,7 @@ class VllmEngine:
                 done |= finished
                 if on_step is not None:
                     on_step(finished)
-        if self._agreement is None and rebalancer is None:  # steps have told of the finished alone
+        if self._agreement is None and rebalancer is None:  # steps output finished requests alone
             lengths = [len(c.token_ids) for _, c in sorted(done.items())]
             self.stats.running += decode_batches(lengths, self.max_num_seqs)
         if rebalancer is not None:
@@ -302,7 +298,7 @@ class VllmEngine:
         return VllmPort(self._engine, settings, follow)
 
     def _shared_steps(self, rebalancer: Rebalancer | None) -> Iterator[list[Any]]:
-        """The steps of a generation; with ``rebalancer``, those of the whole world together."""
+        """Yield the outputs of each step, with settlements in between if there is a rebalancer."""
         if rebalancer is None:
             yield from self._steps()
             return
@@ -313,11 +309,10 @@ class VllmEngine:
 
     @property
     def max_num_seqs(self) -> int:
-        """Sequences that run at once on this rank."""
         return int(self._engine.vllm_config.scheduler_config.max_num_seqs)
 
     def _require(self, call: str, trainer_version: int) -> None:
-        """Only weights that are known are computed with."""
+        """Refuse a call when the engine is not awake or has weights of another version."""
         if self._state is not EngineState.AWAKE or self._version != trainer_version:
             raise RuntimeError(
                 f"{call}: the engine is {self._state.value} with weights of version "
@@ -331,13 +326,13 @@ class VllmEngine:
         with_entropy: bool,
         trainer_version: int,
     ) -> list[list[tuple[float, float]]]:
-        """log-prob and entropy of every token after the first of each sequence.
+        """Return log-prob and entropy of every token after the first of each sequence.
 
-        Collective: the ranks of this engine. Entropy is 0 when it is not asked for; it needs an
-        engine that was built for it, and time for its whole distribution.
+        Collective: the ranks of this engine. Entropy is 0 unless it is asked for; it needs an
+        engine built with ``scores_entropy``, and time to return whole distributions.
 
         Raises:
-            RuntimeError: the engine is not awake, or its weights are not ``trainer_version``.
+            RuntimeError: The engine is not awake, or its weights are not ``trainer_version``.
         """
         self._require("score", trainer_version)
         from vllm.inputs.engine import tokens_input
@@ -354,11 +349,7 @@ class VllmEngine:
         ]
 
     def _steps(self, max_steps: int | None = None) -> Iterator[list[Any]]:
-        """The step loop: ours, so that other work can be put between the steps of the engine.
-
-        Yields the outputs of each step. Ranks without requests of their own keep stepping while
-        others of their engine have some.
-        """
+        """Yield the outputs of each step of the engine, so that callers can work between steps."""
         follows = max_steps is not None
         return run_steps(
             self._engine, self._agreement, self._interval, self.stats, max_steps, follows
@@ -366,10 +357,10 @@ class VllmEngine:
 
 
 def _check_agreement(digest: bytes, engine: EngineLayout, rank: int) -> None:
-    """Check that all ranks are about to generate the same. Collective: the ranks of an engine's TP.
+    """Compare the digests of ranks. Collective: the tensor-parallel ranks of an engine.
 
     Raises:
-        RuntimeError: naming the ranks of the engine that differ from its first.
+        RuntimeError: Digests differ; names the ranks of the engine that differ from its first.
     """
     if engine.tp == 1:
         return

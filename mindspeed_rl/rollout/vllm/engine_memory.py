@@ -1,4 +1,4 @@
-"""An engine's memory where the engine itself has no way to give it away and take it back."""
+"""Frees the memory of an engine that has no way to do so by itself."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mindspeed_rl.platforms.storages import as_bytes, storages_of, take_memory
 class ZeroedMemory:
     """Tensors that are freed as a whole and come back as zeros; every view of them stays valid.
 
-    On a host the physical pages leave and the addresses stay: coming back costs nothing, and pages
-    that are never touched never return. On a device the storages are resized.
+    On a host the physical pages are returned and the addresses stay: coming back costs nothing, and
+    pages that are never touched stay free. On a device the storages are resized.
 
     Args:
-        tensors: what is freed; all of it is there now.
-        refilled: everything is written as soon as it is back, so that large pages pay.
+        tensors: Tensors to free, all of which have their memory now.
+        refilled: Whether all memory is written as soon as it is back, so that large pages pay.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, refilled: bool = False) -> None:
@@ -31,11 +31,9 @@ class ZeroedMemory:
 
     @property
     def num_bytes(self) -> int:
-        """While it is there."""
         return sum(size for _, size in self._storages)
 
     def free(self) -> None:
-        """Give it back; no effect when it is away."""
         for storage, size in self._storages:
             if not storage.nbytes():
                 continue
@@ -46,7 +44,6 @@ class ZeroedMemory:
                 storage.resize_(0)
 
     def bring_back(self) -> None:
-        """All of it, or nothing when memory runs out."""
         try:
             for storage, size in self._storages:
                 if not storage.nbytes():
@@ -58,13 +55,13 @@ class ZeroedMemory:
 
 
 def _zero_edges(memory: torch.Tensor) -> None:
-    """The parts of a range on pages that it shares, which stay when its own pages leave."""
+    """Zero the ends of a range, on pages shared with other memory, which are not discarded."""
     memory[: mmap.PAGESIZE].zero_()
     memory[-mmap.PAGESIZE :].zero_()
 
 
 def kv_tensors(runner: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of the key/value cache, some of them several times."""
+    """Yield every tensor of the key/value cache, some of them several times."""
     compilation = runner.compilation_config
     layers = compilation.static_forward_context
     caches = (getattr(layer, "kv_cache", None) for layer in layers.values())

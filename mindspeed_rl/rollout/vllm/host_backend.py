@@ -1,4 +1,4 @@
-"""vLLM as it is published, on CPU and CUDA."""
+"""The backend that builds the published vLLM on CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from mindspeed_rl.rollout.vllm.engine_memory import ZeroedMemory, kv_tensors
 from mindspeed_rl.rollout.vllm.patches.derived_state import DerivedState
 from mindspeed_rl.rollout.vllm.requests import model_settings
 
-# Flags of the engine's execution that mean the same everywhere.
+# Flags of the engine's execution that work on every platform.
 _EVERYWHERE = ("rollout_graph_count", "rollout_dp_sync", "rollout_dp_sync_interval")
 
 
 class HostBackend:
-    """CPU and CUDA. Memory is freed by storages, so nothing may keep addresses on a device.
+    """The backend for CPU and CUDA, which frees memory by storages.
+
+    On a device memory comes back at other addresses, so captured graphs are refused.
 
     Args:
-        settings: layout and flags of the engine's execution are read.
-        platform: the device.
+        settings: Layout and flags of the engine's execution are read.
+        platform: Platform of the device.
 
     Raises:
-        UsageError: a flag that needs vLLM-Ascend.
+        UsageError: A flag needs vLLM-Ascend.
     """
 
     def __init__(self, settings: EngineSettings, platform: Platform) -> None:
@@ -47,7 +49,6 @@ class HostBackend:
                 )
 
     def settings(self, options: Mapping[str, object]) -> dict[str, Any]:
-        """Our values, then the user's; see :class:`~mindspeed_rl.rollout.vllm.backend.Backend`."""
         own = model_settings(self._layout, self._platform.name)
         if clash := sorted(set(own) & set(options)):
             raise UsageError(
@@ -62,11 +63,10 @@ class HostBackend:
         return own | dict(options)
 
     def cache_settings(self, kv_cache_bytes: int, dtype: str) -> dict[str, Any]:
-        """In bytes."""
         return {"kv_cache_memory_bytes": kv_cache_bytes}
 
     def prepare(self) -> RankAgreement | None:
-        """Portable kernels, expert parallelism and names of shared memory on CPU."""
+        """Patch kernels, expert parallelism and names of shared memory on CPU, and step sync."""
         from mindspeed_rl.rollout.vllm.patches import (
             expert_parallel,
             plain_linear,
@@ -94,7 +94,6 @@ class HostBackend:
         return step_sync.apply(self._platform.name) if packed else None
 
     def parts(self, llm: Any) -> EngineParts:
-        """Weights and cache by their tensors."""
         from mindspeed_rl.rollout.vllm.patches import shared_memory_names
 
         if self._platform.name == "cpu" and self._layout.engine.tp > 1:
@@ -104,11 +103,11 @@ class HostBackend:
 
 
 def parts_by_storage(llm: Any) -> EngineParts:
-    """A built engine whose memory is that of its tensors."""
+    """Return the parts of a built engine whose memory is freed by the storages of its tensors."""
     runner: Any = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     cache = ZeroedMemory(kv_tensors(runner))
     assert cache.num_bytes, "no key/value cache found in vLLM's runner"
-    # derived ones, too: they are views of others, or are made anew by every update
+    # Derived parameters are included: they are views of others, or every update recomputes them.
     parameters = [p.data for _, p in runner.model.named_parameters()]
     weights = ZeroedMemory(parameters, refilled=True)
     derived = DerivedState(runner.model, llm.llm_engine.model_config.dtype)

@@ -1,4 +1,4 @@
-"""Where vLLM keeps each rectangle of each HF tensor."""
+"""The layout of vLLM's weights: where it keeps each rectangle of each HF tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mindspeed_rl.models.registry import weight_table
 from mindspeed_rl.models.rules import WeightRow
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
-# Where the tables of the models have the experts: vLLM 0.32.
+# Module of the experts in the weight tables, which follow vLLM 0.32.
 EXPERT_MODULE = "mlp.experts.routed_experts"
 # vLLM pads the vocabulary to this many rows (DEFAULT_VOCAB_PADDING_SIZE).
 VOCAB_PADDING = 64
@@ -21,10 +21,11 @@ class VllmLayout(RolloutLayout):
     """The layout of vLLM and vLLM-Ascend.
 
     Attributes:
-        transposed_experts: expert matrices are stored as [columns, rows], as by vLLM-Ascend.
-        whole_shared_experts: where experts are spread over tensor and data parallelism, every rank
-            keeps the shared experts whole, as by vLLM but not by vLLM-Ascend.
-        expert_module: path of the module with the experts, below a layer.
+        transposed_experts: Whether expert matrices are stored as [columns, rows], as vLLM-Ascend
+            does.
+        whole_shared_experts: Whether every rank keeps the shared experts whole where experts are
+            spread over tensor and data parallelism, as vLLM does but not vLLM-Ascend.
+        expert_module: Path of the module with the experts, below a layer.
     """
 
     transposed_experts: bool = False
@@ -33,7 +34,6 @@ class VllmLayout(RolloutLayout):
 
     @cached_property
     def rows(self) -> tuple[WeightRow, ...]:
-        """vLLM's rows of the model."""
         rows = weight_table(self.spec.family).engine_rows(self.spec, "vllm")
         return tuple(
             replace(
@@ -48,11 +48,11 @@ class VllmLayout(RolloutLayout):
 
     @property
     def vocab_multiple(self) -> int:
-        """64, whatever the number of ranks; vLLM refuses what they cannot share."""
+        """64, whatever the number of ranks; vLLM refuses sizes that they cannot divide."""
         return VOCAB_PADDING
 
     def keeps_whole(self, row: WeightRow) -> bool:
-        """Shared experts, where experts are spread over tensor and data parallelism.
+        """Whether a row is of shared experts that every rank keeps whole.
 
         Source: ``ParallelConfig.use_sequence_parallel_moe`` of vLLM.
         """

@@ -1,6 +1,6 @@
-"""The options of vLLM that users may give, and those that they may not.
+"""Checks which options of vLLM users may give.
 
-Whoever checks a command line imports this module: neither vLLM nor torch.
+The checks of a command line import this module, so it imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ RESERVED: Mapping[str, str] = MappingProxyType(
         "sleep_mode_offload_cudagraph sleep_preserve_parameter_names",
     }
 )
-"""Reason or what to use instead -> options that the engine wrapper sets or cannot honour.
+"""Reason or what to use instead -> names of options that users may not give.
 
-An option that ends with ``*`` stands for all that begin like it.
+A name that ends with ``*`` stands for all names with this prefix.
 """
 
 
 def reserved_for(name: str) -> str:
-    """Why an option of ``vllm.LLM`` is not available; empty: it is."""
+    """Return why an option of ``vllm.LLM`` is not available; empty when it is."""
     for reason, patterns in RESERVED.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
             return reason
@@ -72,10 +72,10 @@ def reserved_for(name: str) -> str:
 
 
 def check_option_names(options: Mapping[str, object]) -> None:
-    """Refuse ``--vllm-*`` options that the installed vLLM does not have. Imports vLLM if any.
+    """Refuse ``--vllm-*`` options that the installed vLLM lacks. Imports vLLM if there are any.
 
     Raises:
-        UsageError: naming the option and the nearest ones.
+        UsageError: vLLM has no such option; names it and the nearest ones.
     """
     if not options:
         return

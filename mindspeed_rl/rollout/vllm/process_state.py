@@ -1,4 +1,4 @@
-"""Keeps an engine's habits from leaking into the trainer that shares its process.
+"""Protects the trainer's random generators and environment from the engine in its process.
 
 vLLM seeds the global random generators when it is built, draws from them when it samples (by an
 amount that depends on the local batch, so ranks would diverge), and rewrites the environment.
@@ -19,7 +19,7 @@ from mindspeed_rl.platforms.base import Platform
 
 @contextmanager
 def preserved_rng(platform: Platform) -> Iterator[None]:
-    """Restore python, numpy, torch and device generators afterwards."""
+    """Restore the generators of Python, numpy, torch and the device afterwards."""
     python, numpy_state = random.getstate(), np.random.get_state()
     torch_state = torch.get_rng_state()
     device_state = platform.rng_state()
@@ -36,8 +36,8 @@ def preserved_rng(platform: Platform) -> Iterator[None]:
 def preserved_environment(keep_prefix: str) -> Iterator[None]:
     """Restore environment variables afterwards, except those that start with ``keep_prefix``.
 
-    ``LOCAL_WORLD_SIZE`` becomes the engine's size otherwise, and ``LD_PRELOAD`` would be inherited
-    by every child process.
+    Otherwise ``LOCAL_WORLD_SIZE`` would become the engine's size, and every child process would
+    inherit ``LD_PRELOAD``.
     """
     before = dict(os.environ)
     try:

@@ -1,4 +1,4 @@
-"""vLLM and vLLM-Ascend as a kind of engine; neither is imported before an engine is built."""
+"""The provider of vLLM and vLLM-Ascend, which are not imported before an engine is built."""
 
 from __future__ import annotations
 
@@ -27,31 +27,30 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # request ids are sample ids, unique within a call; a random suffix each costs 0.1 ms
+    # Request ids are sample ids, which are unique within a call and need no random suffix.
     "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",
 }
-# vLLM's defaults where no option says otherwise.
+# Values that vLLM uses by default.
 DEFAULT_BATCHED_TOKENS = 8192
 DEFAULT_SEQUENCES = 256
 _BLOCK_TOKENS = 128
-# Of latent attention; vLLM-Ascend's kernels have one size of blocks for all.
+# Block size of latent attention in vLLM; vLLM-Ascend's kernels have one size for all models.
 _LATENT_BLOCK_TOKENS = 16
 
 
 class VllmProvider(EngineProvider):
-    """vLLM on CPU and CUDA, vLLM-Ascend on NPUs."""
+    """The provider of vLLM on CPU and CUDA, and of vLLM-Ascend on NPUs."""
 
     package = "vllm"
-    # a whole number of GiB, in place of --rollout-kv-cache-gb
+    # Would set the cache in whole GiB and override --rollout-kv-cache-gb.
     cleared_variables = ("VLLM_CPU_KVCACHE_SPACE",)
     batched_tokens_option = "max_num_batched_tokens"
 
     def environment(self, platform: str) -> Mapping[str, str]:
-        """The engine runs in this process, without a word to anybody."""
+        """Return variables that run the engine in this process, quietly and without telemetry."""
         return ENVIRONMENT | (ASCEND_ENVIRONMENT if platform == "npu" else {})
 
     def check_options(self, options: Mapping[str, object]) -> None:
-        """Options that are set here or cannot be honoured are refused."""
         for name in options:
             if reason := reserved_for(name):
                 raise UsageError(f"{as_flag(name)} is not available: {reason}; remove this flag")
@@ -59,11 +58,11 @@ class VllmProvider(EngineProvider):
     def layout(
         self, spec: ModelSpec, engine: EngineLayout, tuning: EngineTuningConfig
     ) -> VllmLayout:
-        """With the experts of ``--rollout-expert-map`` in their slots."""
+        """Return the layout with the experts of ``--rollout-expert-map`` in their slots."""
         return VllmLayout(spec, engine, physical_experts=check_tuning(tuning, engine, spec))
 
     def sizes(self, options: Mapping[str, object], spec: ModelSpec, platform: str) -> EngineSizes:
-        """vLLM-Ascend keeps latent attention's up projection once more; vLLM has views of it."""
+        """Return sizes; vLLM-Ascend copies latent attention's up projection, vLLM views it."""
         ascend = platform == "npu"
         block = _LATENT_BLOCK_TOKENS if spec.latent and not ascend else _BLOCK_TOKENS
         return EngineSizes(
@@ -74,7 +73,7 @@ class VllmProvider(EngineProvider):
         )
 
     def check_run(self, config: RLRunConfig, platform: str) -> None:
-        """By the table of capabilities."""
+        """Refuse flags whose feature the table of capabilities lacks for the platform."""
         row = CAPABILITIES[platform]
         if config.balance.rollout_rebalance == "all" and not row.streams:
             raise UsageError(
@@ -90,13 +89,12 @@ class VllmProvider(EngineProvider):
     def installed_layout(
         self, layout: RolloutLayout, options: Mapping[str, object], platform: str
     ) -> VllmLayout:
-        """By the table of capabilities, for the version that is pinned."""
+        """Adapt the layout by the table of capabilities, which is for the pinned version."""
         check_option_names(options)
         assert isinstance(layout, VllmLayout)
         return installed_layout(layout, platform)
 
     def build(self, settings: EngineSettings, platform: Platform) -> VllmEngine:
-        """Imports vLLM."""
         from mindspeed_rl.rollout.vllm.engine import VllmEngine
 
         return VllmEngine(settings, platform)

@@ -1,4 +1,4 @@
-"""Our requests in vLLM's terms, and its answers in ours."""
+"""Translates our requests and settings into vLLM's, and its outputs into completions."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
 
 def model_settings(layout: RolloutLayout, platform: str) -> dict[str, Any]:
-    """Arguments that follow from the model, its layout and the platform."""
+    """Return arguments of ``vllm.LLM`` for the model, its layout and the platform."""
     engine = layout.engine
     settings: dict[str, Any] = {}
     if platform == "cpu":
-        # vLLM rewinds the generator of a request whose prompt was read in part, which a CPU
-        # generator cannot do: "CPU Generator does not use offset"
+        # vLLM rewinds the generator of a request whose prompt is read in parts, which a CPU
+        # generator does not support ("CPU Generator does not use offset").
         settings["enable_chunked_prefill"] = False
         if layout.spec.latent:
-            # its kernel rotates the queries of latent attention wrongly, without an error
+            # vLLM's CPU kernel rotates the queries of latent attention wrongly, without an error.
             settings["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
     if platform == "cuda" and layout.spec.moe:
-        # FlashInfer's kernels swap or shuffle the halves of an expert when it is loaded
+        # FlashInfer's kernels swap or shuffle the halves of an expert when it is loaded.
         settings["moe_backend"] = "triton"
     if engine.dp > 1:
         settings["data_parallel_size"] = engine.dp
     if engine.expert_parallel:
         settings["enable_expert_parallel"] = True
     if layout.spec.moe and layout.spec.moe.router_bias:
-        # transformers 5 leaves both out of config.json; vLLM then routes by softmax, silently
+        # transformers 5 leaves both out of config.json, and vLLM would silently route by softmax.
         settings["hf_overrides"] = {
             "topk_method": "noaux_tc",
             "scoring_func": "sigmoid",
@@ -42,9 +42,9 @@ def model_settings(layout: RolloutLayout, platform: str) -> dict[str, Any]:
 
 
 def sampling_params(settings: SamplingSettings, follow: bool) -> Any:
-    """Every field that shapes the distribution is set, whatever generation_config.json says.
+    """Return vLLM's settings of a request, which fix every field that shapes the distribution.
 
-    With ``follow`` each step tells of unfinished requests, too, which takes time.
+    With ``follow`` each step also outputs unfinished requests, which takes time.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -65,12 +65,12 @@ def sampling_params(settings: SamplingSettings, follow: bool) -> Any:
         logprobs=0,
         detokenize=False,
         output_kind=kind,
-        skip_clone=True,  # a deep copy per request costs more than sampling a short response
+        skip_clone=True,  # VllmPort.add copies them; a deep copy per request is expensive
     )
 
 
 def score_params(temperature: float, with_entropy: bool) -> Any:
-    """For the log-probs of a prompt, and with ``with_entropy`` its whole distributions."""
+    """Return settings for prompt log-probs, with ``with_entropy`` of the whole vocabulary."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -83,12 +83,12 @@ def score_params(temperature: float, with_entropy: bool) -> Any:
 
 
 class VllmPort:
-    """Single requests of vLLM's ``LLMEngine``, all with equal settings.
+    """Adds and aborts single requests of vLLM's ``LLMEngine``, all with equal settings.
 
     Args:
         engine: vLLM's ``LLMEngine``.
-        settings: of all requests.
-        follow: each step tells of unfinished requests, too.
+        settings: Sampling settings of all requests.
+        follow: Whether each step also outputs unfinished requests.
     """
 
     def __init__(self, engine: Any, settings: SamplingSettings, follow: bool) -> None:
@@ -103,7 +103,7 @@ class VllmPort:
         max_tokens: int,
         stream: torch.Tensor | None,
     ) -> str:
-        """Start a request; ``stream`` is where its random generator is. Returns its inner name."""
+        """Start a request, with ``stream`` as the state of its generator; return vLLM's name."""
         from vllm.inputs.engine import tokens_input
 
         params = copy.copy(self._base)
@@ -114,18 +114,17 @@ class VllmPort:
         return str(name or key)  # older versions return nothing and keep the key
 
     def abort(self, keys: list[str]) -> None:
-        """Give requests up."""
         self._engine.abort_request(keys)
 
     def stream(self, name: str) -> torch.Tensor | None:
-        """State of the random generator of a request, by its inner name; ``None``: not begun."""
+        """Return the generator state of a request by vLLM's name; ``None`` before it starts."""
         return stream_of(self._engine.model_executor.driver_worker.worker.model_runner, name)
 
 
 def token_scores(
     ids: Sequence[int], entries: Sequence[Any], with_entropy: bool
 ) -> list[tuple[float, float]]:
-    """log-prob and entropy of each token after the first, from vLLM's prompt log-probs."""
+    """Return log-prob and entropy of each token after the first, from prompt log-probs."""
     scores = []
     for token, entry in zip(ids[1:], entries[1:], strict=True):
         entropy = 0.0
@@ -137,7 +136,7 @@ def token_scores(
 
 
 def completion(output: Any, sample_id: int, version: int) -> Completion:
-    """What one request gave.
+    """Return the completion of one finished request.
 
     Raises:
         RuntimeError: vLLM ended it for another reason than a stop token or the limit.

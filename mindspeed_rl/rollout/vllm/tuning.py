@@ -1,4 +1,4 @@
-"""Checks of the flags of the engine's execution, and the map of experts that one of them names."""
+"""Checks the flags of the engine's execution and reads the map of experts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mindspeed_rl.rollout.graph_sizes import AUTO
 def check_tuning(
     tuning: EngineTuningConfig, engine: EngineLayout, spec: ModelSpec
 ) -> tuple[int, ...]:
-    """Validate, and read the map of experts.
+    """Check the flags of the engine's execution, and read the map of experts.
 
     Returns:
         The expert in each physical slot; empty without ``--rollout-expert-map``.
 
     Raises:
-        UsageError: naming the flag, its value, what is allowed and the fix.
+        UsageError: A flag does not fit the model or the engine.
     """
     sizes = tuning.rollout_graph_sizes
     if sizes and sizes != AUTO:
@@ -46,18 +46,19 @@ def check_tuning(
 
 
 def read_expert_map(path: Path, num_experts: int, ep: int) -> tuple[int, ...]:
-    """The expert in each physical slot, slots in order over the ranks that share a layer.
+    """Return the expert in each physical slot, slots in order over the ranks that share a layer.
 
     The layout of the weights has one placement for all layers, so the layers of the file must
     agree.
 
     Args:
-        path: JSON with ``layer_list[].device_list[].device_expert``.
-        num_experts: of a layer of the model.
-        ep: ranks that share the experts of a layer.
+        path: JSON file with ``layer_list[].device_list[].device_expert``.
+        num_experts: Number of experts in a layer of the model.
+        ep: Number of ranks that share the experts of a layer.
 
     Raises:
-        UsageError: not such a file, layers that differ, or not for this model and ``ep``.
+        UsageError: The file is no such map, its layers differ, or it is not for this model and
+            ``ep``.
     """
     name = f"--rollout-expert-map {path}"
     try:

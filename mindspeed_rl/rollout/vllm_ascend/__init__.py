@@ -1,1 +1,1 @@
-"""What vLLM-Ascend does differently."""
+"""The engine on NPUs: vLLM-Ascend's arguments, expert layouts and sleep mode."""

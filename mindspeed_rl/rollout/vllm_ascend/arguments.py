@@ -1,8 +1,8 @@
-"""Our engine flags as arguments of vLLM-Ascend.
+"""Translates our engine flags into arguments of vLLM-Ascend.
 
-vLLM-Ascend reads ``additional_config`` with defaults and says nothing about keys that it does not
-know, so a key of another version has no effect and no error: every key here is compared with those
-that the sources of the pinned version read (``tests/unit/rollout/test_ascend_arguments.py``).
+vLLM-Ascend reads ``additional_config`` with defaults and ignores unknown keys without a message, so
+a key of another version has no effect and no error. A test compares every key here with those that
+the sources of the pinned version read (``tests/unit/rollout/test_ascend_arguments.py``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from mindspeed_rl.config.engine_tuning import EngineTuningConfig
 
-# Weights stay in the plain format ND; weight updates ask this beside the key weight_nz_mode.
+# Weights stay in the plain format ND; weight updates read this besides the key weight_nz_mode.
 ENVIRONMENT = {"VLLM_ASCEND_ENABLE_NZ": "0"}
 _GRAPHS = {
     "piecewise": "PIECEWISE",
@@ -21,13 +21,13 @@ _GRAPHS = {
 
 
 def ascend_arguments(tuning: EngineTuningConfig, sizes: tuple[int, ...] = ()) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` that follow from our flags, and what every engine gets. Pure.
+    """Return the arguments of ``vllm.LLM`` for our flags, and those of every engine. Pure.
 
     Args:
-        tuning: the flags.
-        sizes: what ``--rollout-graph-sizes`` came to; empty leaves the engine's own.
+        tuning: Flags of the engine's execution.
+        sizes: Graph sizes to capture; empty leaves the engine's own.
     """
-    # ND weights, no CPU binding, and the configuration read anew by every engine of a process
+    # Weights stay ND, CPUs are not bound, and every engine of a process reads its configuration.
     additional: dict[str, Any] = {"weight_nz_mode": 0, "enable_cpu_binding": False, "refresh": True}
     arguments: dict[str, Any] = {
         "enforce_eager": tuning.rollout_graph_mode == "eager",

@@ -1,4 +1,4 @@
-"""vLLM-Ascend in the training process."""
+"""The backend that builds vLLM-Ascend in the training process and takes it apart."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from mindspeed_rl.rollout.vllm_ascend.weights import AscendWeights
 
 _ADDITIONAL = "additional_config"
 _NZ = 29  # ACL_FORMAT_FRACTAL_NZ
-# Keys of config.json of models whose attention cannot be updated.
+# Keys of config.json that mark a model whose attention cannot be updated.
 _SPARSE_KEYS = ("index_topk", "index_head_dim", "compress_ratios")
 
 
 class AscendBackend:
-    """How an engine is built on NPUs.
+    """The backend for NPUs.
 
     Args:
-        settings: layout, model directory and flags of the engine's execution are read.
-        platform: the device.
-        modules: a module of vLLM or vLLM-Ascend by its name.
-        format_of: the memory format of a tensor on the device, as a number of CANN.
+        settings: Layout, model directory and flags of the engine's execution are read.
+        platform: Platform of the device.
+        modules: Returns a module of vLLM or vLLM-Ascend by its name.
+        format_of: Returns the memory format of a tensor on the device, as a number of CANN.
 
     Raises:
-        UsageError: a model that cannot be updated.
+        UsageError: The model cannot be updated.
     """
 
     def __init__(
@@ -59,7 +59,6 @@ class AscendBackend:
         check_updatable(Path(settings.model_dir))
 
     def settings(self, options: Mapping[str, object]) -> dict[str, Any]:
-        """Ours, then the user's; see :class:`~mindspeed_rl.rollout.vllm.backend.Backend`."""
         own: dict[str, Any] = {
             **model_settings(self._layout, "npu"),
             **self._arguments,
@@ -72,11 +71,10 @@ class AscendBackend:
         return _merged(own, options, "--vllm")
 
     def cache_settings(self, kv_cache_bytes: int, dtype: str) -> dict[str, Any]:
-        """In bytes."""
         return {"kv_cache_memory_bytes": kv_cache_bytes}
 
     def prepare(self) -> RankAgreement | None:
-        """Environment and patches; expandable segments are off while the pool is filled."""
+        """Set the environment and patch vLLM; the pool is filled without expandable segments."""
         from mindspeed_rl.rollout.vllm.patches import step_sync
 
         os.environ.update(ENVIRONMENT)
@@ -86,10 +84,10 @@ class AscendBackend:
         return step_sync.apply("npu") if packed and self._layout.engine.dp > 1 else None
 
     def parts(self, llm: Any) -> EngineParts:
-        """The worker's model, with sleep mode's pool as its memory.
+        """Return the worker's model, with the pool of sleep mode as its memory.
 
         Raises:
-            RuntimeError: the engine keeps weights in the NZ format.
+            RuntimeError: The engine keeps weights in the NZ format.
         """
         engine = llm.llm_engine
         worker = engine.model_executor.driver_worker.worker
@@ -125,7 +123,7 @@ class AscendBackend:
 
         def process() -> None:
             with configs.set_current_vllm_config(vllm_config):
-                # looked up at every call: vLLM-Ascend puts its own in this place
+                # Looked up at every call, because vLLM-Ascend replaces the function.
                 utils.process_weights_after_loading(
                     model, vllm_config.model_config, self._platform.device
                 )
@@ -136,11 +134,11 @@ class AscendBackend:
         """Fail when the engine keeps weights in the NZ format, whatever we asked for.
 
         Returns:
-            Formats and switches, for the start of a run.
+            A description of formats and switches, for the log at the start of a run.
 
         Raises:
-            RuntimeError: it does, by its configuration, by the variable that updates ask, or by
-                what torch_npu says of a parameter.
+            RuntimeError: The configuration, the variable that updates read, or the format that
+                torch_npu reports for a parameter is NZ.
         """
         configured = self._modules("vllm_ascend.ascend_config").get_ascend_config()
         variables = self._modules("vllm_ascend.envs")
@@ -166,7 +164,7 @@ class AscendBackend:
 
 
 def written_by_updates(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Every parameter: the layout, all of which updates write, has these and what they imply."""
+    """Return all parameters: an update writes or derives every one of them."""
     return [param.data for param in model.parameters()]
 
 
@@ -181,7 +179,7 @@ _REFUSED_KEYS: Mapping[str, str] = {
 
 
 def _refuse_keys(additional: object) -> None:
-    """Keys of ``--vllm-additional-config`` that make rollouts wrong, at any depth."""
+    """Refuse keys of ``--vllm-additional-config``, at any depth, that make rollouts wrong."""
     for key, value in additional.items() if isinstance(additional, dict) else ():
         if value and key in _REFUSED_KEYS:
             raise UsageError(
@@ -191,7 +189,7 @@ def _refuse_keys(additional: object) -> None:
 
 
 def _merged(own: dict[str, Any], options: Mapping[str, object], prefix: str) -> dict[str, Any]:
-    """Nested dictionaries are merged; a value that both set is refused."""
+    """Merge nested dictionaries, and refuse a value that both set differently."""
     merged = dict(own)
     for name, value in options.items():
         flag = f"{prefix}-{name.replace('_', '-')}" if prefix == "--vllm" else f"{prefix}.{name}"
@@ -208,10 +206,10 @@ def _merged(own: dict[str, Any], options: Mapping[str, object], prefix: str) -> 
 
 
 def check_updatable(model_dir: Path) -> None:
-    """Refuse models whose attention vLLM-Ascend cannot be given new weights for.
+    """Refuse models whose attention weights cannot be updated in vLLM-Ascend.
 
     Raises:
-        UsageError: a model with sparse attention (SFA, DSA).
+        UsageError: The model has sparse attention (SFA, DSA).
     """
     config = json.loads((model_dir / "config.json").read_text())
     config = config.get("text_config", config)

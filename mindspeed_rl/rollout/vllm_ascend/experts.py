@@ -1,11 +1,10 @@
-"""Which way round the experts of vLLM-Ascend are, and the only code that turns them.
+"""Tracks the layout of vLLM-Ascend's expert parameters, and is the only code that transposes them.
 
 Its kernels want ``w13 [experts, hidden, 2 x ffn]`` and ``w2 [experts, ffn, hidden]`` (kernel
-layout), its loaders the transposes of both (loader layout). Loading turns them once; waking turns
-them back, by what their shape looks like; and a turned parameter has lost its loader. Here every
-parameter has a known layout, which is read off its strides after every call of the engine, and an
-update turns each of them to loader layout and back exactly once. Both layouts are views of the same
-memory, so addresses stay.
+layout), its loaders the transposes of both (loader layout). Loading transposes them once; waking
+transposes them back, judging by their shape; and a transposed parameter has lost its loader. Here
+the layout of every parameter is read off its strides, and an update transposes each of them to
+loader layout and back exactly once. Both layouts are views of the same memory, so addresses stay.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ class ExpertParam:
     """One stacked expert parameter.
 
     Attributes:
-        name: in the model.
-        module: its owner.
-        shape: in kernel layout.
-        address: of its memory.
+        name: Full name of the parameter in the model.
+        module: Module that owns the parameter.
+        shape: Shape in kernel layout.
+        address: Address of its memory.
     """
 
     name: str
@@ -37,22 +36,22 @@ class ExpertParam:
 
     @property
     def attribute(self) -> str:
-        """Its name in its owner."""
+        """Name of the parameter in its module."""
         return self.name.rpartition(".")[2]
 
     @property
     def value(self) -> torch.Tensor:
-        """The parameter as it is now."""
+        """The parameter's tensor in its present layout."""
         return getattr(self.module, self.attribute).data  # type: ignore[no-any-return]
 
     @property
     def loadable(self) -> bool:
-        """Whether it is in loader layout: the transpose of the kernel's, by strides.
+        """Whether the parameter is in loader layout, by its strides.
 
-        Shapes do not tell: with equal sizes both layouts have the same.
+        Shapes do not decide it: with equal sizes both layouts have the same shape.
 
         Raises:
-            RuntimeError: neither of the two layouts, or other memory.
+            RuntimeError: The parameter is in neither of the two layouts, or in other memory.
         """
         now = self.value
         kernel = torch.empty(self.shape, device="meta")
@@ -73,15 +72,15 @@ class ExpertParam:
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides of the dimensions that have several elements; others mean nothing."""
+    """Return the strides of the dimensions with several elements; other strides mean nothing."""
     return tuple(step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
 
 
 class ExpertLayouts:
-    """The experts of a built model on this rank.
+    """The expert parameters of a built model on this rank.
 
     Args:
-        model: after loading and processing, so that all of them are in kernel layout.
+        model: Model after loading and processing, so that all experts are in kernel layout.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -93,17 +92,17 @@ class ExpertLayouts:
         assert len(self.params) == len(list(_experts(model))), "experts are not in kernel layout"
 
     def open(self) -> None:
-        """Every expert is in loader layout, with a loader, from now on."""
+        """Put every expert parameter into loader layout and attach its loader."""
         for param in self.params:
             if not param.loadable:
                 self._put(param, param.value.transpose(1, 2))
             getattr(param.module, param.attribute).weight_loader = _loader(param)
 
     def close(self, process: Callable[[], None]) -> None:
-        """Let the engine process its model, which turns every expert to kernel layout once.
+        """Let the engine process its model, which converts every expert to kernel layout once.
 
         Raises:
-            RuntimeError: it did not, or moved one.
+            RuntimeError: A parameter was not converted, or was moved.
         """
         for param in self.params:
             assert param.loadable, f"{param.name}: closed without open"
@@ -113,7 +112,7 @@ class ExpertLayouts:
                 raise RuntimeError(f"{param.name}: processing left it in loader layout")
 
     def views(self, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The parameters, experts in kernel layout whatever they are in now."""
+        """Return the parameters, with experts in kernel layout whatever their present layout."""
         return {**params, **{param.name: param.kernel for param in self.params}}
 
     def _put(self, param: ExpertParam, value: torch.Tensor) -> None:

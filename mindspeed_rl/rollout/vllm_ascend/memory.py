@@ -1,10 +1,10 @@
-"""Memory of vLLM-Ascend's sleep mode, by tag.
+"""Frees and restores the memory of vLLM-Ascend's sleep mode, one tag at a time.
 
-Its pool maps physical memory under addresses that stay, so captured graphs stay valid. It can only
-sleep as a whole, and its own sleep copies all weights to the host, which the next update writes
-anyway; the phases give cache and weights away one after the other. So each tag is unmapped and
-mapped by itself here, and of the weights only what no update writes is kept: plain tensors in the
-pool, such as expert ids of a dispatcher or cached rotary tables.
+Its pool maps physical memory under addresses that stay, so captured graphs stay valid. The pool can
+only sleep as a whole, and copies all weights to the host although the next update writes them; but
+the phases free cache and weights one after the other. So this module unmaps and maps each tag by
+itself, and of the weights saves only what no update writes: plain tensors in the pool, such as
+expert ids of a dispatcher or cached rotary tables.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch
 from mindspeed_rl.platforms.base import Platform
 
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
-# No engine knows a tag with this end, so that none maps what carries it.
+# No engine knows a tag with this suffix, so none maps an allocation that has it.
 _MAPPED_BY_US = " mapped by mindspeed_rl"
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes in a row.
+    """A range of memory.
 
     Attributes:
-        start: address.
-        size: in bytes.
+        start: Address of its first byte.
+        size: Size in bytes.
     """
 
     start: int
@@ -37,12 +37,12 @@ class Span:
 
     @property
     def end(self) -> int:
-        """First address behind it."""
+        """First address behind the range."""
         return self.start + self.size
 
 
 def outside(whole: Span, spans: Iterable[Span]) -> list[Span]:
-    """What of ``whole`` is in none of ``spans``, which may overlap. Pure; ascending."""
+    """Return the parts of ``whole``, ascending, in none of ``spans``, which may overlap. Pure."""
     found, at = [], whole.start
     for span in (*sorted(spans, key=lambda span: span.start), Span(whole.end, 0)):
         start = min(span.start, whole.end)
@@ -53,7 +53,7 @@ def outside(whole: Span, spans: Iterable[Span]) -> list[Span]:
 
 
 def span_of(tensor: torch.Tensor) -> Span | None:
-    """The memory of a tensor without gaps; ``None`` for others, whose neighbours would count."""
+    """Return the memory of a tensor; ``None`` if it is empty or has gaps, which others may use."""
     reach = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     if not tensor.numel() or reach != tensor.numel():
         return None
@@ -61,19 +61,20 @@ def span_of(tensor: torch.Tensor) -> Span | None:
 
 
 class PoolMemory:
-    """The allocations of one tag.
+    """The allocations of the pool under one tag.
 
-    Of each it is known whether it is mapped and filled, so that a call that raises anywhere leaves
-    everything as it was, and one that could not take back what it did is continued by the next.
+    The object records which allocations are mapped and filled. A call that raises undoes what it
+    did; where that fails as well, the next call continues from the recorded state.
 
     Args:
-        camem: the module ``vllm_ascend.device_allocator.camem``.
-        tag: ``"weights"`` or ``"kv_cache"``.
-        wake: the worker's ``wake_up``, for what it does beside mapping.
-        platform: for host buffers, which are kept, and for emptying caches.
-        save: keep the contents on the host while the tag is away, but for ``lost``.
-        lost: tensors that come back as zeros: the next update writes them, or they are empty.
-        pool_in_use: told whether the pool is, before it is mapped and after it has left.
+        camem: The module ``vllm_ascend.device_allocator.camem``.
+        tag: Tag of the allocations, ``"weights"`` or ``"kv_cache"``.
+        wake: The worker's ``wake_up``, which does more than mapping.
+        platform: Provides host buffers, which are kept, and empties caches.
+        save: Whether to keep the contents on the host while unmapped, except those of ``lost``.
+        lost: Returns tensors that come back as zeros: the next update writes them, or they are
+            empty.
+        pool_in_use: Called with true before the pool is mapped, with false after it is unmapped.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class PoolMemory:
         self._spans: dict[int, list[Span]] = {}
         self._cleared: list[torch.Tensor] = []
         # Allocations that are not mapped, and those whose contents are on the host alone. A dict
-        # in place of a set: an entry and what it stands for come and go in one statement.
+        # instead of a set lets one statement both change a mapping and record it.
         self._away: dict[int, None] = {}
         self._unfilled: set[int] = set()
         self.num_bytes = sum(data.handle[1] for data in self._allocations().values())
@@ -110,11 +111,11 @@ class PoolMemory:
         return {ptr: data for ptr, data in pool.pointer_to_data.items() if data.tag in tags}
 
     def free(self) -> None:
-        """Unmap the tag, what is kept of it saved before; no effect when it is away.
+        """Save what is to be kept and unmap the tag; no effect when it is unmapped.
 
         Raises:
-            RuntimeError: an allocation could not be saved or unmapped; all of them are here, what
-                is lost anyway may be zero.
+            RuntimeError: An allocation could not be saved or unmapped. All of them are mapped
+                again; tensors of ``lost`` may be zero.
         """
         here = {p: data for p, data in self._allocations().items() if p not in self._away}
         if not here:
@@ -134,7 +135,10 @@ class PoolMemory:
             raise
 
     def bring_back(self) -> None:
-        """Map the tag at its addresses, what was kept restored, the rest zero; or nothing of it."""
+        """Map the tag at its old addresses, with saved contents restored and the rest zero.
+
+        Nothing of it stays mapped when that fails.
+        """
         if not self._away and not self._unfilled:
             return
         back = {p: data for p, data in self._allocations().items() if p in self._away}
@@ -150,14 +154,14 @@ class PoolMemory:
             raise
 
     def _unmap(self, allocations: dict[int, Any]) -> None:
-        """Let those of them go that are here; their contents count as gone from now on."""
+        """Unmap those of the allocations that are mapped, and mark all of them as unfilled."""
         self._unfilled |= allocations.keys()
         for ptr, data in allocations.items():
             if ptr not in self._away:
                 self._away[ptr] = self._camem.unmap_and_release(data.handle)
 
     def _map(self) -> None:
-        """Map what is away and fill what is not filled."""
+        """Map the unmapped allocations and restore the contents of the unfilled ones."""
         known = self._allocations()
         for ptr in list(self._away):
             self._away.pop(ptr, self._camem.create_and_map(known[ptr].handle))
@@ -168,7 +172,7 @@ class PoolMemory:
         self._unfilled.clear()
 
     def _keep(self, ptr: int, spans: list[Span]) -> None:
-        """Copy parts of an allocation to the host, into a buffer that is pinned once."""
+        """Copy parts of an allocation to the host, into a buffer that is allocated once."""
         size = sum(span.size for span in spans)
         buffer = self._buffers.get(ptr)
         if buffer is None or buffer.numel() != size:
@@ -193,7 +197,7 @@ class PoolMemory:
 
     @contextmanager
     def _hidden(self) -> Iterator[None]:
-        """The engine's own waking finds nothing to map."""
+        """Rename the tag of our allocations, so that the engine's own waking maps none of them."""
         mine = list(self._allocations().values())
         try:
             for data in mine:
@@ -205,7 +209,7 @@ class PoolMemory:
 
 
 def _places(spans: Iterable[Span]) -> Iterator[tuple[int, Span]]:
-    """Offset in the host buffer of each span, one behind the other."""
+    """Yield each span with its offset in a host buffer that holds them one after the other."""
     at = 0
     for span in spans:
         yield at, span

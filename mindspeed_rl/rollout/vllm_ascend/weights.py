@@ -1,4 +1,4 @@
-"""State of a vLLM-Ascend model that follows from its weights."""
+"""Renews the derived state of a vLLM-Ascend model after its weights were written."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mindspeed_rl.rollout.vllm_ascend.experts import ExpertLayouts
 
 
 class AscendWeights:
-    """Experts and latent attention of one built model on this rank.
+    """Derived state of the experts and the latent attention of one built model on this rank.
 
-    The engine's own processing derives everything: experts back to kernel layout, the two products
-    of latent attention from its key/value up projection.
+    The engine's own processing renews all of it: it converts experts to kernel layout and computes
+    the two products of latent attention from its key/value up projection.
 
     Args:
-        model: vLLM's model, built.
-        process: the engine's processing of the whole model after loading.
+        model: vLLM's built model.
+        process: Runs the engine's processing of the whole model after loading.
     """
 
     packs_experts = False
@@ -27,13 +27,13 @@ class AscendWeights:
         self._process = process
 
     def views(self, params: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Experts in kernel layout, as the layout of the weights declares them."""
+        """Return the parameters with experts in kernel layout, as the weight layout has them."""
         return self.experts.views(params)
 
     def begin(self) -> None:
-        """Experts take part in the engine's own loading from now on."""
+        """Prepare the experts for the engine's own loading."""
         self.experts.open()
 
     def finish(self) -> None:
-        """Everything follows from the weights that were written."""
+        """Let the engine derive its state from the weights that were written."""
         self.experts.close(self._process)

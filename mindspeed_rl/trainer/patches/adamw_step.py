@@ -1,9 +1,9 @@
-"""Let the distributed optimizer load a checkpoint into torch's AdamW.
+"""Lets the distributed optimizer load a checkpoint into torch's AdamW.
 
 Why: it copies every entry of a parameter's optimizer state from the checkpoint. Torch's AdamW,
-which serves where Transformer Engine and Apex are not installed, keeps its step count there as
-well; the checkpoint has one step for all parameters and restores it on another path. Without this
-the load ends in ``KeyError: 'step'``.
+which is used without Transformer Engine and Apex, keeps its step count there, too; the checkpoint
+has one step for all parameters and restores it on another path. Without this patch the load ends in
+``KeyError: 'step'``.
 Upstream: megatron/core/optimizer/distrib_optimizer.py, _set_main_param_and_optimizer_states.
 Versions: megatron-core 0.16.1.
 Remove when: megatron-core leaves ``step`` out of that copy.
@@ -18,7 +18,7 @@ from mindspeed_rl.core.patching import Patch, apply_patch
 
 
 def apply() -> None:
-    """Give the copy the step that the parameter has already. Idempotent."""
+    """Make the copy use the step that the parameter already has. Idempotent."""
     apply_patch(
         Patch(
             target=(

@@ -1,7 +1,7 @@
-"""Sizes of the expert all-to-all as numbers where tensors live on the host already.
+"""Gives the expert all-to-all its sizes as numbers if tensors are on the host already.
 
 Why: the token dispatcher turns its split sizes into numpy arrays while it moves them from the
-device; on CPU it moves nothing, so all_to_all_single is given tensors as sizes (TypeError).
+device; on CPU it moves nothing, so all_to_all_single gets tensors as sizes (TypeError).
 Upstream: megatron/core/transformer/moe/moe_utils.py, maybe_move_tensor_to_cpu.
 Versions: megatron-core 0.16.1.
 Remove when: the function honours ``as_numpy`` for host tensors.
@@ -18,7 +18,7 @@ from mindspeed_rl.core.patching import Patch, apply_patch
 
 
 def apply() -> None:
-    """Convert host tensors as well. Idempotent."""
+    """Make ``maybe_move_tensor_to_cpu`` convert host tensors, too. Idempotent."""
     apply_patch(
         Patch(
             target="megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",

@@ -1,8 +1,8 @@
-"""Collect the results of a checkpoint's writers in a queue of this process.
+"""Collects the results of a checkpoint's writers in a queue of this process.
 
 Why: megatron-core takes the queue from a manager process that it spawns at the first save. That
-imports the entry module again (measured: 8 s), and outlives a rank that is killed. The manager is
-needed by asynchronous saves only; ours are synchronous: the function that fills the queue runs in
+process imports the entry module again (8 s), and outlives a rank that is killed. Only asynchronous
+saves need the manager. This project's are synchronous: the function that fills the queue runs in
 this process and its own writers report to it through another queue.
 Upstream: megatron/core/dist_checkpointing/strategies/filesystem_async.py.
 Versions: megatron-core 0.16.1.

@@ -1,7 +1,7 @@
-"""Collectives over unequal pieces with gloo, which expert tensor parallelism needs.
+"""Collectives of unequal pieces with gloo, which expert tensor parallelism needs.
 
-Why: gloo's all-gather and reduce-scatter want equal sizes on all ranks; the tokens of an expert
-differ between the ranks that share it.
+Why: gloo's all-gather and reduce-scatter need equal sizes on all ranks; the numbers of an expert's
+tokens differ between the ranks that share it.
 Upstream: megatron/core/tensor_parallel/mappings.py.
 Versions: megatron-core 0.16.1.
 Remove when: gloo takes unequal sizes.
@@ -27,7 +27,7 @@ _ABOUT: dict[str, Any] = {
 
 
 def apply() -> None:
-    """Pad to the largest piece, respectively reduce everything and cut. Idempotent."""
+    """Pad pieces for the gather; reduce everything and cut for the reduce-scatter. Idempotent."""
     apply_patch(
         Patch(
             target=f"{_MODULE}:_gather_along_first_dim",

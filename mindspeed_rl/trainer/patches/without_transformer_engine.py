@@ -1,10 +1,10 @@
-"""Names that megatron-core only defines where Transformer Engine is installed.
+"""Defines names that megatron-core only defines if Transformer Engine is installed.
 
 Why: ``moe_utils`` reads ``te_general_gemm`` in every router call and never defines it without
-Transformer Engine (NameError); ``multi_latent_attention`` accepts only linear classes that it knows
-for the down projections, and its ``TELinear`` is no class then (isinstance raises), so our
-replicated layer takes that place; also where Transformer Engine, or MindSpeed in its place, is
-installed and local modules are asked for.
+Transformer Engine (NameError). ``multi_latent_attention`` accepts only linear classes that it knows
+for the down projections, and its ``TELinear`` is no class then (isinstance raises), so the
+replicated layer of this project takes its place. It does so, too, if Transformer Engine (or
+MindSpeed instead of it) is installed and local modules are configured.
 Upstream: megatron/core/transformer/moe/moe_utils.py, megatron/core/transformer/
 multi_latent_attention.py.
 Versions: megatron-core 0.16.1.
@@ -17,10 +17,10 @@ from mindspeed_rl.trainer.latent_attention import DuplicatedLinear
 
 
 def apply() -> None:
-    """Define what is missing for local modules. Idempotent.
+    """Define the names that local modules need. Idempotent.
 
     Raises:
-        RuntimeError: the modules are not as this patch knows them.
+        RuntimeError: The modules lack names that this patch expects.
     """
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils

@@ -35,11 +35,10 @@ def test_every_sample_has_one_engine_and_open_ones_keep_theirs(tmp_path: Path) -
     run = make_run(tmp_path)
     run.state.lengths.observe({3: [8, 8, 8], 4: [1, 1, 1], 5: [1, 1, 1]})
     prompts = [run.parts.data.train[i] for i in (4, 3, 3, 5, 4, 3, 3)]
-    prefix_tokens: list[RolloutInfo | None] = [None] * 7
-    prefix_tokens[0] = RolloutInfo(0, 4, 2, 2, False, 0, 1, math.nan)
+    prefixes: list[RolloutInfo | None] = [None] * 7
+    prefixes[0] = RolloutInfo(0, 4, 2, 2, False, 0, 1, math.nan)
     shares = [
-        spread(run, 2, rank)[0].own_samples(prompts, run.state.lengths, prefix_tokens)
-        for rank in (0, 1)
+        spread(run, 2, rank)[0].own_samples(prompts, run.state.lengths, prefixes) for rank in (0, 1)
     ]
     assert sorted(shares[0] + shares[1]) == list(range(7))
     assert 0 in shares[1], "its tokens are there"

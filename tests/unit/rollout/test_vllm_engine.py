@@ -131,7 +131,7 @@ def test_no_order_of_calls_generates_with_wrong_weights(
 ) -> None:
     """Against a model of the state: generate works when awake and synced, else it raises."""
     engine = EngineDouble()
-    weights, cache, version, prefix_tokens = True, True, -1, False
+    weights, cache, version, updating = True, True, -1, False
     for call in calls:
         if call == "free cache":
             engine.free_cache()
@@ -139,7 +139,7 @@ def test_no_order_of_calls_generates_with_wrong_weights(
         elif call == "free weights":
             with nullcontext() if not cache else pytest.raises(RuntimeError, match="leaves first"):
                 engine.free_weights()
-                weights, version, prefix_tokens = False, -1, False
+                weights, version, updating = False, -1, False
         elif call == "wake weights":
             engine.wake(["weights"])
             weights = True
@@ -151,12 +151,12 @@ def test_no_order_of_calls_generates_with_wrong_weights(
         elif call == "begin":
             with nullcontext() if weights else pytest.raises(RuntimeError, match="are freed"):
                 engine.begin_update()
-                version, prefix_tokens = -1, True
+                version, updating = -1, True
         elif call == "finish":
             drawn = data.draw(st.integers(0, 2), label="version")
-            with nullcontext() if prefix_tokens else pytest.raises(RuntimeError, match="no update"):
+            with nullcontext() if updating else pytest.raises(RuntimeError, match="no update"):
                 engine.finish_update(drawn)
-                version, prefix_tokens = drawn, False
+                version, updating = drawn, False
         else:
             trainer = data.draw(st.integers(0, 2), label="trainer")
             if cache and version == trainer:

@@ -173,7 +173,7 @@ WORLD = ("--world", "16")
     ("flags", "said"),
     [
         ((*DENSE, *WORLD, "--train", "tq=2"), "--train tq=2: .* allowed keys: tp, pp, vpp"),
-        ((*DENSE, *WORLD, "--rollout", "tp"), "--rollout tp: give KEY=VALUE .*tp, pp, dp, ep"),
+        ((*DENSE, *WORLD, "--rollout", "tp"), "--rollout tp: give KEY=VALUE .*tp, dp, ep"),
         ((*DENSE, *WORLD, "--train", "tp=2,tp=4"), "--train tp=4: tp is given twice; remove one"),
         ((*DENSE, *WORLD, "--train", "tp=zwei"), "--train tp=zwei: allowed are whole numbers"),
         ((*DENSE, *WORLD, "--train", "cp=0"), "--train cp=0: allowed are whole numbers from 1"),

@@ -1,1 +1,1 @@
-"""Changes to vLLM, each with its reason and the versions that it is for."""
+"""Patches of vLLM, one file each, with the reason and the versions."""

@@ -1,7 +1,7 @@
-"""Engine state that is computed from weights: packed experts, absorbed latent projections.
+"""Renews engine state computed from weights: packed experts and absorbed latent projections.
 
 The CPU engine keeps experts in the block order of its kernel, in the storage of the parameter
-itself; latent attention keeps two products of its key/value up projection. Both follow the weights
+itself; latent attention keeps two products of its key/value up projection. Both are computed
 exactly once per update: between :meth:`DerivedState.begin` and :meth:`DerivedState.finish` expert
 parameters are plain ``[experts, rows, columns]``.
 """
@@ -23,7 +23,7 @@ class DerivedState:
 
     Args:
         model: vLLM's model.
-        dtype: of its activations.
+        dtype: Type of its activations.
     """
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -34,15 +34,14 @@ class DerivedState:
 
     @property
     def packs_experts(self) -> bool:
-        """Whether expert parameters have a kernel's own order between updates."""
         return bool(self._packed)
 
     def views(self, params: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Within an update every parameter is plain."""
+        """Return the parameters unchanged, because all of them are plain within an update."""
         return params
 
     def begin(self) -> None:
-        """Expert parameters become plain; what they held is gone (all of it will be written)."""
+        """Make expert parameters plain by zeroing them; the update writes all of them."""
         for layer, _ in self._packed:
             for name in _EXPERT_PARAMS:
                 getattr(layer, name).data.zero_()
@@ -60,7 +59,7 @@ class DerivedState:
 
 
 def _packed_experts(model: torch.nn.Module) -> Iterator[tuple[Any, str]]:
-    """Layers whose experts the CPU engine packed, and for which kernel."""
+    """Yield layers whose experts the CPU engine packed, and the kernel's instruction set."""
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         isa = getattr(getattr(kernel, "fused_experts", None), "isa", None)
@@ -69,7 +68,7 @@ def _packed_experts(model: torch.nn.Module) -> Iterator[tuple[Any, str]]:
 
 
 def _pack(weight: torch.Tensor, isa: str) -> None:
-    """In place, one expert at a time."""
+    """Pack the weight in place, one expert at a time."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     for expert in weight:

@@ -1,4 +1,4 @@
-"""Expert parallelism of vLLM's CPU engine.
+"""Makes expert parallelism work in vLLM's CPU engine.
 
 Why: the CPU kernel ignores the expert map, so ids of experts on other ranks index past the local
 stack (SIGSEGV); and the CPU communicator lacks the two collectives over unequal pieces that data
@@ -28,7 +28,7 @@ _ABOUT: dict[str, Any] = {
 
 
 def apply() -> None:
-    """Before the engine is built. Idempotent."""
+    """Patch the CPU kernel and communicator, before the engine is built. Idempotent."""
     apply_patch(
         Patch(
             target=(
@@ -101,7 +101,7 @@ def _all_gatherv(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _gather(piece: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """gloo wants equal sizes, so pieces are padded to the largest."""
+    """Gather pieces of unequal sizes, padded to the largest because gloo needs equal sizes."""
     padded = piece.new_zeros((max(sizes), *piece.shape[1:]))
     padded[: piece.size(0)] = piece
     pieces = [torch.empty_like(padded) for _ in sizes]

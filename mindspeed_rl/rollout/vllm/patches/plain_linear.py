@@ -1,4 +1,4 @@
-"""Keep linear weights where they are on CPU.
+"""Keeps linear weights on CPU in their parameters.
 
 Why: ``process_weights_after_loading`` packs linear weights into oneDNN handles and replaces the
 parameter by an empty one, so nothing can be written into it, and with tied embeddings the head
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 
 def apply() -> None:
-    """Make vLLM believe that there is no oneDNN. Before the engine is built.
+    """Switch oneDNN off in vLLM, before the engine is built.
 
     Raises:
-        RuntimeError: the switch is not there any more.
+        RuntimeError: This version of vLLM has no such switch.
     """
     import vllm._custom_ops as ops
 

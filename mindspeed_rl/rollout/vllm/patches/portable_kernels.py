@@ -1,4 +1,4 @@
-"""Use vLLM's portable kernels on CPUs with AMX."""
+"""Makes vLLM use its portable kernels on CPUs with AMX."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ _PATCH = Patch(
 
 
 def apply() -> None:
-    """Make vLLM believe that there is no AMX; it asks when it builds a model. Idempotent."""
+    """Report to vLLM, which asks when it builds a model, that AMX is missing. Idempotent."""
     apply_patch(_PATCH)

