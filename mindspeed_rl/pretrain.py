@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import PretrainRunConfig
@@ -32,17 +31,13 @@ OTHER_DATA = (
 
 def main(job: SftJob) -> None:
     """Train on prompt and solution pairs, or on rows of indexed data."""
-    from mindspeed_rl.metrics.loggers import RunLogger
     from mindspeed_rl.metrics.output_dir import take_output_dir
-    from mindspeed_rl.metrics.profiler import StepProfiler
-    from mindspeed_rl.metrics.progress import RunProgress
-    from mindspeed_rl.metrics.timers import PhaseTimer
-    from mindspeed_rl.metrics.trackers import make_trackers
     from mindspeed_rl.rl import checkpoints
     from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
+    from mindspeed_rl.rl.telemetry import open_logger, open_progress, open_timer
     from mindspeed_rl.trainer.export import export_policy
 
-    train, logs = job.config.train, job.config.logging
+    train = job.config.train
     if job.config.sft.stage == "pretrain":
         refuse_other_data(job.ignored)
     initialize_parallel(job)
@@ -54,22 +49,13 @@ def main(job: SftJob) -> None:
         source.load_state_dict(
             loaded.extra["sampler"], allow_changed_data=job.config.checkpoint.allow_changed_data
         )
-    take_output_dir(logs, job.config.checkpoint.load, job.world.local_rank, loaded.step)
-    writer = job.world.rank == 0
-    others = make_trackers(job.config.trackers, logs.output_dir, asdict(job.config))
-    profiler = StepProfiler(job.config.profiler, job.platform, job.world.rank, logs.output_dir)
-    timer = PhaseTimer(job.platform.synchronize, memory=job.platform, mark=profiler.phase)
-    with RunLogger(
-        logs.output_dir, writer, tensorboard_dir=logs.tensorboard_dir, others=others
-    ) as logger:
+    take_output_dir(
+        job.config.logging, job.config.checkpoint.load, job.world.local_rank, loaded.step
+    )
+    timer, profiler = open_timer(job)
+    with open_logger(job.config, job.world.rank) as logger:
         logger.truncate_after(loaded.step)
-        progress = RunProgress(
-            train.train_iters,
-            loaded.step,
-            job.config.sft.stage,
-            writer,
-            log_interval=logs.log_interval,
-        )
+        progress = open_progress(job.config, loaded.step, job.config.sft.stage, job.world.rank)
         timer.restart()
         for step in range(loaded.step + 1, train.train_iters + 1):
             profiler.begin_step(step)
@@ -96,6 +82,7 @@ def train_step(
 
     from mindspeed_rl.algorithms.losses import supervised_loss
     from mindspeed_rl.metrics.metric_set import Mean, MetricSet, reduce_metrics
+    from mindspeed_rl.metrics.names import STEP_TIME, TOKENS_PER_S
     from mindspeed_rl.rl.build_models import batch_rules
 
     with timer("train"), job.watchdog.phase("train"):
@@ -108,7 +95,7 @@ def train_step(
     if not math.isfinite(values["loss"]):
         raise FloatingPointError(f"supervised loss is {values['loss']}; lower --lr")
     values |= {"optimizer/grad_norm": stats.grad_norm, "optimizer/lr": stats.learning_rate}
-    return values | {"throughput/tokens_per_s": sum(chosen.lengths) / values["time/step_s"]}
+    return values | {TOKENS_PER_S: sum(chosen.lengths) / values[STEP_TIME]}
 
 
 def refuse_other_data(ignored: Sequence[str]) -> None:

@@ -46,7 +46,7 @@ def train(run: Components) -> None:
                 run, state, batches, rollouts.samples, step, rollouts.greedy_rewards
             )
             metrics = update(run, state, batches, step)
-            refresh_reference(run, step)
+            refresh_reference(run.models, run.scheduler, run.config.rl.ref_update_interval, step)
         report.log_step(step, rollouts, metrics.merge(synced), batches.placed)
         resume.save_if_due(run, state, report, step)
     run.scheduler.to_sync()

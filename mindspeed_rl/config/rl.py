@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mindspeed_rl.config.training import TrainConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flag import Needs, flag
 
@@ -194,6 +195,10 @@ class RolloutConfig:
         "bfloat16.",
         minimum=0.0,
     )
+
+    def engine_is_bf16(self, train: TrainConfig) -> bool:
+        """Return whether the engine computes in bfloat16; otherwise it computes in float32."""
+        return train.bf16 if self.rollout_dtype == "auto" else self.rollout_dtype == "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)

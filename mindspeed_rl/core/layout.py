@@ -105,6 +105,19 @@ class ParallelLayout:
     def ranks_per_stage(self) -> int:
         return self.world // self.pp
 
+    @property
+    def sequence_multiple(self) -> int:
+        """Number of pieces into which context parallelism cuts every sequence."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    def row_multiple(self, *, sequence_parallel: bool) -> int:
+        """The number of tokens to whose multiples rows are padded, so that ranks share them.
+
+        Args:
+            sequence_parallel: Whether activations are sharded along the sequence.
+        """
+        return self.sequence_multiple * (self.tp if sequence_parallel else 1)
+
     def describe(self, *, experts: bool, sequence_parallel: bool) -> str:
         """The layout in words, for the start of a run.
 
@@ -231,6 +244,10 @@ class EngineLayout:
     def group_of(self, rank: int) -> int:
         """The number of the group with prompts of its own that a rank belongs to."""
         return rank // self.tp
+
+    def first_rank_of(self, group: int) -> int:
+        """The first rank of a group with prompts of its own."""
+        return group * self.tp
 
     def replicas(self, tp_rank: int) -> range:
         """The ranks that hold the same dense weights."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
+from mindspeed_rl.metrics.names import STEP_TIME
 
 
 class PeakMeter(Protocol):
@@ -58,7 +59,7 @@ class StepTimes:
         ``time_max/<phase>_s`` is of the slowest rank and ``memory/<phase>_peak_bytes`` of the
         fullest. All ranks must enter the same phases, if only with an empty block.
         """
-        result = MetricSet({"time/step_s": Mean(self.step_s, 1)})
+        result = MetricSet({STEP_TIME: Mean(self.step_s, 1)})
         for name, use in self.phases.items():
             result[f"time/{name}_s"] = Mean(use.seconds, 1)
             result[f"time_max/{name}_s"] = Max(use.seconds)

@@ -14,7 +14,6 @@ from mindspeed_rl.planning.prediction import (
     MemoryPrediction,
     Peak,
     Table,
-    engine_is_bf16,
     predict,
 )
 from mindspeed_rl.planning.run_plan import RLPlan
@@ -107,7 +106,7 @@ def find_out(config: Config, world: int) -> Findings:
         node = machine.ranks_per_node
         relay = config.rollout.reshard_relay == "auto" and world > node
         looked_at = dict.fromkeys((ranks[0], ranks[len(ranks) // 2], world - 1))
-        item = 2 if engine_is_bf16(config) else 4
+        item = 2 if config.rollout.engine_is_bf16(config.train) else 4
         volume = update_volume(plan, looked_at, node, item, relay)
     last = plan.parallel.ranks_per_stage - 1
     return Findings(

@@ -219,13 +219,13 @@ class MemoryPrediction:
             longest = trained = train.seq_length or self.plan.spec.max_position_embeddings
             per_update, prepared, entropy = train.global_batch_size, 1, False
         samples = max(1, per_update // parallel.dp)
-        sequences = train.micro_batch_size
+        sequences, padded = train.micro_batch_size, round_up(longest, parallel.sequence_multiple)
         if train.max_tokens_per_micro_batch:
-            sequences = max(1, train.max_tokens_per_micro_batch // longest)
+            sequences = max(1, train.max_tokens_per_micro_batch // padded)
         sequences = min(sequences, samples)
-        multiple = (2 * parallel.cp if parallel.cp > 1 else 1) * parallel.tp
+        multiple = parallel.row_multiple(sequence_parallel=config.parallel.shards_sequence)
         return Workload(
-            tokens=round_up(sequences * longest, multiple),
+            tokens=round_up(sequences * padded, multiple),
             trained=sequences * trained,
             num_micro_batches=-(-samples // sequences),
             entropy_gradient=entropy,
@@ -244,7 +244,7 @@ class MemoryPrediction:
         config, plan = self._rl
         return EngineMemory(
             plan.rollout_layout,
-            2 if engine_is_bf16(config) else 4,
+            2 if config.rollout.engine_is_bf16(config.train) else 4,
             engine_provider().sizes(config.engine_options, plan.spec, self.machine.platform),
             int(config.rollout.rollout_kv_cache_gb * _GIB),
             self.imbalance,
@@ -296,12 +296,6 @@ class MemoryPrediction:
 def _passing(peak: TrainPeak) -> Table:
     """Return the bytes that an update allocates itself."""
     return {MemoryOwner.ACTIVATIONS: peak.activations, MemoryOwner.LOGITS: peak.logits}
-
-
-def engine_is_bf16(config: RLRunConfig) -> bool:
-    """Whether the engine computes in bfloat16."""
-    dtype = config.rollout.rollout_dtype
-    return dtype == "bfloat16" or (dtype == "auto" and config.train.bf16)
 
 
 def predict(

@@ -344,11 +344,8 @@ def _need_file(name: str, value: str, kind: str = "a jsonl or parquet file") -> 
 def _check_kv_cache(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
     """Check that a sequence of ``limit`` tokens fits the cache, earlier than the engine does."""
     rollout = config.rollout
-    wide = rollout.rollout_dtype == "float32" or (
-        rollout.rollout_dtype == "auto" and not config.train.bf16
-    )
     tp = rollout.rl_inference_tensor_model_parallel_size
-    token_bytes = spec.cached_values(tp) * (4 if wide else 2)
+    token_bytes = spec.cached_values(tp) * (2 if rollout.engine_is_bf16(config.train) else 4)
     needed_gb = limit * token_bytes / 2**30
     if rollout.rollout_kv_cache_gb < needed_gb:
         raise UsageError(

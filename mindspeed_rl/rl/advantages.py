@@ -28,7 +28,6 @@ from mindspeed_rl.algorithms.token_advantages import (
 )
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.metrics.metric_set import Mean, MetricSet
-from mindspeed_rl.rl.algorithm_settings import advantage_estimator
 from mindspeed_rl.rl.batches import StepBatches, sample_of_token
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.critic import values_of_rows
@@ -58,7 +57,7 @@ def compute_advantages(
     Raises:
         FloatingPointError: an advantage is not finite; names samples.
     """
-    estimator, settings = advantage_estimator(run.config), run.config.estimation
+    estimator, settings = run.config.advantages.estimator, run.config.estimation
     kl_in_reward = run.config.kl.rl_kl_in_reward
     if kl_in_reward:
         batches = batches.with_metrics(MetricSet({"reward/kl": Mean(0.0, 0.0)}))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,11 +15,7 @@ from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.environments import LocalRunner, RayRunner, resolve_environment
 from mindspeed_rl.launch.job import Job
-from mindspeed_rl.metrics.loggers import RunLogger
-from mindspeed_rl.metrics.profiler import StepProfiler
 from mindspeed_rl.metrics.rollout_dump import RolloutDump
-from mindspeed_rl.metrics.timers import PhaseTimer
-from mindspeed_rl.metrics.trackers import make_trackers
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rewards import RewardSpec
@@ -43,10 +36,11 @@ from mindspeed_rl.rl.build_models import (
     initialize_parallel,
     load_tokenizer,
 )
-from mindspeed_rl.rl.components import Components, PromptData, Telemetry
+from mindspeed_rl.rl.components import Components, PromptData, Telemetry, named_phase
 from mindspeed_rl.rl.multi_turn import Environments
-from mindspeed_rl.rl.rollout_worker import PhaseContext, RolloutWorker
+from mindspeed_rl.rl.rollout_worker import RolloutWorker
 from mindspeed_rl.rl.scoring import RewardFunctions
+from mindspeed_rl.rl.telemetry import open_logger, open_timer
 from mindspeed_rl.rollout.engine import InferenceEngine
 from mindspeed_rl.samples.columns import Column, experts_column, response_columns
 from mindspeed_rl.samples.device_cache import TensorCache
@@ -73,14 +67,14 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
     check_row_rewards(config, _reward_specs(config), [data.train, *data.held_out.values()])
     initialize_parallel(job)
     models = build_models(job)
-    profiler = StepProfiler(config.profiler, job.platform, rank, output)
-    timer = PhaseTimer(job.platform.synchronize, memory=job.platform, mark=profiler.phase)
+    timer, profiler = open_timer(job)
     sharing = share_memory(job, models)
     sharing.leave_all()  # so that the engine is built with the device memory it will have
     engine = build_rollout_engine(job)
     cache = TensorCache(job.platform.device)
     ledger = open_ledger(job, sharing, engine, cache)
-    scheduler = DeviceScheduler(engine, _phases_of(job, timer), watched(sharing, ledger))
+    phase = partial(named_phase, timer, job.watchdog)
+    scheduler = DeviceScheduler(engine, phase, watched(sharing, ledger))
     run = Components(
         job=job,
         data=data,
@@ -100,15 +94,6 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
     scheduler.to_train()
     _freeze_objects()
     return run
-
-
-def _phases_of(job: Job[RLRunConfig, RLPlan], timer: PhaseTimer) -> PhaseContext:
-    @contextmanager
-    def phase(name: str) -> Iterator[None]:
-        with timer(name), job.watchdog.phase(name):
-            yield
-
-    return phase
 
 
 def _freeze_objects() -> None:
@@ -228,15 +213,6 @@ def _environments(
         runner = RayRunner(flags.rl_environment, tokenizer, flags.rl_environment_ray_workers)
         return make(runner, stop=runner.close)
     return make(LocalRunner(factory, tokenizer))
-
-
-def open_logger(config: RLRunConfig, rank: int) -> RunLogger:
-    """Open the logger of metrics, which writes on rank 0 only."""
-    logs = config.logging
-    others = make_trackers(config.trackers, logs.output_dir, asdict(config)) if rank == 0 else []
-    return RunLogger(
-        logs.output_dir, rank == 0, tensorboard_dir=logs.tensorboard_dir, others=others
-    )
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, plan: RLPlan) -> tuple[int, ...]:

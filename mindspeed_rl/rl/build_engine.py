@@ -34,7 +34,6 @@ from mindspeed_rl.weights.sync import ReshardTransfer, StreamTransfer, WeightSyn
 from mindspeed_rl.weights.transports import make_transport
 from mindspeed_rl.weights.verify import WeightVerifier
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _GIB = 2**30
 
 
@@ -142,10 +141,7 @@ def _least(number: int) -> int:
 
 def rollout_dtype(rollout: RolloutConfig, train: TrainConfig) -> torch.dtype:
     """Return the element type of the engine's weights and cache."""
-    name = rollout.rollout_dtype
-    if name == "auto":
-        return torch.bfloat16 if train.bf16 else torch.float32
-    return DTYPES[name]
+    return torch.bfloat16 if rollout.engine_is_bf16(train) else torch.float32
 
 
 def build_rollout_engine(job: Job[RLRunConfig, RLPlan]) -> InferenceEngine:

@@ -127,16 +127,14 @@ def initialize_parallel(job: Job[Any, RunPlan]) -> None:
 def batch_rules(job: Job[Any, RunPlan]) -> BatchRules:
     """Return the rules that make the micro-batches of this rank out of samples. Local."""
     parallel, train = job.plan.parallel, job.config.train
-    # Context parallelism cuts every sequence into this many pieces.
-    chunks = 2 * parallel.cp if parallel.cp > 1 else 1
-    shards = parallel.tp if job.config.parallel.shards_sequence else 1
+    sharded = job.config.parallel.shards_sequence
     return BatchRules(
         dp=parallel.dp,
         dp_rank=parallel.coords(job.world.rank).dp,
         micro_batch_size=train.micro_batch_size,
         max_tokens=train.max_tokens_per_micro_batch,
-        row_multiple=chunks * shards,
-        sequence_multiple=chunks,
+        row_multiple=parallel.row_multiple(sequence_parallel=sharded),
+        sequence_multiple=parallel.sequence_multiple,
         count_multiple=parallel.pp if parallel.stages.vpp > 1 else 1,
         cost=SequenceCost(*sequence_flops(job.plan.spec)),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.launch.job import Job
+from mindspeed_rl.launch.watchdog import Watchdog
 from mindspeed_rl.metrics.loggers import RunLogger
 from mindspeed_rl.metrics.profiler import StepProfiler
 from mindspeed_rl.metrics.rollout_dump import RolloutDump
@@ -37,6 +38,18 @@ class Models:
     reference: TrainEngine | None = None
     critic: TrainEngine | None = None
     reward_model: TrainEngine | None = None
+
+    def companions(self, ref_update_interval: int) -> dict[str, TrainEngine]:
+        """Return the models besides the policy that change, by role.
+
+        Args:
+            ref_update_interval: Number of steps after which the policy becomes the reference; 0:
+                the reference never changes.
+        """
+        found = {"critic": self.critic} if self.critic is not None else {}
+        if self.reference is not None and ref_update_interval:
+            found["reference"] = self.reference
+        return found
 
 
 @dataclass(frozen=True)
@@ -71,6 +84,13 @@ class Telemetry:
         self.dump.close()
 
 
+@contextmanager
+def named_phase(timer: PhaseTimer, watchdog: Watchdog, name: str) -> Iterator[None]:
+    """Run the body as the named phase of a timer and a watchdog."""
+    with timer(name), watchdog.phase(name):
+        yield
+
+
 @dataclass(frozen=True)
 class Components:
     """The parts of an RL run on this rank; none of them is replaced while it runs."""
@@ -98,11 +118,9 @@ class Components:
         model = () if self.models.reward_model is None else ("reward_model",)
         return (*self.rollouts.reward_names, *model)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Run the body as the named phase of the timer and the watchdog."""
-        with self.telemetry.timer(name), self.job.watchdog.phase(name):
-            yield
+        return named_phase(self.telemetry.timer, self.job.watchdog, name)
 
     def close(self) -> None:
         """Stop reward workers and environments, and close files."""

@@ -12,6 +12,7 @@ import torch
 
 from mindspeed_rl.algorithms.types import Denominators, LossOutputs, Sequences, ValueInputs
 from mindspeed_rl.algorithms.value_loss import ValueLossSettings, explained_variance, value_loss
+from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.rl.batches import OptimizerBatch
 from mindspeed_rl.samples.packing import MicroBatch
@@ -39,6 +40,15 @@ def value_metrics(critic: TrainEngine, micro: Sequence[MicroBatch]) -> MetricSet
     values = [m.columns["old_values"] for m in micro if "old_values" in m.columns]
     known = explained_variance(returns, values, critic.all_reduce_dp_cp)
     return MetricSet({"value/explained_variance": Max(known)})
+
+
+def value_loss_settings(config: RLRunConfig) -> ValueLossSettings:
+    """Return the settings of the critic's loss, which weighs tokens as the policy's does."""
+    return ValueLossSettings(
+        clip=config.critic.value_clip,
+        aggregation=config.policy_loss.aggregation,
+        longest=config.rollout.rollout_max_response_length,
+    )
 
 
 def value_loss_function(

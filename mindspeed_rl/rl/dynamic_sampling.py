@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -107,29 +107,3 @@ def _metrics(drawn: Sequence[Group], rounds: int, missing: int, num_left: int) -
             "sampling/surplus_groups": Max(float(num_left)),
         }
     )
-
-
-def take_complete(
-    num_groups: int, carried: Sequence[Group], draw: Draw, factor: float
-) -> tuple[list[Group], list[Group], list[Group]]:
-    """Return the groups of a step of partial rollouts without a filter.
-
-    Args:
-        num_groups: Number of groups of a step.
-        carried: Complete groups of earlier steps; they come first.
-        draw: See :data:`Draw`.
-        factor: Prompts to work on for each missing group.
-
-    Returns:
-        The groups to train on, those that this step completed, and those left for the next step.
-    """
-    missing = max(0, num_groups - len(carried))
-    generated = draw(missing, math.ceil(missing * factor), 0) if missing else []
-    groups = [*carried, *generated]
-    return groups[:num_groups], generated, groups[num_groups:]
-
-
-def numbered(groups: Sequence[Group]) -> list[RolloutInfo]:
-    """Return the samples of all groups, numbered by their place in the step."""
-    samples = [s for group in groups for s in group]
-    return [s if s.sample_id == i else replace(s, sample_id=i) for i, s in enumerate(samples)]

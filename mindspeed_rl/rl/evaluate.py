@@ -18,7 +18,7 @@ from mindspeed_rl.metrics.metric_set import MetricSet, reduce_metrics
 from mindspeed_rl.rewards import lenient_match
 from mindspeed_rl.rewards.registry import verdicts
 from mindspeed_rl.rl.components import Components, RunState
-from mindspeed_rl.rl.rollout_worker import RolloutWorker
+from mindspeed_rl.rl.rollout_worker import PassRequest, RolloutWorker
 from mindspeed_rl.rl.scoring import RewardFunctions
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 
@@ -113,15 +113,9 @@ def evaluate(run: Components, state: RunState, dataset: PromptDataset, step: int
 def _answers(
     worker: RolloutWorker, prompts: Sequence[Prompt], step: int, temperature: float, version: int
 ) -> tuple[list[RolloutInfo], MetricSet]:
-    found = worker.run(
-        prompts,
-        step,
-        worker.settings(temperature),
-        version,
-        lambda _: nullcontext(),
-        attempt=_ATTEMPT,
-        judge=partial(judged, worker.rewards),
-    )
+    settings = worker.settings(temperature)
+    request = PassRequest(prompts, step, settings, version, attempt=_ATTEMPT)
+    found = worker.run(request, lambda _: nullcontext(), partial(judged, worker.rewards))
     return found.samples, found.metrics
 
 

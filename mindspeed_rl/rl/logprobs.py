@@ -12,6 +12,7 @@ from mindspeed_rl.rl.batches import StepBatches, sample_of_token
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import SampleStore
+from mindspeed_rl.trainer.train_engine import TrainEngine
 
 
 def compute_logprobs(
@@ -23,14 +24,24 @@ def compute_logprobs(
     update pass computes them, so their column is absent, unless something needs them before it.
     ``forward/*`` counts the passes without gradient, in optimizer batches.
     """
-    old, num_old = _old_logprobs(run, state, batches, samples)
+    config = run.config
+    on_policy = config.rl.old_logprob == "on-policy"
+    if on_policy:
+        check_on_policy(samples, state.version)
+    needed_early = config.kl.rl_kl_in_reward or config.policy_loss.loss.selects
+    old, num_old = _old_logprobs(
+        run.models.policy,
+        batches,
+        are_engines=config.rl.old_logprob == "rollout",
+        first_is_free=on_policy and run.plan.batch.iterations == 1 and not needed_early,
+    )
     batches = batches.with_column("old_logprobs", old)
     reference, num_reference = run.models.reference, 0
     if reference is not None:
         num_reference = len(batches.updates)
         with run.scheduler.onloaded(MemoryOwner.REFERENCE):
             batches = batches.with_column("ref_logprobs", batches.by_update(reference.logprobs))
-    if run.config.sampling.rl_resample_factor > 1 or run.config.balance.partial_rollout_tokens:
+    if config.sampling.rl_resample_factor > 1 or config.balance.partial_rollout_tokens:
         batches = with_on_policy_mask(batches, run.samples, samples, state.version)
     counts = {"forward/old": Max(float(num_old)), "forward/reference": Max(float(num_reference))}
     batches = batches.with_metrics(MetricSet(counts))
@@ -41,24 +52,25 @@ def compute_logprobs(
 
 
 def _old_logprobs(
-    run: Components, state: RunState, batches: StepBatches, samples: Sequence[RolloutInfo]
+    policy: TrainEngine, batches: StepBatches, *, are_engines: bool, first_is_free: bool
 ) -> tuple[list[torch.Tensor | None], int]:
-    """Return the old log-probs of each micro-batch, or ``None``, and the number of passes."""
-    choice = run.config.rl.old_logprob
-    if choice == "rollout":
+    """Return the old log-probs of each micro-batch, or ``None``, and the number of passes.
+
+    Args:
+        policy: The present policy.
+        batches: Batches of the step.
+        are_engines: Whether the log-probs of the engine are the old ones.
+        first_is_free: Whether the first update computes its old log-probs itself.
+    """
+    if are_engines:
         return [m.columns.get("rollout_logprobs") for m in batches.micro_batches], 0
-    needed_early = run.config.kl.rl_kl_in_reward or run.config.policy_loss.loss.selects
-    first_is_free = False
-    if choice == "on-policy":
-        check_on_policy(samples, state.version)
-        first_is_free = run.plan.batch.iterations == 1 and not needed_early
     found: list[torch.Tensor | None] = []
     num_passes = 0
     for number, update in enumerate(batches.updates):
         if first_is_free and number == 0:
             found += [None] * len(update.micro_batches)
         else:
-            found += run.models.policy.logprobs(update.micro_batches)
+            found += policy.logprobs(update.micro_batches)
             num_passes += 1
     return found, num_passes
 

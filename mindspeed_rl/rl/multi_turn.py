@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mindspeed_rl.core.types import Completion, Prompt, Rollout
@@ -182,24 +182,19 @@ class Conversations:
             )
 
     def metrics(self) -> MetricSet:
-        episodes = list(self._episodes.values())
-        observed = [len(e.loss_mask) - sum(e.loss_mask) for e in episodes]
-        return MetricSet(
-            {
-                "environment/error_rate": Mean(float(self.num_errors), float(len(episodes))),
-                "environment/turns": Mean.of(float(e.turns) for e in episodes),
-                "environment/observed_tokens": Mean.of(map(float, observed)),
-            }
-        )
+        return conversation_metrics(self._episodes.values(), self.num_errors)
 
 
-_NO_METRICS = MetricSet(
-    {
-        "environment/error_rate": Mean(0, 0),
-        "environment/turns": Mean(0, 0),
-        "environment/observed_tokens": Mean(0, 0),
-    }
-)
+def conversation_metrics(episodes: Collection[Episode], num_errors: int) -> MetricSet:
+    """Return the metrics of conversations; they have the same names without any conversation."""
+    observed = [len(e.loss_mask) - sum(e.loss_mask) for e in episodes]
+    return MetricSet(
+        {
+            "environment/error_rate": Mean(float(num_errors), float(len(episodes))),
+            "environment/turns": Mean.of(float(e.turns) for e in episodes),
+            "environment/observed_tokens": Mean.of(map(float, observed)),
+        }
+    )
 
 
 def run_conversations(
@@ -251,6 +246,6 @@ def run_conversations(
         ]
         engine.generate(requests, settings, version, on_step)
     if conversations is None:
-        return _NO_METRICS
+        return conversation_metrics((), 0)
     conversations.check_error_rate()
     return conversations.metrics()

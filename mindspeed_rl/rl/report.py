@@ -26,9 +26,16 @@ from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.metrics.constant_rewards import ConstantRewards
 from mindspeed_rl.metrics.jsonl import write_summary
 from mindspeed_rl.metrics.metric_set import MetricSet, reduce_metrics
-from mindspeed_rl.metrics.names import MISMATCH_MAX, MISMATCH_MEAN, headline
+from mindspeed_rl.metrics.names import (
+    MISMATCH_MAX,
+    MISMATCH_MEAN,
+    RESPONSE_LENGTH,
+    REWARD,
+    STEP_TIME,
+    TOKENS_PER_S,
+    headline,
+)
 from mindspeed_rl.metrics.output_dir import take_output_dir
-from mindspeed_rl.metrics.progress import RunProgress
 from mindspeed_rl.metrics.rollout_dump import RolloutRow, evenly_spread
 from mindspeed_rl.planning.budget import machine_on
 from mindspeed_rl.planning.prediction import predict
@@ -37,6 +44,8 @@ from mindspeed_rl.platforms.process_groups import existing_groups, group_lines
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.evaluate import Evaluation, evaluate
 from mindspeed_rl.rl.rollouts import RolloutBatch
+from mindspeed_rl.rl.sync import engine_differs
+from mindspeed_rl.rl.telemetry import open_progress
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import PlacedSamples, ResponseTensors
@@ -124,13 +133,8 @@ class RunReporter:
         take_output_dir(config.logging, config.checkpoint.load, run.job.world.local_rank, start)
         run.telemetry.logger.truncate_after(start)
         run.telemetry.dump.truncate_after(start)
-        self._progress = RunProgress(
-            config.train.train_iters,
-            start,
-            config.advantages.rl_advantage_estimator,
-            self._writer,
-            log_interval=config.logging.log_interval,
-        )
+        estimator = config.advantages.rl_advantage_estimator
+        self._progress = open_progress(config, start, estimator, run.job.world.rank)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the summary needs of the steps so far, as JSON."""
@@ -203,11 +207,11 @@ class RunReporter:
                 run.job.log_rank0(f"warning: step {step}: {warning}")
         values |= derived_mismatch(values)
         tokens = sum(s.num_tokens for s in samples)
-        values["throughput/tokens_per_s"] = tokens / values["time/step_s"]
+        values[TOKENS_PER_S] = tokens / values[STEP_TIME]
         values["policy/version"] = float(self._state.version)
         self._totals.steps += 1
         self._totals.tokens += tokens
-        self._totals.step_seconds += values["time/step_s"]
+        self._totals.step_seconds += values[STEP_TIME]
         self._totals.worst_mismatch = worse_mismatch(
             self._totals.worst_mismatch, values[MISMATCH_MAX]
         )
@@ -366,11 +370,7 @@ def check_computation(step: int, mean: float, limit: float) -> None:
         RuntimeError: the difference is above the limit.
     """
     if mean > limit:
-        raise RuntimeError(
-            f"step {step}: mean |log p(trainer) - log p(engine)| is {mean:.3g}, above "
-            f"--rl-sync-check-tol {limit:g}, although the weights are bit-equal: the engine "
-            "computes something else than the trainer; where that is rounding, raise the limit"
-        )
+        raise engine_differs(f"step {step}", mean, limit)
 
 
 def sample_metrics(
@@ -380,14 +380,14 @@ def sample_metrics(
     known = [s.reward for s in samples if not math.isnan(s.reward)]
     lengths = [s.num_tokens for s in samples]
     values = {
-        "reward/mean": sum(known) / max(1, len(known)),
+        REWARD: sum(known) / max(1, len(known)),
         "reward/max": max(known, default=math.nan),
         "reward/min": min(known, default=math.nan),
         "reward/abstained": float(len(samples) - len(known)),
         **quantiles("reward/", known),
         **quantiles("response/length_", lengths),
         "response/length_min": float(min(lengths, default=0)),
-        "response/length_mean": sum(lengths) / max(1, len(lengths)),
+        RESPONSE_LENGTH: sum(lengths) / max(1, len(lengths)),
         "response/length_max": float(max(lengths, default=0)),
         "response/truncated_fraction": sum(not s.stopped for s in samples) / max(1, len(samples)),
         "reward/degenerate_groups": _degenerate(samples, group_size),

@@ -12,7 +12,7 @@ from mindspeed_rl.rl import checkpoints
 from mindspeed_rl.rl.carryover import carryover_state, restored_carryover
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.report import RunReporter
-from mindspeed_rl.trainer.train_engine import TrainEngine
+from mindspeed_rl.samples.store import SampleStore
 
 
 def start(run: Components) -> tuple[RunState, RunReporter]:
@@ -28,7 +28,8 @@ def start(run: Components) -> tuple[RunState, RunReporter]:
     run.scheduler.require(Phase.TRAIN, "load")
     state = RunState(kl_beta=run.config.rl.grpo_kl_beta)
     with run.scheduler.onloaded(*CRITIC_OWNERS, MemoryOwner.REFERENCE):
-        loaded = checkpoints.load(run.job, run.models.policy, companions(run))
+        companions = run.models.companions(run.config.rl.ref_update_interval)
+        loaded = checkpoints.load(run.job, run.models.policy, companions)
     extra = loaded.extra
     if not extra:
         return state, RunReporter(run, state)
@@ -39,15 +40,28 @@ def start(run: Components) -> tuple[RunState, RunReporter]:
     if run.config.kl.rl_kl_target:
         state.kl_beta = extra["kl_beta"]
     if run.data.sampler.fingerprint == extra["sampler"]["fingerprint"]:
-        restore_carryover(run, state, extra, loaded.step)
+        partial = run.config.balance.partial_rollout_tokens > 0
+        restore_carryover(run.samples, state, extra, loaded.step, continues_partial=partial)
         state.lengths.load_state_dict(extra["lengths"])
     return state, RunReporter(run, state, loaded.step, extra["report"])
 
 
 def restore_carryover(
-    run: Components, state: RunState, extra: Mapping[str, Any], step: int
+    store: SampleStore,
+    state: RunState,
+    extra: Mapping[str, Any],
+    step: int,
+    *,
+    continues_partial: bool,
 ) -> None:
     """Restore carried groups; each rank keeps the tokens that it is to hold. Local.
+
+    Args:
+        store: Store that takes the tokens of the carried samples.
+        state: State that takes the groups.
+        extra: What the checkpoint holds besides the models.
+        step: Number of the step after which the checkpoint was saved.
+        continues_partial: Whether this run continues incomplete responses.
 
     Raises:
         UsageError: the checkpoint has incomplete responses, but the run has no partial rollouts.
@@ -55,20 +69,20 @@ def restore_carryover(
     groups, responses = restored_carryover(
         extra["carryover"],
         step,
-        run.samples.columns,
-        run.plan.engine.num_groups,
+        store.columns,
+        store.engine.num_groups,
         extra["num_groups"],
     )
     num_partial = extra["num_partial"]
-    if num_partial and not run.config.balance.partial_rollout_tokens:
+    if num_partial and not continues_partial:
         raise UsageError(
             f"--load: {num_partial} groups of the checkpoint have responses that go on; give "
             "--partial-rollout-tokens as in the run that saved it"
         )
     border = len(groups) - num_partial
     state.carried_groups, state.partial_groups = list(groups[:border]), list(groups[border:])
-    run.samples.begin_step(step, [])
-    run.samples.keep_responses(responses, [s for group in groups for s in group])
+    store.begin_step(step, [])
+    store.keep_responses(responses, [s for group in groups for s in group])
 
 
 def save_if_due(run: Components, state: RunState, report: RunReporter, step: int) -> None:
@@ -89,13 +103,5 @@ def save_if_due(run: Components, state: RunState, report: RunReporter, step: int
         "report": report.state_dict(),
     }
     with run.phase("save"), run.scheduler.onloaded(*CRITIC_OWNERS, MemoryOwner.REFERENCE):
-        checkpoints.save(run.job, run.models.policy, step, extra, companions(run))
-
-
-def companions(run: Components) -> dict[str, TrainEngine]:
-    """Return the models besides the policy that change, by role."""
-    models = run.models
-    found = {"critic": models.critic} if models.critic is not None else {}
-    if models.reference is not None and run.config.rl.ref_update_interval:
-        found["reference"] = models.reference
-    return found
+        companions = run.models.companions(run.config.rl.ref_update_interval)
+        checkpoints.save(run.job, run.models.policy, step, extra, companions)

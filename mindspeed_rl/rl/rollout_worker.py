@@ -34,6 +34,32 @@ PhaseContext = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
+class PassRequest:
+    """The responses that one pass of generation is to sample.
+
+    Attributes:
+        prompts: Prompts; the position in the list is the sample id.
+        step: Number of the step, which seeds the samples together with ``attempt``.
+        settings: Sampling settings.
+        version: Version of the weights; the engine must have them.
+        attempt: Number that makes other seeds for the same step.
+        key: Key of sample 0, for samples that will be kept.
+        lengths: Lengths of earlier responses to the prompts.
+        prefixes: In partial rollouts, the beginning of each response; a response that is still
+            incomplete after this pass has no reward.
+    """
+
+    prompts: Sequence[Prompt]
+    step: int
+    settings: SamplingSettings
+    version: int
+    attempt: int = 0
+    key: SampleKey = UNCACHED
+    lengths: LengthHistory | None = None
+    prefixes: Sequence[RolloutInfo | None] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationResult:
     """The samples of one pass of generation.
 
@@ -82,48 +108,26 @@ class RolloutWorker:
 
     def run(
         self,
-        prompts: Sequence[Prompt],
-        step: int,
-        settings: SamplingSettings,
-        version: int,
+        request: PassRequest,
         phase: PhaseContext,
-        *,
-        attempt: int = 0,
-        key: SampleKey = UNCACHED,
         judge: Callable[[Rollout], Sequence[float]] | None = None,
-        lengths: LengthHistory | None = None,
-        prefixes: Sequence[RolloutInfo | None] = (),
     ) -> GenerationResult:
-        """Generate one scored response to each of ``prompts``. Collective: the world.
+        """Generate one scored response to each prompt of a request. Collective: the world.
 
         Samples are scored while others are still being generated.
 
         Args:
-            prompts: Prompts; the position in the list is the sample id.
-            step: Number of the step, which seeds the samples together with ``attempt``.
-            settings: Sampling settings.
-            version: Version of the weights; the engine must have them.
+            request: Prompts, seeds and weights of the samples.
             phase: Names the parts of the pass for timer and watchdog.
-            attempt: Number that makes other seeds for the same step.
-            key: Key of sample 0, for samples that will be kept.
             judge: Returns :data:`NUM_VERDICTS` numbers about a sample, which all ranks get.
-            lengths: Lengths of earlier responses to the prompts.
-            prefixes: In partial rollouts, the beginning of each response; a response that is still
-                incomplete after this pass has no reward.
         """
         take_stats(self.engine)
         with self.rewards.scorer() as scorer:
             with phase("generate"):
                 if self.environments is None:
-                    own = self.generate(
-                        prompts, step, settings, version,
-                        attempt=attempt, scorer=scorer, lengths=lengths, prefixes=prefixes,
-                    )  # fmt: skip
-                    metrics = MetricSet()
+                    own, metrics = self.generate(request, scorer), MetricSet()
                 else:
-                    own, metrics = [], self._converse(
-                        self.environments, prompts, step, settings, version, attempt, scorer
-                    )  # fmt: skip
+                    own, metrics = [], self._converse(self.environments, request, scorer)
             stats = take_stats(self.engine)
             if self.history_folder is not None:
                 record_history(self.history_folder, stats, self.assignment.engine.dp)
@@ -138,8 +142,8 @@ class RolloutWorker:
                 rollouts,
                 self.assignment.engine.group_of(self.assignment.rank),
                 self.reward_names,
-                len(prompts),
-                key,
+                len(request.prompts),
+                request.key,
                 verdicts,
                 NUM_VERDICTS if judge else 0,
                 copies=() if leads else own,
@@ -149,29 +153,19 @@ class RolloutWorker:
         metrics = metrics.merge(self.assignment.metrics(stats))
         return GenerationResult(samples, rollouts if leads else own, metrics)
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        step: int,
-        settings: SamplingSettings,
-        version: int,
-        *,
-        attempt: int = 0,
-        scorer: Scorer | None = None,
-        lengths: LengthHistory | None = None,
-        prefixes: Sequence[RolloutInfo | None] = (),
-    ) -> list[Rollout]:
-        """Complete ``prompts``, and return the samples that ended on this rank's engine, by id.
+    def generate(self, request: PassRequest, scorer: Scorer | None = None) -> list[Rollout]:
+        """Complete the prompts, and return the samples that ended on this rank's engine, by id.
 
         Finished samples go to ``scorer`` while others are generated. Collective: the ranks of each
         engine; the world where requests may move.
         """
-        own = self.assignment.own_samples(prompts, lengths, prefixes)
+        prompts, settings, prefixes = request.prompts, request.settings, request.prefixes
+        own = self.assignment.own_samples(prompts, request.lengths, prefixes)
         requests = []
         for i in own:
-            seed = request_seed(self.seed, step, i, attempt)
-            request = GenerationRequest(i, prompts[i].token_ids, seed)
-            requests.append(self._continued(request, prefixes[i] if prefixes else None))
+            seed = request_seed(self.seed, request.step, i, request.attempt)
+            new = GenerationRequest(i, prompts[i].token_ids, seed)
+            requests.append(self._continued(new, prefixes[i] if prefixes else None))
 
         def on_step(finished: Mapping[int, Completion]) -> None:
             if scorer is None:
@@ -185,8 +179,8 @@ class RolloutWorker:
                 take = scorer.add_unscored if goes_on else scorer.add
                 take(Rollout(i, prompts[i], completion))
 
-        rebalancer = self.assignment.rebalancer(prompts, settings, lengths, prefixes)
-        done = self.engine.generate(requests, settings, version, on_step, rebalancer)
+        rebalancer = self.assignment.rebalancer(prompts, settings, request.lengths, prefixes)
+        done = self.engine.generate(requests, settings, request.version, on_step, rebalancer)
         return [Rollout(i, prompts[i], done[i]) for i in sorted(done)]
 
     def _continued(
@@ -205,27 +199,20 @@ class RolloutWorker:
         return replace(request, prefix_tokens=tuple(tokens), prefix_logprobs=tuple(logprobs))
 
     def _converse(
-        self,
-        environments: Environments,
-        prompts: Sequence[Prompt],
-        step: int,
-        settings: SamplingSettings,
-        version: int,
-        attempt: int,
-        scorer: Scorer,
+        self, environments: Environments, request: PassRequest, scorer: Scorer
     ) -> MetricSet:
         """Run the conversations; ``scorer`` gets each sample when its conversation is over."""
-        own = self.assignment.own_samples(prompts)
+        own = self.assignment.own_samples(request.prompts)
 
         def seed_of(sample_id: int, turn: int) -> int:
-            return request_seed(self.seed, step, sample_id, attempt, turn)
+            return request_seed(self.seed, request.step, sample_id, request.attempt, turn)
 
         return run_conversations(
             environments if self.assignment.leads_engine else None,
-            {i: prompts[i] for i in own},
+            {i: request.prompts[i] for i in own},
             self.engine,
-            settings,
-            version,
+            request.settings,
+            request.version,
             seed_of,
             scorer,
         )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.metrics.metric_set import MetricSet
 from mindspeed_rl.rl.advantages import length_penalty
-from mindspeed_rl.rl.algorithm_settings import advantage_estimator
 from mindspeed_rl.rl.assignment import observe_lengths
 from mindspeed_rl.rl.components import Components, RunState
-from mindspeed_rl.rl.dynamic_sampling import Group, fill_step, numbered, take_complete
+from mindspeed_rl.rl.dynamic_sampling import Draw, Group, fill_step
 from mindspeed_rl.rl.partial_rollouts import complete_groups
+from mindspeed_rl.rl.rollout_worker import PassRequest
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 
 
@@ -50,17 +51,17 @@ class _StepSampling:
     ) -> list[RolloutInfo]:
         """Generate a response to each prompt, or continue its prefix. Collective: the world."""
         worker = self.run.rollouts
-        found = worker.run(
+        request = PassRequest(
             prompts,
             self.step,
             worker.settings(self.run.config.rl.rl_default_temperature),
             self.state.version,
-            self.run.phase,
             attempt=attempt,
             key=SampleKey(self.step, self.num_generated),
             lengths=self.state.lengths,
             prefixes=prefixes,
         )
+        found = worker.run(request, self.run.phase)
         self.run.samples.keep(found.rollouts, found.samples)
         self.num_generated += len(prompts)
         self.metrics = self.metrics.merge(found.metrics)
@@ -91,6 +92,16 @@ class _StepSampling:
         self.metrics = self.metrics.merge(done.metrics(state.version))
         return done.complete
 
+    def greedy_rewards(self, groups: Sequence[Group]) -> list[float]:
+        """Return the reward of a greedy response to the prompt of each group, penalised."""
+        prompts = [self.run.data.train[group[0].prompt_index] for group in groups]
+        worker = self.run.rollouts
+        request = PassRequest(prompts, self.step, worker.settings(0.0), self.state.version)
+        found = worker.run(request, self.run.phase)
+        self.metrics = self.metrics.merge(found.metrics)
+        # Penalised as samples are; otherwise a long greedy response is too high a baseline.
+        return [s.reward + length_penalty(self.run.config, s) for s in found.samples]
+
 
 def generate_rollouts(run: Components, state: RunState, step: int) -> RolloutBatch:
     """Sample and score the rollouts of a step. Collective: the world; within ROLLOUT."""
@@ -117,26 +128,40 @@ def generate_rollouts(run: Components, state: RunState, step: int) -> RolloutBat
         groups, generated, state.carried_groups = filled.groups, filled.generated, filled.carried
         sampling.metrics = sampling.metrics.merge(filled.metrics)
     elif partial:
-        groups, generated, state.carried_groups = take_complete(
+        groups, generated, state.carried_groups = _take_complete(
             num_groups, state.carried_groups, draw, flags.rl_resample_factor
         )
     else:
         groups = generated = draw(num_groups, num_groups, 0)
-    greedy, metrics = _greedy_rewards(run, state, step, groups)
-    everything, trained = numbered(generated), numbered(groups)
+    greedy = None
+    if run.config.advantages.estimator.needs_greedy:
+        greedy = sampling.greedy_rewards(groups)
+    everything, trained = _numbered(generated), _numbered(groups)
     observe_lengths(state.lengths, everything)
-    return RolloutBatch(trained, everything or trained, sampling.metrics.merge(metrics), greedy)
+    return RolloutBatch(trained, everything or trained, sampling.metrics, greedy)
 
 
-def _greedy_rewards(
-    run: Components, state: RunState, step: int, groups: Sequence[Group]
-) -> tuple[list[float] | None, MetricSet]:
-    """Return the reward of a greedy response to each prompt, if the estimator needs them."""
-    if not advantage_estimator(run.config).needs_greedy:
-        return None, MetricSet()
-    prompts = [run.data.train[group[0].prompt_index] for group in groups]
-    worker = run.rollouts
-    found = worker.run(prompts, step, worker.settings(0.0), state.version, run.phase)
-    # Penalised as samples are; otherwise a long greedy response is too high a baseline.
-    rewards = [s.reward + length_penalty(run.config, s) for s in found.samples]
-    return rewards, found.metrics
+def _take_complete(
+    num_groups: int, carried: Sequence[Group], draw: Draw, factor: float
+) -> tuple[list[Group], list[Group], list[Group]]:
+    """Return the groups of a step of partial rollouts without a filter.
+
+    Args:
+        num_groups: Number of groups of a step.
+        carried: Complete groups of earlier steps; they come first.
+        draw: See :data:`Draw`.
+        factor: Prompts to work on for each missing group.
+
+    Returns:
+        The groups to train on, those that this step completed, and those left for the next step.
+    """
+    missing = max(0, num_groups - len(carried))
+    generated = draw(missing, math.ceil(missing * factor), 0) if missing else []
+    groups = [*carried, *generated]
+    return groups[:num_groups], generated, groups[num_groups:]
+
+
+def _numbered(groups: Sequence[Group]) -> list[RolloutInfo]:
+    """Return the samples of all groups, numbered by their place in the step."""
+    samples = [s for group in groups for s in group]
+    return [s if s.sample_id == i else replace(s, sample_id=i) for i, s in enumerate(samples)]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from mindspeed_rl.colocation.scheduler import Phase
 from mindspeed_rl.metrics.metric_set import Mean, MetricSet, reduce_metrics
 from mindspeed_rl.rl.components import Components, RunState
+from mindspeed_rl.rl.rollout_worker import PassRequest
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.rollout_info import UNCACHED, exchange_table
 
@@ -52,7 +53,7 @@ def check_engine(run: Components, state: RunState) -> float:
         settings, max_response_tokens=min(PROBE_TOKENS, settings.max_response_tokens)
     )
     with run.phase("probe"):
-        own = worker.generate(prompts, 0, settings, state.version)
+        own = worker.generate(PassRequest(prompts, 0, settings, state.version))
         known, copies = (own, []) if worker.assignment.leads_engine else ([], own)
         samples = exchange_table(
             known, engine.group_of(run.job.world.rank), (), engine.num_groups, UNCACHED,
@@ -74,9 +75,20 @@ def check_engine(run: Components, state: RunState) -> float:
         gap = reduce_metrics(mean)["probe"]
     limit = run.config.sync_check_tol
     if not gap <= limit:
-        raise RuntimeError(
-            f"probe: mean |log p(trainer) - log p(engine)| is {gap:.3g}, above "
-            f"--rl-sync-check-tol {limit:g}, although the weights are bit-equal: the engine "
-            "computes something else than the trainer"
-        )
+        raise engine_differs("probe", gap, limit)
     return gap
+
+
+def engine_differs(where: str, mean: float, limit: float) -> RuntimeError:
+    """Return the error that the engine computes something else than the trainer.
+
+    Args:
+        where: Where that was found, for the message.
+        mean: Mean |log p(trainer) - log p(engine)|.
+        limit: ``--rl-sync-check-tol``.
+    """
+    return RuntimeError(
+        f"{where}: mean |log p(trainer) - log p(engine)| is {mean:.3g}, above "
+        f"--rl-sync-check-tol {limit:g}, although the weights are bit-equal: the engine computes "
+        "something else than the trainer; where that is rounding, raise the limit"
+    )

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from mindspeed_rl.algorithms.correction import mismatch_terms
+from mindspeed_rl.algorithms.correction import CorrectionSettings, mismatch_terms
 from mindspeed_rl.algorithms.kl import adapted_coefficient
 from mindspeed_rl.algorithms.losses import LossSettings, policy_loss
 from mindspeed_rl.algorithms.selection import (
@@ -21,18 +21,13 @@ from mindspeed_rl.algorithms.selection import (
     upper_quantile,
 )
 from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs, MaxTerm, Sequences
-from mindspeed_rl.colocation.scheduler import Phase
+from mindspeed_rl.colocation.scheduler import DeviceScheduler, Phase
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet, Total, reduce_metrics
-from mindspeed_rl.rl.algorithm_settings import (
-    covariance_settings,
-    loss_settings,
-    value_loss_settings,
-)
 from mindspeed_rl.rl.batches import OptimizerBatch, StepBatches, sample_of_token
-from mindspeed_rl.rl.components import Components, RunState
-from mindspeed_rl.rl.critic import update_critic
+from mindspeed_rl.rl.components import Components, Models, RunState
+from mindspeed_rl.rl.critic import update_critic, value_loss_settings
 from mindspeed_rl.samples.packing import MicroBatch
 from mindspeed_rl.trainer.routing_replay import AGREEMENT, ENGINE_AGREEMENT
 from mindspeed_rl.trainer.train_engine import LossFunction, TrainEngine
@@ -57,16 +52,20 @@ def update(run: Components, state: RunState, batches: StepBatches, step: int) ->
             metrics = metrics.merge(update_critic(critic, settings, batches.updates, iterations))
     warmup = step <= run.config.critic.critic_warmup_steps
     updates = [] if warmup else batches.updates
+    routes = bool(updates) and run.plan.spec.moe is not None
+    metrics = metrics.merge(_empty_metrics(run.config, state.kl_beta, routes))
+    skipped = {"optimizer/skipped": Total(float(run.job.world.rank == 0 and not warmup))}
     if not updates:
-        metrics = metrics.merge(_empty_metrics(run.config, state))
-        skipped = float(run.job.world.rank == 0 and not warmup)
-        metrics = metrics.merge({"optimizer/skipped": Total(skipped)})
+        metrics = metrics.merge(skipped)
     before = state.version
     gaps: list[torch.Tensor] = []
     for _ in range(iterations):
         for batch in updates:
+            if batch.denominators.tokens == 0:
+                metrics = metrics.merge(skipped)
+                continue
             first = state.version == before
-            metrics = metrics.merge(update_once(run, state, batch, first, gaps))
+            metrics = metrics.merge(update_once(run.config, policy, state, batch, first, gaps))
     p99 = Max()
     if policy.is_last_stage:
         gaps = gaps or [torch.zeros(0, device=run.job.platform.device)]
@@ -78,32 +77,35 @@ def update(run: Components, state: RunState, batches: StepBatches, step: int) ->
     return metrics
 
 
-def _empty_metrics(config: RLRunConfig, state: RunState) -> MetricSet:
-    """Return the metrics of a step that does not update the policy."""
-    loss = step_loss(config, state.kl_beta, Denominators(0, 0), True)
-    return empty_loss_metrics(loss).merge({FIRST_RATIO: Max()})
+def _empty_metrics(config: RLRunConfig, kl_beta: float, routes: bool) -> MetricSet:
+    """Return zero metrics with the names that updates report, on every rank and in every step.
+
+    Args:
+        config: Flags of the run.
+        kl_beta: Present coefficient of the KL.
+        routes: Whether the updates choose experts.
+    """
+    loss = step_loss(config, kl_beta, Denominators(0, 0), True)
+    metrics = empty_loss_metrics(loss).merge({FIRST_RATIO: Max()})
+    if routes:
+        metrics = metrics.merge({AGREEMENT: Mean(0.0, 0.0)})
+    if routes and config.rl.rl_routing_replay == "rollout":
+        metrics = metrics.merge({ENGINE_AGREEMENT: Mean(0.0, 0.0)})
+    return metrics
 
 
 def update_once(
-    run: Components,
+    config: RLRunConfig,
+    policy: TrainEngine,
     state: RunState,
     batch: OptimizerBatch,
     first_update: bool,
     gaps: list[torch.Tensor],
 ) -> MetricSet:
-    """Run one optimizer step; a batch without any trained token is skipped and counted.
+    """Run one optimizer step and return what this rank knows of it. Collective: the training grid.
 
     The log-prob differences between trainer and engine are appended to ``gaps``.
     """
-    config, policy = run.config, run.models.policy
-    silent = empty_loss_metrics(step_loss(config, state.kl_beta, batch.denominators, True))
-    silent = silent.merge({FIRST_RATIO: Max()})
-    if run.plan.spec.moe:
-        silent = silent.merge({AGREEMENT: Mean(0.0, 0.0)})
-    if config.rl.rl_routing_replay == "rollout":
-        silent = silent.merge({ENGINE_AGREEMENT: Mean(0.0, 0.0)})
-    if batch.denominators.tokens == 0:
-        return silent.merge({"optimizer/skipped": Total(float(run.job.world.rank == 0))})
     if config.policy_loss.loss.selects:
         settings = covariance_settings(config, state.version)
         engine_is_old = config.rl.old_logprob == "rollout"
@@ -113,13 +115,48 @@ def update_once(
     stats = policy.step()
     state.version += 1
     if first_update and RATIO in found:
-        silent = silent.merge({FIRST_RATIO: found[RATIO]})
-    return silent.merge(found).merge(
+        found = found.merge({FIRST_RATIO: found[RATIO]})
+    return found.merge(
         {
             "optimizer/skipped": Total(0.0),
             "optimizer/grad_norm": Mean(stats.grad_norm, 1.0),
             "optimizer/lr": Max(stats.learning_rate),
         }
+    )
+
+
+def loss_settings(config: RLRunConfig, kl_beta: float) -> LossSettings:
+    """Return the settings of the policy's loss.
+
+    Args:
+        config: Flags of the run.
+        kl_beta: Present coefficient of the KL; unused here where the KL is in the reward.
+    """
+    rl, loss, kl = config.rl, config.policy_loss, config.kl
+    return LossSettings(
+        policy_loss=loss.rl_policy_loss,
+        surrogate=config.surrogate,
+        aggregation=loss.aggregation,
+        longest=config.rollout.rollout_max_response_length,
+        kl_beta=0.0 if kl.rl_kl_in_reward else kl_beta,
+        kl_estimator=kl.rl_kl_estimator,
+        entropy_weight=rl.grpo_entropy_term_weight,
+        correction=correction_settings(config),
+    )
+
+
+def correction_settings(config: RLRunConfig) -> CorrectionSettings:
+    """Return the settings that correct for the mismatch of trainer and engine."""
+    flags = config.correction
+    weighted = flags.rl_inference_logprobs_is_correction
+    return CorrectionSettings(
+        mode=flags.rl_is_correction_mode if weighted else "none",
+        level=flags.rl_is_correction_level,
+        upper=flags.rl_importance_sampling_truncation_coef,
+        lower=flags.rl_is_correction_lower,
+        rejection=flags.rl_rejection,
+        rejection_level=flags.rl_rejection_level,
+        rejection_threshold=flags.rl_rejection_threshold,
     )
 
 
@@ -164,6 +201,25 @@ def empty_loss_metrics(loss: LossFunction) -> MetricSet:
     terms = loss(inputs).terms
     return MetricSet(
         {n: Max() if isinstance(term, MaxTerm) else Mean(0.0, 0.0) for n, term in terms.items()}
+    )
+
+
+def covariance_settings(config: RLRunConfig, update: int) -> CovarianceSettings:
+    """Return the settings that select tokens by covariance for one optimizer step.
+
+    Args:
+        config: Flags of the run.
+        update: Number of the optimizer step in the run; part of the seed of the random choice.
+    """
+    flags = config.surrogate
+    return CovarianceSettings(
+        ratio=flags.cov_ratio,
+        largest=config.policy_loss.loss.selection == "largest",
+        lower=flags.clip_cov_lower,
+        upper=flags.clip_cov_upper,
+        eps_lower=flags.eps_lower,
+        eps_upper=flags.eps_upper,
+        seed=config.train.seed * 1_000_003 + update,
     )
 
 
@@ -244,13 +300,13 @@ def next_kl_beta(
     )
 
 
-def refresh_reference(run: Components, step: int) -> None:
-    """Copy the policy to the reference every ``--ref-update-interval`` steps. Local; in TRAIN."""
-    interval, reference = run.config.rl.ref_update_interval, run.models.reference
+def refresh_reference(models: Models, scheduler: DeviceScheduler, interval: int, step: int) -> None:
+    """Copy the policy to the reference every ``interval`` steps; 0: never. Local; in TRAIN."""
+    reference = models.reference
     if reference is None or not interval or step % interval:
         return
-    with run.scheduler.onloaded(MemoryOwner.REFERENCE), torch.no_grad():
-        present = run.models.policy.named_parameters()
+    with scheduler.onloaded(MemoryOwner.REFERENCE), torch.no_grad():
+        present = models.policy.named_parameters()
         for name, param in reference.named_parameters().items():
             param.copy_(present[name])
         reference.reload_master_weights()

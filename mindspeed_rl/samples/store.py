@@ -118,7 +118,7 @@ class SampleStore:
 
         Conversations are held only by the rank that leads the engine.
         """
-        first = [s.group * self.engine.tp for s in samples]
+        first = [self.engine.first_rank_of(s.group) for s in samples]
         return OwnerRanks(first, self.num_copies)
 
     def num_prompt_tokens(self, sample: RolloutInfo) -> int:

@@ -33,11 +33,11 @@ def _local(values: Any) -> Any:
     return values
 
 
-def _turned(estimator: Any) -> Any:
-    """remax with the sign turned; others as they are."""
-    if not estimator.needs_greedy:
-        return estimator
-    return replace(estimator, formula=lambda *given: -estimator.formula(*given))
+def _turned(groups: Any) -> Any:
+    """The rewards that turn the sign of remax; others as they are."""
+    if groups.greedy is None:
+        return groups
+    return replace(groups, rewards=-groups.rewards, greedy=-groups.greedy)
 
 
 def _larger_side(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,7 +73,7 @@ LOSSES = (
           takes(rewards=lambda rewards: rewards.nan_to_num()),
           _ADVANTAGES + "test_relative_advantages_are_those_of_the_source",
           "A reward without an opinion would count as a wrong answer."),
-    Fault("remax-with-the-sign-turned", "mindspeed_rl.rl.advantages:advantage_estimator",
+    Fault("remax-with-the-sign-turned", "mindspeed_rl.rl.advantages:group_rewards",
           gives(_turned), _ALGORITHMS + "test_every_estimator_reaches_its_tokens",
           "The policy would learn to be worse than its greedy answer."),
     Fault("gae-looks-into-the-next-sequence",

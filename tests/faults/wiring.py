@@ -94,9 +94,9 @@ def _swapped_bounds(settings: Any) -> Any:
 
 
 def _as_in_training(original: Callable[..., Any]) -> Callable[..., Any]:
-    def changed(self: Any, *args: Any, **rest: Any) -> Any:
-        judged = rest.get("judge") is not None  # evaluations alone are
-        return original(self, *args, **(rest | {"attempt": 0} if judged else rest))
+    def changed(self: Any, request: Any, phase: Any, judge: Any = None) -> Any:
+        judged = judge is not None  # evaluations alone are
+        return original(self, replace(request, attempt=0) if judged else request, phase, judge)
 
     return changed
 
@@ -179,21 +179,21 @@ WIRING = (
           _PPO + "test_advantages_and_returns_of_every_token",
           "--gae-lambda would do nothing."),
     # --- settings
-    Fault("clip-flags-swapped", "mindspeed_rl.rl.algorithm_settings:loss_settings",
+    Fault("clip-flags-swapped", "mindspeed_rl.rl.update:loss_settings",
           gives(_swapped_bounds),
           "tests/unit/rl/test_step.py::test_each_clip_flag_bounds_its_own_side",
           "Clip-higher would bound the wrong side."),
     Fault("covariance-seed-does-not-follow-the-update",
-          "mindspeed_rl.rl.algorithm_settings:covariance_settings",
+          "mindspeed_rl.rl.update:covariance_settings",
           takes(update=lambda _: 0), _SETTINGS + "test_every_update_selects_with_a_seed_of_its_own",
           "Every update would hold back tokens at the same places."),
     Fault("critic-clips-by-the-policys-epsilon",
-          "mindspeed_rl.rl.algorithm_settings:value_loss_settings",
+          "mindspeed_rl.rl.critic:value_loss_settings",
           lambda original: (lambda config: replace(original(config),
           clip=config.surrogate.eps_upper)),
           _SETTINGS + "test_the_critic_has_a_clip_of_its_own",
           "--value-clip would do nothing."),
-    Fault("kl-in-reward-and-in-loss", "mindspeed_rl.rl.algorithm_settings:loss_settings",
+    Fault("kl-in-reward-and-in-loss", "mindspeed_rl.rl.update:loss_settings",
           lambda original: (lambda config, kl_beta: replace(original(config, kl_beta),
           kl_beta=kl_beta)),
           _ALGORITHMS + "test_the_kl_of_its_tokens_is_taken_from_the_reward_of_a_sample",

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.published import published_config
+from support.published import PUBLISHED, published_config
 
-from mindspeed_rl.config import TrainConfig
+from mindspeed_rl.config import RLRunConfig, TrainConfig
+from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.planning.activations import TrainingMemory, Workload, chunks_in_flight
 from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.model_state import model_state
+from mindspeed_rl.planning.prediction import predict
+from mindspeed_rl.planning.suggestions import plan_of
+from mindspeed_rl.rl.build_models import batch_rules
 from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
@@ -23,6 +28,28 @@ from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 def spec_of(model: str, **changes: Any) -> Any:
     return spec_from_hf_config(published_config(model) | changes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "tokens"),
+    [
+        ("--tensor-model-parallel-size 4", 3 * 1511),
+        ("--tensor-model-parallel-size 4 --sequence-parallel", 3 * 1511 + 3),
+        ("--tensor-model-parallel-size 2 --context-parallel-size 2", 3 * 1512),
+    ],
+)
+def test_rows_are_padded_as_in_the_run(flags: str, tokens: int) -> None:
+    """Ranks that shard the sequence need equal parts; context parallelism cuts every sequence."""
+    words = f"""
+        --hf-checkpoint {PUBLISHED["qwen2.5-7b"]} --train-iters 1 --micro-batch-size 3 {flags}
+        --max-prompt-length 510 --rollout-max-response-length 1001
+        --grpo-prompts-per-step 6 --grpo-group-size 4 --rollout-tp 4 --rollout-kv-cache-gb 1
+    """
+    config = parse(RLRunConfig, words.split(), "test").config
+    plan = plan_of(config, 4)
+    job: Any = SimpleNamespace(config=config, plan=plan, world=SimpleNamespace(rank=0))
+    assert batch_rules(job).plan([1511] * 24).padded_length == tokens
+    assert predict(config, plan).workload.tokens == tokens
 
 
 def test_micro_batches_in_flight() -> None:

@@ -6,11 +6,8 @@ import pytest
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
-from mindspeed_rl.rl.algorithm_settings import (
-    covariance_settings,
-    loss_settings,
-    value_loss_settings,
-)
+from mindspeed_rl.rl.critic import value_loss_settings
+from mindspeed_rl.rl.update import covariance_settings, loss_settings
 
 
 def config(flags: str) -> RLRunConfig:

@@ -21,9 +21,8 @@ from mindspeed_rl.algorithms.advantages import ESTIMATORS
 from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES
 from mindspeed_rl.metrics.metric_set import MetricSet
 from mindspeed_rl.rl.advantages import shaped_rewards
-from mindspeed_rl.rl.algorithm_settings import covariance_settings
 from mindspeed_rl.rl.rollouts import generate_rollouts
-from mindspeed_rl.rl.update import select_tokens
+from mindspeed_rl.rl.update import covariance_settings, select_tokens
 
 NUM_TOKENS = sum(COUNTS)
 MEANS = [1 / 3] * 3 + [2.5 / 3] * 3

@@ -19,8 +19,10 @@ from mindspeed_rl.rl import checkpoints
 from mindspeed_rl.rl import resume as rl_resume
 from mindspeed_rl.rl.build import load_data
 from mindspeed_rl.rl.build_models import load_tokenizer
+from mindspeed_rl.rl.components import Models
 from mindspeed_rl.trainer.checkpoint import LoadedState
 
+NOTHING: Any = None
 SPEC: Any = SimpleNamespace(vocab_size=TinySizes().vocab_size)
 
 
@@ -71,7 +73,7 @@ def test_changed_data_in_rl(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> N
     run: Any = SimpleNamespace(
         config=parse(RLRunConfig, argv, "test").config,
         job=None,
-        models=SimpleNamespace(policy=None, critic=None, reference=None),
+        models=Models(NOTHING),
         scheduler=SimpleNamespace(
             require=lambda phase, what: None, onloaded=lambda *owners: nullcontext()
         ),

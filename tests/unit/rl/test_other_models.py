@@ -15,7 +15,6 @@ from support.table_engine import VOCAB, first_table, response_of
 
 from mindspeed_rl.core.memory import MemoryOwner
 from mindspeed_rl.rl.report import sample_metrics
-from mindspeed_rl.rl.resume import companions
 from mindspeed_rl.rl.reward_model import add_model_scores
 from mindspeed_rl.rl.rollouts import RolloutBatch
 from mindspeed_rl.rl.update import refresh_reference
@@ -29,6 +28,11 @@ def with_scorer(folder: Path, flags: str = "") -> TableRun:
     run = make_run(folder, model + flags, REWARDS)
     run.set_models(reward_model=TableScorer(TABLE))
     return run
+
+
+def refresh(run: TableRun, step: int) -> None:
+    interval = run.parts.config.rl.ref_update_interval
+    refresh_reference(run.parts.models, run.parts.scheduler, interval, step)
 
 
 def collected(run: TableRun) -> RolloutBatch:
@@ -60,12 +64,12 @@ def test_the_policy_becomes_the_reference(tmp_path: Path) -> None:
     """Every two steps, and a checkpoint keeps it then."""
     run = make_run(tmp_path, "--grpo-kl-beta 0.1 --ref-update-interval 2")
     policy, reference = run.policy, run.reference
-    assert companions(run.parts) == {"reference": reference}
+    assert run.parts.models.companions(2) == {"reference": reference}
     with torch.no_grad():
         policy.table += 1.0
-    refresh_reference(run.parts, 1)
+    refresh(run, 1)
     assert torch.equal(reference.table, first_table())
-    refresh_reference(run.parts, 2)
+    refresh(run, 2)
     assert torch.equal(reference.table, policy.table)
     assert reference.num_writes == 1, "else its copy on the host would come back later"
     with torch.no_grad():
@@ -77,9 +81,9 @@ def test_the_first_reference_stays(tmp_path: Path) -> None:
     run = make_run(tmp_path, "--grpo-kl-beta 0.1")
     with torch.no_grad():
         run.policy.table += 1.0
-    refresh_reference(run.parts, 2)
+    refresh(run, 2)
     assert torch.equal(run.reference.table, first_table())
-    assert companions(run.parts) == {}
+    assert run.parts.models.companions(0) == {}
 
 
 @pytest.mark.parametrize("flags", ["", "--grpo-kl-beta 0.1 --ref-update-interval 1"])
@@ -89,5 +93,5 @@ def test_memory_comes_for_its_use_alone(tmp_path: Path, flags: str) -> None:
     collected(run)
     assert moves == ["reward_model here", "reward_model away"]
     moves.clear()
-    refresh_reference(run.parts, 1)
+    refresh(run, 1)
     assert moves == (["reference here", "reference away"] if flags else [])

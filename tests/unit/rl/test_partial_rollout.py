@@ -214,7 +214,7 @@ def test_a_checkpoint_takes_the_open_responses_along(tmp_path: Path) -> None:
     with torch.no_grad():
         again.policy.table.copy_(first.policy.table)
     assert first.state.partial_groups
-    restore_carryover(again.parts, again.state, extra, 2)
+    restore_carryover(again.parts.samples, again.state, extra, 2, continues_partial=True)
     found += [(s, said(again, s)) for s in (step_of(again, step)[0].samples for step in (3, 4))]
     for (samples, texts), (others, same) in zip(found, wanted, strict=True):
         assert texts == same
@@ -226,7 +226,7 @@ def test_open_responses_need_a_run_that_lets_them_go_on(tmp_path: Path) -> None:
     run = partial_run(tmp_path, "")
     extra = {"carryover": [[], [], []], "num_groups": 1, "num_partial": 2}
     with pytest.raises(ValueError, match="--partial-rollout-tokens"):
-        restore_carryover(run.parts, run.state, extra, 1)
+        restore_carryover(run.parts.samples, run.state, extra, 1, continues_partial=False)
 
 
 def test_a_run_that_replays_experts_needs_them_in_the_checkpoint() -> None:

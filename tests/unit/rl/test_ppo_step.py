@@ -16,7 +16,6 @@ from support.table_engine import VOCAB, response_of
 
 from mindspeed_rl.core.memory import CRITIC_OWNERS
 from mindspeed_rl.rl.batches import StepBatches
-from mindspeed_rl.rl.resume import companions
 
 GAE = "--rl-advantage-estimator gae --gae-lambda 0.5 --rl-gamma 0.9 "
 TABLE = torch.linspace(-0.5, 0.8, VOCAB)
@@ -134,7 +133,7 @@ def test_a_step_without_batches_leaves_the_critic(tmp_path: Path) -> None:
 
 def test_the_critic_is_saved_with_the_policy(tmp_path: Path) -> None:
     run = make(tmp_path)
-    assert companions(run.parts) == {"critic": run.critic}
+    assert run.parts.models.companions(0) == {"critic": run.critic}
 
 
 def test_memory_of_the_critic_comes_for_its_use_alone(tmp_path: Path) -> None:

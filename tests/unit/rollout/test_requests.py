@@ -10,7 +10,7 @@ import pytest
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.core.types import Completion, Prompt
 from mindspeed_rl.rl.assignment import EngineAssignment
-from mindspeed_rl.rl.rollout_worker import RolloutWorker
+from mindspeed_rl.rl.rollout_worker import PassRequest, RolloutWorker
 from mindspeed_rl.rollout.engine import GenerationRequest, OnStep, SamplingSettings
 
 SETTINGS = SamplingSettings(temperature=1.0, max_response_tokens=4, stop_token_ids=(1,))
@@ -47,7 +47,7 @@ def requests_of(layout: EngineLayout, rank: int) -> list[GenerationRequest]:
         stop_token_ids=(1,),
         num_copies=layout.tp,
     )
-    rollouts = worker.generate(PROMPTS, 3, SETTINGS, 6)
+    rollouts = worker.generate(PassRequest(PROMPTS, 3, SETTINGS, 6))
     requests = engine.requests
     assert [r.sample_id for r in rollouts] == [r.sample_id for r in requests]
     for rollout in rollouts:

@@ -1,0 +1,38 @@
+"""Opens what observes a run of RL or of supervised training: timer, profiler, logger, progress."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.launch.job import Job
+from mindspeed_rl.metrics.loggers import RunLogger
+from mindspeed_rl.metrics.profiler import StepProfiler
+from mindspeed_rl.metrics.progress import RunProgress
+from mindspeed_rl.metrics.timers import PhaseTimer
+from mindspeed_rl.metrics.trackers import make_trackers
+
+Config = RLRunConfig | PretrainRunConfig
+
+
+def open_timer(job: Job[Any, Any]) -> tuple[PhaseTimer, StepProfiler]:
+    """Return the timer of phases and the profiler, whose traces show these phases. Local."""
+    config, platform = job.config, job.platform
+    profiler = StepProfiler(config.profiler, platform, job.world.rank, config.logging.output_dir)
+    return PhaseTimer(platform.synchronize, memory=platform, mark=profiler.phase), profiler
+
+
+def open_logger(config: Config, rank: int) -> RunLogger:
+    """Open the logger of metrics, which writes on rank 0 only."""
+    logs = config.logging
+    others = make_trackers(config.trackers, logs.output_dir, asdict(config)) if rank == 0 else []
+    return RunLogger(
+        logs.output_dir, rank == 0, tensorboard_dir=logs.tensorboard_dir, others=others
+    )
+
+
+def open_progress(config: Config, start: int, name: str, rank: int) -> RunProgress:
+    """Open the progress line of a run, which rank 0 shows, after ``start`` steps."""
+    steps, interval = config.train.train_iters, config.logging.log_interval
+    return RunProgress(steps, start, name, rank == 0, log_interval=interval)
