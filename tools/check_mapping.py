@@ -11,7 +11,8 @@ import sys
 from collections import Counter
 from typing import Any
 
-from mindspeed_rl.checkpoint.mapping import check_checkpoint, check_layout, summary
+from mapping_checks import check_checkpoint, check_layout, summary
+
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages, listed_stages
 from mindspeed_rl.models.registry import spec_from_hf_config

@@ -14,9 +14,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from mindspeed_rl.metrics.names import measures_machine
-
 MOST_TOLD = 20
+_OF_THE_MACHINE = ("time/", "time_max/", "throughput/", "memory/")
+
+
+def measures_machine(name: str) -> bool:
+    """Whether a metric measures the machine and not the computation.
+
+    Two runs with the same numbers differ in such metrics alone: times, rates and memory. They are
+    recognised by the prefix of the name, or by the unit at its end (``_s``, ``_ms``).
+    """
+    return name.startswith(_OF_THE_MACHINE) or name.endswith(("_s", "_ms"))
 
 
 def metrics(output: Path) -> list[dict[str, str]]:

@@ -12,36 +12,31 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
+
+from layout_texts import ROLLOUT_KEYS, TRAIN_KEYS, rollout_from_text, training_from_text
+from reshard_figures import (
+    RoundTraffic,
+    busiest_bytes,
+    busiest_inter_node_bytes,
+    critical_bytes,
+    node_floors,
+    rank_floor,
+    round_traffic,
+)
 
 from mindspeed_rl.metrics.progress import RunProgress
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.executor import ROUNDS_IN_FLIGHT, round_bytes, split_rounds
-from mindspeed_rl.weights.layouts.from_text import (
-    ROLLOUT_KEYS,
-    TRAIN_KEYS,
-    rollout_from_text,
-    training_from_text,
-)
 from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 from mindspeed_rl.weights.planner import plan_reshard
 from mindspeed_rl.weights.schedule import Schedule, plan_schedule
-from mindspeed_rl.weights.traffic import (
-    RankTraffic,
-    RoundTraffic,
-    TrafficSpread,
-    critical_bytes,
-    element_bytes_of,
-    node_floors,
-    rank_floor,
-    rank_traffic,
-    round_traffic,
-)
+from mindspeed_rl.weights.traffic import RankTraffic, element_bytes_of, rank_traffic
 
 EXAMPLE = """example:
   python tools/inspect_plan.py --hf-config DeepSeek-V3/config.json --world 256 \\
@@ -226,7 +221,7 @@ def inspect(problem: Problem, seconds: Callable[[int, int], float | None]) -> li
 
 def spread(values: Sequence[int]) -> Figures:
     """Return the smallest, mean and largest value."""
-    return asdict(TrafficSpread.of(values))
+    return {"min": min(values), "mean": sum(values) / len(values), "max": max(values)}
 
 
 def _strategy(
@@ -256,8 +251,8 @@ def _strategy(
     # Sum over rounds of the largest max(sent, received) of a rank.
     critical = critical_bytes(by_round)
     # The rank with the most bytes between nodes.
-    busiest = max(totals, key=lambda t: (t.busiest_inter_node_bytes, t.busiest_bytes))
-    between = min(busiest.busiest_inter_node_bytes, critical)
+    busiest = max(totals, key=lambda t: (busiest_inter_node_bytes(t), busiest_bytes(t)))
+    between = min(busiest_inter_node_bytes(busiest), critical)
     in_flight = min(ROUNDS_IN_FLIGHT, schedule.num_rounds)
     inter_node = [t.inter_node_receive_bytes for t in totals]
     return {

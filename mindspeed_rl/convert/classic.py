@@ -23,7 +23,7 @@ from mindspeed_rl.convert.target import OutputFile, Target, params_of_rank
 from mindspeed_rl.convert.torch_files import read_torch_file, save_unfilled, stored_tensor
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.stages import StageLayout
-from mindspeed_rl.models.file_names import MTP_COPIES, FileNames, told_from
+from mindspeed_rl.models.file_names import MTP_COPIES, FileNames, recognised_from
 from mindspeed_rl.models.rules import round_up
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.weights.layouts.checkpoint_files import MODEL_FILE, CheckpointLayout, classic_grid
@@ -190,7 +190,7 @@ def _layout(files: _Files, spec: ModelSpec, extends_ep: bool) -> CheckpointLayou
             f"config.json has {spec.num_layers}; give the config.json of this model (--hf-cfg-dir)"
         )
     params = {name for chunks in stages for chunk in chunks for name in chunk}
-    names = told_from(params, spec)
+    names = recognised_from(params, spec)
     if names.mtp:  # The config of a model that was converted without them may lack them.
         numbers = {match[1] for name in params if (match := _MTP_LAYER.match(name))}
         spec = replace(spec, num_mtp_layers=len(numbers))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl.checkpoint.hf import weight_files
-from mindspeed_rl.checkpoint.mapping import StoredEntry, safetensors_entries
+from mindspeed_rl.checkpoint.safetensors_files import StoredEntry, safetensors_entries
 from mindspeed_rl.convert.source import Scales, Shape, Source, StoredTensor, TensorPart
 from mindspeed_rl.convert.target import OutputTensor, Target, safetensors_file
 from mindspeed_rl.core.boxes import Box

@@ -41,7 +41,7 @@ from mindspeed_rl.convert.torch_files import (
 )
 from mindspeed_rl.core.boxes import Box, ParamView
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.models.file_names import told_from
+from mindspeed_rl.models.file_names import recognised_from
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.weights.layouts.base import Shard
 from mindspeed_rl.weights.layouts.checkpoint_files import CheckpointLayout, whole_layout
@@ -95,7 +95,7 @@ def open_distributed(folder: Path, spec: ModelSpec) -> Source:
     index = FileSystemReader(folder).read_metadata()
     keys = index.state_dict_metadata
     stacked = any(key.startswith("decoder.layers.self_attention.") for key in keys)
-    names = replace(told_from(keys, spec), experts="single", mtp=False)
+    names = replace(recognised_from(keys, spec), experts="single", mtp=False)
     embedding = keys.get("embedding.word_embeddings.weight")
     if not isinstance(embedding, TensorStorageMetadata):
         raise UsageError(f"{folder}: no embedding in it; is it the checkpoint of a language model?")

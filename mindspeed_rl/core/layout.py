@@ -175,17 +175,16 @@ class ParallelLayout:
 
 @dataclass(frozen=True, slots=True)
 class EngineLayout:
-    """The rollout layout: an engine is ``tp x pp x dp`` consecutive ranks, innermost first.
+    """The rollout layout: an engine is ``tp x dp`` consecutive ranks, innermost first.
 
-    With ``expert_parallel`` each of the ``tp x dp`` ranks of a stage holds whole experts of a
-    layer; without it each of them holds a slice of every expert. Dense models have ``dp`` 1.
+    With ``expert_parallel`` each of these ranks holds whole experts of every layer; without it each
+    of them holds a slice of every expert. Dense models have ``dp`` 1.
     """
 
     world: int
     tp: int
     dp: int = 1
     expert_parallel: bool = False
-    pp: int = 1
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.world % self.tp:
@@ -193,36 +192,27 @@ class EngineLayout:
                 f"--rollout-tp {self.tp} does not divide the world size {self.world}; allowed: "
                 f"the divisors of {self.world}"
             )
-        if self.pp < 1 or self.world % (self.tp * self.pp):
-            raise UsageError(
-                f"rollout tp {self.tp} x pp {self.pp} does not divide the world size {self.world}"
-            )
         if self.dp < 1 or self.world % self.size:
             raise UsageError(
                 f"--rollout-tp {self.tp} x --rollout-dp {self.dp} = {self.size} does not divide "
                 f"the world size {self.world}; allowed for --rollout-dp: the divisors of "
-                f"{self.world // (self.tp * self.pp)}"
+                f"{self.world // self.tp}"
             )
 
     @property
     def size(self) -> int:
-        """Number of ranks of one engine."""
-        return self.tp * self.pp * self.dp
-
-    @property
-    def expert_ranks(self) -> int:
-        """Number of ranks of one engine that share the experts of a layer, whole or sliced."""
+        """Number of ranks of one engine; they share the experts of a layer, whole or sliced."""
         return self.tp * self.dp
 
     @property
     def ep(self) -> int:
         """Number of ranks that the whole experts of a layer are spread over; 1 for slices."""
-        return self.expert_ranks if self.expert_parallel else 1
+        return self.size if self.expert_parallel else 1
 
     @property
     def expert_tp(self) -> int:
         """Number of ranks that share one expert."""
-        return 1 if self.expert_parallel else self.expert_ranks
+        return 1 if self.expert_parallel else self.size
 
     @property
     def num_replicas(self) -> int:
@@ -237,48 +227,32 @@ class EngineLayout:
         """The position of a rank among the tensor-parallel ranks of its engine."""
         return rank % self.tp
 
-    def stage_of(self, rank: int) -> int:
-        """The pipeline stage of a rank in its engine."""
-        return rank // self.tp % self.pp
-
     def expert_rank(self, rank: int) -> int:
-        """The position of a rank among the ranks of its engine that share a layer's experts."""
-        return rank // (self.tp * self.pp) % self.dp * self.tp + self.tp_rank(rank)
+        """The position of a rank among the ranks of its engine, which share the experts."""
+        return rank % self.size
 
     def describe(self, *, experts: bool) -> str:
         """The layout in words, for a run's start; ``experts``: whether the model has experts."""
-        stages = f" x pp {self.pp}" if self.pp > 1 else ""
-        engines = f"{self.num_replicas} replicas of tp {self.tp}{stages} x dp {self.dp}"
+        engines = f"{self.num_replicas} replicas of tp {self.tp} x dp {self.dp}"
         return engines + (f"; experts: tp {self.expert_tp} x ep {self.ep}" if experts else "")
 
     @property
     def num_groups(self) -> int:
         """Number of rank groups with prompts of their own: data-parallel ranks of all engines."""
-        return self.world // (self.tp * self.pp)
+        return self.world // self.tp
 
     def group_of(self, rank: int) -> int:
         """The number of the group with prompts of its own that a rank belongs to."""
-        return rank // (self.tp * self.pp)
+        return rank // self.tp
 
     def first_rank_of(self, group: int) -> int:
         """The first rank of a group with prompts of its own."""
-        return group * self.tp * self.pp
+        return group * self.tp
 
-    def layers_of(self, stage: int, num_layers: int) -> range:
-        """The layers of a stage; a remainder goes to the stages before the last, as in vLLM.
-
-        Source: ``vllm.distributed.utils.get_pp_indices``.
-        """
-        each, left = divmod(num_layers, self.pp)
-        counts = [each + (self.pp - 1 - left <= s < self.pp - 1) for s in range(self.pp)]
-        first = sum(counts[:stage])
-        return range(first, first + counts[stage])
-
-    def replicas(self, tp_rank: int, stage: int = 0) -> range:
+    def replicas(self, tp_rank: int) -> range:
         """The ranks that hold the same dense weights."""
-        return range(stage * self.tp + tp_rank, self.world, self.tp * self.pp)
+        return range(tp_rank, self.world, self.tp)
 
-    def expert_replicas(self, position: int, stage: int = 0) -> range:
+    def expert_replicas(self, position: int) -> range:
         """The ranks at one position of all engines, which hold the same expert weights."""
-        dp, tp = divmod(position, self.tp)
-        return range((dp * self.pp + stage) * self.tp + tp, self.world, self.size)
+        return range(position, self.world, self.size)

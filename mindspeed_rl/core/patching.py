@@ -14,7 +14,7 @@ from typing import Any
 
 from mindspeed_rl.core.errors import UsageError
 
-_APPLIED: dict[str, Patch] = {}
+_APPLIED: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,4 @@ def apply_patch(patch: Patch) -> None:
         )
     replacement = patch.make(function)
     setattr(owner, name, staticmethod(replacement) if is_static else replacement)
-    _APPLIED[patch.target] = patch
-
-
-def applied_patches() -> tuple[Patch, ...]:
-    """All patches in force, in the order of application."""
-    return tuple(_APPLIED.values())
+    _APPLIED.add(patch.target)

@@ -23,21 +23,10 @@ HEADLINE = {
     STEP_TIME: "step_s",
 }
 
-_OF_THE_MACHINE = ("time/", "time_max/", "throughput/", "memory/")
-
 
 def is_evaluation(name: str) -> bool:
     """Whether a metric is the result of an evaluation, not of a training step."""
     return name.startswith("eval/")
-
-
-def measures_machine(name: str) -> bool:
-    """Whether a metric measures the machine and not the computation.
-
-    Two runs with the same numbers differ in such metrics alone: times, rates and memory. They are
-    recognised by the prefix of the name, or by the unit at its end (``_s``, ``_ms``).
-    """
-    return name.startswith(_OF_THE_MACHINE) or name.endswith(("_s", "_ms"))
 
 
 def of_set(name: str, evaluation_set: str) -> str:

@@ -210,7 +210,7 @@ def distributed_names(spec: ModelSpec, modules: ModuleNames) -> FileNames:
     return FileNames(input_norm=not latent, dense_norm=True, latent_norms=latent)
 
 
-def told_from(params: Collection[str], spec: ModelSpec) -> FileNames:
+def recognised_from(params: Collection[str], spec: ModelSpec) -> FileNames:
     """Recognise the dialect of a checkpoint by its parameter names."""
 
     def ends(tail: str) -> bool:

@@ -44,11 +44,6 @@ def attention_flops(spec: ModelSpec, mean_length: float) -> float:
     return sum(layer.attention.pair_flops for layer in spec.layers) * mean_length / 2
 
 
-def forward_flops(spec: ModelSpec, mean_length: float) -> float:
-    """Operations of one token's forward pass: two per active parameter, and attention."""
-    return 2 * active_parameters(spec) + attention_flops(spec, mean_length)
-
-
 @cache
 def sequence_flops(spec: ModelSpec) -> tuple[float, float]:
     """Operations of a sequence's forward pass: per token, and per squared token (attention)."""

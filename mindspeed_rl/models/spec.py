@@ -82,15 +82,9 @@ class ModelSpec:
         """Whether a layer (from 0) has experts instead of a dense MLP."""
         return self.layer(layer).moe is not None
 
-    def cached_values(self, tp: int, layers: Iterable[int] | None = None) -> int:
-        """Number of elements that an engine of ``tp`` ranks caches per token on each rank.
-
-        Args:
-            tp: Number of tensor-parallel ranks of the engine.
-            layers: Numbers of the layers to count; ``None``: all layers.
-        """
-        counted = self.layers if layers is None else [self.layers[n] for n in layers]
-        return sum(layer.attention.cached_values(tp) for layer in counted)
+    def cached_values(self, tp: int) -> int:
+        """Number of elements that an engine of ``tp`` ranks caches per token on each rank."""
+        return sum(layer.attention.cached_values(tp) for layer in self.layers)
 
     # Properties that the trainer and the engine need to be equal in all layers.
 

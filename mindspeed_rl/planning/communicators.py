@@ -149,9 +149,7 @@ def _trainer_experts(parallel: ParallelLayout, use: GroupUse) -> dict[str, _Peer
 
 
 def _engine(engine: EngineLayout, use: GroupUse) -> dict[str, _Peers]:
-    grid = _Grid(
-        {"tp": engine.tp, "pp": engine.pp, "dp": engine.dp, "replica": engine.num_replicas}
-    )
+    grid = _Grid({"tp": engine.tp, "dp": engine.dp, "replica": engine.num_replicas})
     groups = {"rollout tp": grid.along("tp"), "rollout dp": grid.along("dp")}
     if engine.expert_parallel:
         groups["rollout ep"] = grid.along("tp", "dp")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rl.models.layers import MLP, Attention, DenseMLP, LatentAttention, MoE
+from mindspeed_rl.models.layers import MLP, DenseMLP, LatentAttention, MoE
 from mindspeed_rl.models.rules import round_up
 from mindspeed_rl.rollout.provider import EngineSizes
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout
@@ -39,23 +39,14 @@ class EngineMemory:
     def _latent_copies(self) -> int:
         if not self.sizes.copies_latent:
             return 0
-        latent = (
-            [x for x in attentions if isinstance(x, LatentAttention)]
-            for attentions in self._attentions_of_stages()
-        )
-        most = max(sum(x.kv_b_size * x.kv_lora_rank for x in stage) for stage in latent)
-        return most // self.layout.engine.tp * self.item
-
-    def _attentions_of_stages(self) -> list[list[Attention]]:
-        """Return the attention of every layer, by pipeline stage."""
-        spec, engine = self.layout.spec, self.layout.engine
-        stages = (engine.layers_of(stage, spec.num_layers) for stage in range(engine.pp))
-        return [[spec.layers[n].attention for n in layers] for layers in stages]
+        attentions = (layer.attention for layer in self.layout.spec.layers)
+        latent = (x for x in attentions if isinstance(x, LatentAttention))
+        copied = sum(x.kv_b_size * x.kv_lora_rank for x in latent)
+        return copied // self.layout.engine.tp * self.item
 
     def token_bytes(self) -> int:
-        """Return the cache bytes of one token in all layers of the fullest pipeline stage."""
-        tp, stages = self.layout.engine.tp, self._attentions_of_stages()
-        return max(sum(x.cached_values(tp) for x in stage) for stage in stages) * self.item
+        """Return the cache bytes of one token in all layers on a rank."""
+        return self.layout.spec.cached_values(self.layout.engine.tp) * self.item
 
     def kv_cache(self) -> int:
         """Return the bytes of the cache in whole blocks of all layers, as engines allocate it."""
@@ -68,7 +59,7 @@ class EngineMemory:
         copies = self.sizes.batched_tokens * engine.dp * moe.top_k
         if not engine.expert_parallel:
             return copies  # every rank has a slice of every expert
-        return int(copies / engine.expert_ranks * self.imbalance)
+        return int(copies / engine.size * self.imbalance)
 
     def workspace(self) -> int:
         """Return the bytes at the fullest moment of an engine step with the most tokens.

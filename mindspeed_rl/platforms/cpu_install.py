@@ -3,7 +3,7 @@
 megatron-core uses ``torch.cuda`` and the device ``"cuda"`` throughout its training path. Inside
 ``megatron.core`` modules (and only there) the name ``torch`` is bound to a facade that maps these
 names to the CPU; vLLM and transformers in the same process see an unchanged torch. An import hook
-binds modules that are imported later, so that none is missed (:func:`unshimmed_modules`).
+binds modules that are imported later, so that none is missed.
 
 Why: megatron-core has no CPU path for RoPE, DDP buffers, p2p, gradient clipping.
 Upstream: https://github.com/NVIDIA/Megatron-LM (no plan for CPU training is known).
@@ -128,15 +128,6 @@ def _is_megatron(name: str) -> bool:
 def _bind(module: types.ModuleType) -> None:
     if vars(module).get("torch") is torch:
         vars(module)["torch"] = _FACADE
-
-
-def unshimmed_modules() -> list[str]:
-    """Return the names of loaded ``megatron.core`` modules that still hold the real torch."""
-    return sorted(
-        name
-        for name, module in sys.modules.items()
-        if _is_megatron(name) and module is not None and vars(module).get("torch") is torch
-    )
 
 
 def _called_from_megatron() -> bool:

@@ -11,7 +11,6 @@ from mindspeed_rl.rewards.types import (
     RewardRequest,
     RewardResult,
     RewardSettings,
-    status_rate,
 )
 
 __all__ = [
@@ -29,5 +28,4 @@ __all__ = [
     "resolve_reward",
     "row_weights",
     "score_sample",
-    "status_rate",
 ]

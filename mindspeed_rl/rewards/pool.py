@@ -126,11 +126,6 @@ class RewardPool:
         """Remarks of the rewards about this machine, for the start of the log."""
         return self.workers[0].notices
 
-    @property
-    def worker_pids(self) -> tuple[int, ...]:
-        """Process ids of the workers of this machine, for diagnosis."""
-        return tuple(w.pid for w in self.workers if isinstance(w, WorkerProcess))
-
     def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
         """Score ``requests``; return one result for each, in their order.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -111,9 +111,3 @@ class BuiltInReward:
     columns: tuple[str, ...] = ()
     verdict: int = 0
     warm_up: Callable[[], None] | None = None
-
-
-def status_rate(results: Iterable[RewardResult], status: RewardStatus) -> float:
-    """Return the part of the results that have ``status``, in [0, 1]; 0.0 for no results."""
-    matches = [result.status == status for result in results]
-    return sum(matches) / len(matches) if matches else 0.0

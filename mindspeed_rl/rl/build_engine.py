@@ -28,11 +28,11 @@ from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.resident_memory import trainer_memory
 from mindspeed_rl.trainer.train_engine import TrainEngine
-from mindspeed_rl.weights.checksums import WeightVerifier
 from mindspeed_rl.weights.executor import Resharder
 from mindspeed_rl.weights.stream import TensorStream
 from mindspeed_rl.weights.sync import ReshardTransfer, StreamTransfer, WeightSync, WeightTransfer
 from mindspeed_rl.weights.transports import make_transport
+from mindspeed_rl.weights.verify import WeightVerifier
 
 _GIB = 2**30
 

@@ -70,14 +70,6 @@ def decode_batches(response_lengths: Sequence[int], capacity: int = 0) -> Counte
     return found
 
 
-def padded_rows(histogram: Mapping[int, int], sizes: Sequence[int]) -> int:
-    """Return the rows of all decode steps, each padded to the next of ``sizes`` (ascending)."""
-    return sum(
-        steps * next((size for size in sizes if size >= running), running)
-        for running, steps in histogram.items()
-    )
-
-
 def best_graph_sizes(histogram: Mapping[int, int], count: int, multiple: int = 1) -> GraphSizes:
     """Choose at most ``count`` sizes with the least padding, and the fewest among equal choices.
 

@@ -91,7 +91,6 @@ class Rebalancer:
             open_requests = self.take(requests, moves, stats)
             arrived = _of_all_ranks(open_requests if self._leads else [])
             self.deliver(requests, chain.from_iterable(arrived), moves)
-        stats.settlements += 1
         stats.settle_seconds += time.perf_counter() - start
         return any(groups)
 

@@ -75,8 +75,6 @@ class MicroBatch:
         num_trained: Number of trained tokens of each of the S whole sequences.
         trained_index: [N] int64, which of the trained tokens of the whole row each one is.
         columns: [N, ...] by name, at the masked positions in order: see ``samples/columns.py``.
-        row_index: [T] int64, after :func:`split_context`: the position of each token in the whole
-            row.
         attention: Borders between sequences, in the form that the trainer's attention needs.
         routes: Experts of the first pass, where routing is replayed.
     """
@@ -91,7 +89,6 @@ class MicroBatch:
     num_trained: tuple[int, ...]
     trained_index: torch.Tensor
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    row_index: torch.Tensor | None = None
     attention: Any = None
     routes: Any = None
 
@@ -299,5 +296,4 @@ def split_context(batch: MicroBatch, cp: int, rank: int) -> MicroBatch:
         sequence_of=batch.sequence_of[trained],
         trained_index=trained,
         columns={name: values[trained] for name, values in batch.columns.items()},
-        row_index=index,
     )

@@ -6,6 +6,7 @@ hidden size. A head works on the rows that predict the trained tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -16,13 +17,14 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
-from mindspeed_rl.algorithms.types import LossInputs, ValueInputs
+from mindspeed_rl.algorithms.types import LossInputs, Sequences, ValueInputs
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.samples.packing import MicroBatch
 from mindspeed_rl.trainer.logprobs import selected_logprobs
-from mindspeed_rl.trainer.loss_inputs import Reduce, policy_inputs, value_inputs
 
 Outputs = tuple[torch.Tensor, ...]
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+"""Sums a tensor over the context-parallel ranks."""
 
 
 class Head(Protocol):
@@ -102,6 +104,50 @@ class ValueOutputHead:
     def loss_inputs(self, micro: MicroBatch, outputs: Outputs, reduce: Reduce) -> ValueInputs:
         (values,) = outputs
         return value_inputs(micro, values, reduce)
+
+
+def policy_inputs(
+    micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor, reduce: Reduce
+) -> LossInputs:
+    """Build the inputs of a policy loss. Collective if the loss sums over sequences, see below.
+
+    Args:
+        micro: The micro-batch. Without rollout the engine's log-probs and the advantages are 0.
+        logprobs: [N] log-probs of the current policy, with gradient.
+        entropy: [N] entropies of the current policy, with gradient.
+        reduce: Sums a tensor over the context-parallel ranks.
+    """
+    columns, none = micro.columns, torch.zeros_like(logprobs)
+    return LossInputs(
+        logprobs=logprobs,
+        entropy=entropy,
+        old_logprobs=columns.get("old_logprobs"),
+        rollout_logprobs=columns.get("rollout_logprobs", none),
+        ref_logprobs=columns.get("ref_logprobs"),
+        advantages=columns.get("advantages", none),
+        sequences=_sequences(micro, reduce),
+        covariance_mask=columns.get("covariance_mask"),
+        on_policy_mask=columns.get("on_policy_mask"),
+    )
+
+
+def value_inputs(micro: MicroBatch, values: torch.Tensor, reduce: Reduce) -> ValueInputs:
+    """Build the inputs of a value loss.
+
+    Args:
+        micro: The micro-batch, with the columns ``old_values`` and ``returns``.
+        values: [N] values of the current critic, with gradient.
+        reduce: Sums a tensor over the context-parallel ranks.
+    """
+    return ValueInputs(
+        values, micro.column("old_values"), micro.column("returns"), _sequences(micro, reduce)
+    )
+
+
+def _sequences(micro: MicroBatch, reduce: Reduce) -> Sequences:
+    device = micro.sequence_of.device
+    num_trained = torch.tensor(micro.num_trained, dtype=torch.float32, device=device)
+    return Sequences(micro.sequence_of, num_trained, reduce)
 
 
 def make_head(module: Any, spec: ModelSpec, temperature: float, chunk: int) -> Head:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
+from mindspeed_rl.core.garbage import without_collection
 from mindspeed_rl.weights.exchange import (
     ALIGNMENT_BYTES,
     Exchange,
@@ -15,11 +16,10 @@ from mindspeed_rl.weights.exchange import (
     Round,
     copy_within,
 )
-from mindspeed_rl.weights.garbage import without_collection
 from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.planner import ReshardPlan, Transfer, check_same_tensors, plan_reshard
 from mindspeed_rl.weights.schedule import Schedule, plan_schedule
-from mindspeed_rl.weights.sync_metrics import SyncTraffic
+from mindspeed_rl.weights.traffic import SyncTraffic
 from mindspeed_rl.weights.transports import Transport
 
 ROUNDS_IN_FLIGHT = 2

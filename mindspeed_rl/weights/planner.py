@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mindspeed_rl.core.boxes import Box, ParamView
-from mindspeed_rl.weights.garbage import without_collection
+from mindspeed_rl.core.garbage import without_collection
 from mindspeed_rl.weights.layouts.base import Piece, Shard, ShardLayout, locate
-from mindspeed_rl.weights.sources import SourceAssignment, Wanted, share_out
+from mindspeed_rl.weights.sources import RegionDemand, SourceAssignment, assign_sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,17 +183,21 @@ def overlaps(
     shards. Matrices are also sliced where a stage has too few layers to even out what its ranks
     send.
     """
-    num_layers, num_experts = source.num_placed_alike(hf_name)
+    num_layers, num_experts = source.rotation_period(hf_name)
     rotation = rotation_of(hf_name, num_experts)
     needs = needs_of(target, hf_name)
     for cell in cells_of(source, hf_name):
         found = [(dst, box) for dst in needs if (box := cell.box.intersect(dst.box))]
         if not found:
             continue
-        wanted = tuple(Wanted(d.owner_ranks, b.num_elements, len(b.size) > 1) for d, b in found)
+        demands = tuple(
+            RegionDemand(d.owner_ranks, b.num_elements, len(b.size) > 1) for d, b in found
+        )
         # Only layers count as turns: some experts are needed where they are and are not sent.
-        shared = share_out(cell.owner_ranks, wanted, ranks_per_node, rotation, num_layers, relay)
-        for (dst, box), slices in zip(found, shared, strict=True):
+        assignments = assign_sources(
+            cell.owner_ranks, demands, ranks_per_node, rotation, num_layers, relay
+        )
+        for (dst, box), slices in zip(found, assignments, strict=True):
             for i, assigned in enumerate(slices):
                 if (part := box.slice(i, len(slices))).num_elements:
                     yield cell, dst, part, assigned

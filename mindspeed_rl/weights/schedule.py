@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.weights.garbage import without_collection
+from mindspeed_rl.core.garbage import without_collection
 from mindspeed_rl.weights.layouts.base import ShardLayout, Unit, locate
 from mindspeed_rl.weights.planner import overlaps
 

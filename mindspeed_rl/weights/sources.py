@@ -31,7 +31,7 @@ class SourceAssignment:
         most_sent: The largest number of destinations that one rank serves in hop 1.
         fan_out: The largest number of destinations on a node without a holder.
         even: Whether all nodes without a holder have equally many destinations.
-        level: Whether every rotation gives the sources the same loads.
+        is_balanced: Whether every rotation gives the sources the same loads.
     """
 
     destinations: Ranks
@@ -40,7 +40,7 @@ class SourceAssignment:
     most_sent: int
     fan_out: int
     even: bool
-    level: bool
+    is_balanced: bool
 
     def served_by(self, rank: int) -> list[tuple[int, int]]:
         """Return (destination, hop) of everything that ``rank`` sends, ascending."""
@@ -53,7 +53,7 @@ class SourceAssignment:
         return int(self.source[i]), int(self.hop[i])
 
 
-class Wanted(NamedTuple):
+class RegionDemand(NamedTuple):
     """A rectangle that some ranks need.
 
     Attributes:
@@ -72,30 +72,19 @@ class Shared(NamedTuple):
 
     Attributes:
         slices: For each rectangle, the sources of each of its slices.
-        level: Whether every rotation gives the sources the same loads.
+        is_balanced: Whether every rotation gives the sources the same loads.
     """
 
     slices: tuple[tuple[SourceAssignment, ...], ...]
-    level: bool
+    is_balanced: bool
 
 
 def assign_sources(
     sources: tuple[range, ...],
-    destinations: tuple[range, ...],
+    demands: tuple[RegionDemand, ...],
     ranks_per_node: int,
     rotation: int = 0,
-    relay: bool = False,
-) -> SourceAssignment:
-    """Choose the sources of one rectangle, in one slice; see :func:`share_out`."""
-    return share_out(sources, (Wanted(destinations),), ranks_per_node, rotation, relay=relay)[0][0]
-
-
-def share_out(
-    sources: tuple[range, ...],
-    wanted: tuple[Wanted, ...],
-    ranks_per_node: int,
-    rotation: int = 0,
-    alike: int = 1,
+    num_rotations: int = 1,
     relay: bool = False,
 ) -> tuple[tuple[SourceAssignment, ...], ...]:
     """Choose a source for every destination of rectangles.
@@ -107,49 +96,50 @@ def share_out(
 
     Args:
         sources: Ranks that hold the rectangles.
-        wanted: The rectangles and the ranks that need them.
+        demands: The rectangles and the ranks that need them.
         ranks_per_node: Number of ranks per node.
         rotation: Shift of every choice between equals; give neighbouring tensors consecutive
             rotations, otherwise the first of several owner ranks serves them all.
-        alike: Number of tensors that are placed alike. Where it is too small for rotations to even
-            out the loads, rectangles are sliced.
+        num_rotations: Number of tensors that are placed alike, each with a rotation of its own.
+            Where it is too small for rotations to even out the loads, rectangles are sliced.
         relay: Let the destinations on each node without a holder receive one slice each and forward
             it to the others on the node.
 
     Returns:
         For each rectangle, the sources of each of its slices.
     """
-    usual = _share_out(sources, wanted, ranks_per_node, 0, alike, relay)
-    if usual.level:
+    usual = _assign_sources(sources, demands, ranks_per_node, 0, num_rotations, relay)
+    if usual.is_balanced:
         return usual.slices
     period = sum(map(len, sources)) * (ranks_per_node if relay else 1)
-    return _share_out(sources, wanted, ranks_per_node, rotation % period, alike, relay).slices
+    turn = rotation % period
+    return _assign_sources(sources, demands, ranks_per_node, turn, num_rotations, relay).slices
 
 
 @lru_cache(maxsize=1 << 16)
-def _share_out(
+def _assign_sources(
     sources: tuple[range, ...],
-    wanted: tuple[Wanted, ...],
+    demands: tuple[RegionDemand, ...],
     ranks_per_node: int,
     rotation: int,
-    alike: int,
+    num_rotations: int,
     relay: bool,
 ) -> Shared:
-    """Compute :func:`share_out`, cached for every rotation that makes a difference."""
-    one = len(wanted) == len(sources) == len(sources[0]) == 1
-    if one and len(destinations := wanted[0].destinations) == len(destinations[0]) == 1:
+    """Compute :func:`assign_sources`, cached for every rotation that makes a difference."""
+    one = len(demands) == len(sources) == len(sources[0]) == 1
+    if one and len(destinations := demands[0].destinations) == len(destinations[0]) == 1:
         only = _one_to_one(sources[0][0], destinations[0][0], ranks_per_node)
-        return Shared(((only,),), level=True)
-    known = [_fixed(sources, rectangle.destinations, ranks_per_node) for rectangle in wanted]
+        return Shared(((only,),), is_balanced=True)
+    known = [_fixed(sources, rectangle.destinations, ranks_per_node) for rectangle in demands]
     relayed = [relay and fixed.fan_out > 1 for fixed in known]
     direct = [fixed for fixed, passes_on in zip(known, relayed, strict=True) if not passes_on]
-    count = _num_slices(_shares(direct), alike)
+    count = _num_slices(_shares(direct), num_rotations)
     parts = [
         fixed.fan_out if passes_on else count if rectangle.may_slice else 1
-        for fixed, passes_on, rectangle in zip(known, relayed, wanted, strict=True)
+        for fixed, passes_on, rectangle in zip(known, relayed, demands, strict=True)
     ]
     order = _Order(known, parts, relayed, rotation)
-    sizes = [rectangle.size / count for rectangle, count in zip(wanted, parts, strict=True)]
+    sizes = [rectangle.size / count for rectangle, count in zip(demands, parts, strict=True)]
     # Nodes with owner ranks leave no other choice, so the rest is balanced against their loads.
     near = [
         [order.near_choice(fixed, size) for _ in range(count)]
@@ -162,7 +152,7 @@ def _share_out(
         )
         for fixed, choices, size, passes_on in zip(known, near, sizes, relayed, strict=True)
     )
-    return Shared(slices, all(a.level for several in slices for a in several))
+    return Shared(slices, all(a.is_balanced for several in slices for a in several))
 
 
 # More slices of one matrix would gain little, and so would an unevenness below this.
@@ -264,7 +254,7 @@ def _assign(
         most_sent=int((loads + shares).max()),
         fan_out=fixed.fan_out,
         even=fixed.even,
-        level=rotation is None and fixed.near_is_level and not surplus,
+        is_balanced=rotation is None and fixed.near_is_balanced and not surplus,
     )
 
 
@@ -279,7 +269,7 @@ def _one_to_one(src: int, dst: int, ranks_per_node: int) -> SourceAssignment:
         most_sent=hop,
         fan_out=int(far),
         even=True,
-        level=True,
+        is_balanced=True,
     )
 
 
@@ -314,7 +304,7 @@ class _Fixed:
         hop: [D] 0 where the destination is a source, otherwise 1.
         near: Destinations with a source on their node; the runs are runs of sources.
         far: All other destinations without a copy of their own; the runs are runs of destinations.
-        near_is_level: Whether all sources of a node serve equally many destinations on it.
+        near_is_balanced: Whether all sources of a node serve equally many destinations on it.
         fan_out: As in :class:`SourceAssignment`.
         even: As in :class:`SourceAssignment`.
     """
@@ -326,7 +316,7 @@ class _Fixed:
     hop: NDArray[np.int8]
     near: _ReplicaGroup
     far: _ReplicaGroup
-    near_is_level: bool
+    near_is_balanced: bool
     fan_out: int
     even: bool
 
@@ -345,14 +335,14 @@ def _fixed(
     index = np.flatnonzero((source < 0) & (count > 0))
     position, length = _runs(dst_node[index])
     near = _ReplicaGroup(index, dst_node[index], first[index], count[index], position)
-    near_is_level = not (length % near.count).any()
+    near_is_balanced = not (length % near.count).any()
     index = np.flatnonzero((source < 0) & (count == 0))
     position, length = _runs(dst_node[index])
     begins = np.arange(index.size) - position
     far = _ReplicaGroup(index, dst_node[index], begins, length, position)
     even = bool((length == length[:1]).all())
     fan_out = int(length.max(initial=0))
-    return _Fixed(src, src_node, dst, source, hop, near, far, near_is_level, fan_out, even)
+    return _Fixed(src, src_node, dst, source, hop, near, far, near_is_balanced, fan_out, even)
 
 
 def _ranks(several: tuple[range, ...]) -> Ranks:

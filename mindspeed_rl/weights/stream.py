@@ -15,7 +15,7 @@ from mindspeed_rl.weights.exchange import Round
 from mindspeed_rl.weights.executor import Resharder, wire_dtype
 from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
-from mindspeed_rl.weights.sync_metrics import SyncTraffic
+from mindspeed_rl.weights.traffic import SyncTraffic
 from mindspeed_rl.weights.transports import Transport
 
 

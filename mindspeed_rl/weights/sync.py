@@ -9,11 +9,11 @@ from typing import Protocol
 
 import torch
 
-from mindspeed_rl.metrics.metric_set import MetricSet
-from mindspeed_rl.weights.checksums import WeightVerifier
+from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.weights.executor import Resharder
 from mindspeed_rl.weights.stream import TensorStream
-from mindspeed_rl.weights.sync_metrics import SyncTraffic, sync_metrics
+from mindspeed_rl.weights.traffic import SyncTraffic
+from mindspeed_rl.weights.verify import WeightVerifier
 
 # Reported when the checksums differ but every element equals that of its first source.
 NOT_LOCATED = "every rank holds what the first source has: a checksum itself went wrong"
@@ -77,6 +77,34 @@ class StreamTransfer:
 
     def move(self, read: Mapping[str, torch.Tensor], engine: WeightReceiver) -> SyncTraffic:
         return self.stream.run(read, engine.load_tensor)
+
+
+def sync_metrics(traffic: Mapping[str, SyncTraffic], seconds: float) -> MetricSet:
+    """Return one rank's metrics of a sync. Local.
+
+    The names are the same on all ranks that have the same paths. Bytes are those of the busiest
+    rank, the speed is the mean over ranks. The speed counts the busier direction, because links are
+    full duplex.
+
+    Args:
+        traffic: Traffic by path (``direct``, ``stream``).
+        seconds: Time that moving took on this rank, including the wait for its device.
+    """
+    received = sum(t.received_bytes for t in traffic.values())
+    sent = sum(t.sent_bytes for t in traffic.values())
+    written = sum(t.written_bytes for t in traffic.values())
+    speed = [max(received, sent) / seconds / 1e9] if seconds > 0 else []
+    return MetricSet(
+        {
+            "reshard/bytes_received": Max(float(received)),
+            "reshard/bytes_sent": Max(float(sent)),
+            "reshard/gb_per_s": Mean.of(speed),
+            **{
+                f"reshard/{path}_share": Mean(float(t.written_bytes), float(written))
+                for path, t in traffic.items()
+            },
+        }
+    )
 
 
 class WeightSync:

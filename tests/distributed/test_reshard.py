@@ -186,7 +186,7 @@ def prove(
 
     The last change happens before ``move`` moves the weights once more.
     """
-    from mindspeed_rl.weights.checksums import WeightVerifier
+    from mindspeed_rl.weights.verify import WeightVerifier
 
     plan, world, read = reshard.job.plan, reshard.job.world, reshard.read
     last = world.rank == world.size - 1

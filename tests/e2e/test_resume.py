@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compare_runs import measures_machine
 from make_task_data import generate_task, write_jsonl
 from support.jobs import DRIVER, ROOT, run_to_end
 from support.whole_runs import write_inputs
-
-from mindspeed_rl.metrics.names import measures_machine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

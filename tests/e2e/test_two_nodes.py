@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compare_runs import measures_machine
 from support.jobs import TorchrunJob, free_port
 from support.whole_runs import COMMON, TRAIN_RL, rows_of, write_inputs
-
-from mindspeed_rl.metrics.names import measures_machine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone]
 

@@ -98,7 +98,7 @@ WEIGHTS = (
           "tests/simulated/test_plan_agreement.py::"
           "test_ranks_with_another_plan_are_named_on_all_ranks[0-precision]",
           "Ranks that planned from other flags would mix up tensors, or hang."),
-    Fault("checksum-forgets-the-position", "mindspeed_rl.weights.checksums:_index_hash",
+    Fault("checksum-forgets-the-position", "mindspeed_rl.weights.verify:_index_hash",
           gives(lambda hashes: hashes * 0 + 1),
           "tests/simulated/test_checksums.py::test_a_fault_is_found_and_named",
           "Weights in the wrong order would be proven equal."),

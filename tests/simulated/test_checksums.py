@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,7 +14,7 @@ from support.layout_cases import GQA, LATENT, MOE, TIED, cases, layouts_of
 from support.layout_oracle import megatron_params, vllm_params
 
 from mindspeed_rl.core.boxes import Box
-from mindspeed_rl.weights.checksums import box_checksum, copies_held, local_checksums
+from mindspeed_rl.weights.verify import WeightVerifier, box_checksum, copies_held
 
 Params = dict[str, torch.Tensor]
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
@@ -36,33 +36,29 @@ def engine_weights(case: Case, dtype: torch.dtype) -> list[Params]:
     return [as_weights(vllm_params(case, hf, rank), dtype) for rank in range(case.world)]
 
 
-def source_sums(case: Case, dtype: torch.dtype) -> torch.Tensor:
-    """The trainer's checksum of every tensor: each element counted on one rank."""
-    source, _ = layouts_of(case)
+def checksums(case: Case, weights: list[Params], dtype: torch.dtype) -> torch.Tensor:
+    """Of the trainer and of an engine with ``weights``, with the all-reduce done by hand."""
+    source, target = layouts_of(case)
     hf = hf_arrays(case)
     shares = []
     for rank in range(case.world):
-        weights = as_weights(megatron_params(case, hf, rank), dtype)
-        shares.append(local_checksums(source, rank, weights, dtype, primary_only=True))
-    return sum_over_ranks(shares)
+        read = as_weights(megatron_params(case, hf, rank), dtype)
+        shares.append(WeightVerifier(source, target, rank, dtype).checksums(read, weights[rank]))
+    return torch.stack(shares).sum(0)
 
 
-def sum_over_ranks(shares: Iterable[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(list(shares)).sum(0)
+def source_sums(case: Case, dtype: torch.dtype) -> torch.Tensor:
+    """The trainer's checksum of every tensor: each element counted on one rank."""
+    return checksums(case, engine_weights(case, dtype), dtype)[0]
 
 
 def engine_differs(case: Case, weights: list[Params], dtype: torch.dtype) -> list[str]:
-    """The comparison of ``WeightVerifier`` with the all-reduce done by hand."""
+    """The comparison of ``WeightVerifier``."""
     source, target = layouts_of(case)
-    names = list(target.hf_shapes)
-    place = {name: i for i, name in enumerate(source.hf_shapes)}
-    assert sorted(place) == sorted(names)
-    read = source_sums(case, dtype)[[place[name] for name in names]]
-    sums = sum_over_ranks(
-        local_checksums(target, rank, weights[rank], dtype, primary_only=False)
-        for rank in range(case.world)
-    )
-    wrong = read * copies_held(target) != sums
+    names = list(source.hf_shapes)
+    assert set(names) == set(target.hf_shapes)
+    read, written = checksums(case, weights, dtype)
+    wrong = read * copies_held(target, names) != written
     return [name for name, bad in zip(names, wrong.tolist(), strict=True) if bad]
 
 
@@ -144,10 +140,8 @@ def test_the_values_are_cast_as_on_the_wire() -> None:
         for name, shape in layout.local_shapes(0).items()
     }
     rounded = {name: p.bfloat16() for name, p in params.items()}
-    sums = [
-        local_checksums(layout, 0, p, torch.bfloat16, primary_only=True) for p in (params, rounded)
-    ]
-    assert torch.equal(*sums)
+    verifier = WeightVerifier(layout, layout, 0, torch.bfloat16)
+    assert torch.equal(verifier.checksums(params, params), verifier.checksums(rounded, rounded))
     assert box_checksum(weights, box, (3, 4), torch.float32) != box_checksum(
         weights, box, (3, 4), torch.bfloat16
     )

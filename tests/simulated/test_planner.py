@@ -16,13 +16,13 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from reshard_figures import rank_floor
 from support.layout_arrays import PADDING, Case, hf_arrays
 from support.layout_cases import (
     FIXED,
     GQA,
     LATENT,
     MOE,
-    PIPELINED_ENGINE,
     PLAIN_LATENT,
     REDUNDANT,
     TIED,
@@ -39,7 +39,7 @@ from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
 from mindspeed_rl.weights.planner import ReshardPlan, check_same_tensors, plan_reshard
 from mindspeed_rl.weights.stream import TensorStream
-from mindspeed_rl.weights.traffic import element_bytes_of, rank_floor, rank_traffic
+from mindspeed_rl.weights.traffic import element_bytes_of, rank_traffic
 
 
 def plans_of(
@@ -78,7 +78,6 @@ def test_layouts_declare_what_megatron_and_vllm_hold(case: Case) -> None:
 @example(MOE, True, True)
 @example(LATENT, True, False)
 @example(PLAIN_LATENT, True, True)
-@example(PIPELINED_ENGINE, True, True)
 @example(REDUNDANT, True, False)
 @example(replace(LATENT, dp=16, ranks_per_node=8), False, False)  # 64 ranks
 @example(replace(MOE, dp=16, ranks_per_node=8), False, True)
@@ -94,7 +93,6 @@ def test_every_element_arrives_where_vllm_keeps_it(case: Case, tight: bool, rela
 @example(GQA, False, 1)
 @example(MOE, True, 24)
 @example(LATENT, False, 8)
-@example(PIPELINED_ENGINE, True, 1)
 def test_every_element_arrives_without_staging(case: Case, relay: bool, alone: int) -> None:
     """Rectangles that are one run of memory on either side travel from or into it."""
     source, target = layouts_of(case)
@@ -142,7 +140,6 @@ def test_an_expert_that_a_rank_keeps_twice_arrives_once(relay: bool) -> None:
 @example(MOE, False)
 @example(LATENT, True)
 @example(PLAIN_LATENT, False)
-@example(PIPELINED_ENGINE, False)
 @example(REDUNDANT, True)
 def test_plans_of_all_ranks_fit_together(case: Case, relay: bool) -> None:
     """Sends equal receives; sources own what they send; each element is written once."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl.weights.sources import Wanted, assign_sources, share_out
+from mindspeed_rl.weights.sources import RegionDemand, SourceAssignment, assign_sources
 
 
 @st.composite
@@ -27,6 +27,17 @@ SEVERAL = st.lists(progressions(), min_size=1, max_size=3).map(tuple)
 NODES, TURNS = st.integers(1, 40), st.integers(0, 1000)
 
 
+def assign_one(
+    sources: tuple[range, ...],
+    destinations: tuple[range, ...],
+    node: int,
+    rotation: int,
+    relay: bool = False,
+) -> SourceAssignment:
+    """The sources of one rectangle, in one slice."""
+    return assign_sources(sources, (RegionDemand(destinations),), node, rotation, relay=relay)[0][0]
+
+
 @given(SEVERAL, SEVERAL, NODES, TURNS, st.booleans())
 @settings(max_examples=600, deadline=None)
 @example((range(2),), (range(32),), 8, 0, True)  # most destinations have no source on their node
@@ -43,7 +54,7 @@ def test_both_views_tell_the_same(
     relay: bool,
 ) -> None:
     """What a sender serves is the inverse of what the receivers chose."""
-    assigned = assign_sources(sources, destinations, node, rotation, relay)
+    assigned = assign_one(sources, destinations, node, rotation, relay)
     chosen = {d: assigned.source_of(d) for d in ranks_of(destinations)}
     for src in {rank for ranks in sources for rank in ranks} | set(chosen):
         served = [(d, hop) for d, (s, hop) in chosen.items() if s == src and hop]
@@ -63,7 +74,7 @@ def test_the_choice_prefers_itself_then_its_node(
 ) -> None:
     owner_ranks = set(ranks_of(sources))
     nodes = {rank // node for rank in owner_ranks}
-    assigned = assign_sources(sources, destinations, node, rotation, relay)
+    assigned = assign_one(sources, destinations, node, rotation, relay)
     entering: Counter[int] = Counter()
     for dst in ranks_of(destinations):
         src, hop = assigned.source_of(dst)
@@ -98,7 +109,7 @@ def test_the_largest_load_is_the_least_possible(
     level = max(near.values())
     while sum(max(0, level - load) for load in near.values()) < far:
         level += 1
-    assigned = assign_sources(sources, destinations, node, rotation)
+    assigned = assign_one(sources, destinations, node, rotation)
     if far or level:
         assert assigned.most_sent <= level
 
@@ -107,21 +118,21 @@ def test_the_largest_load_is_the_least_possible(
 def test_turns_share_what_does_not_divide(relay: bool) -> None:
     """Two destinations of four sources: over four tensors everybody sends equally often."""
     load: Counter[int] = Counter()
-    wanted = (Wanted((range(64, 66),)),)
+    demands = (RegionDemand((range(64, 66),)),)
     for rotation in range(4):
-        for assigned in share_out((range(4),), wanted, 8, rotation, relay=relay)[0]:
+        for assigned in assign_sources((range(4),), demands, 8, rotation, relay=relay)[0]:
             load.update(s for d in (64, 65) for s, hop in [assigned.source_of(d)] if hop == 1)
     assert len(load) == 4 and len(set(load.values())) == 1
 
 
 def loads_of(
-    sources: tuple[range, ...], wanted: tuple[Wanted, ...], node: int, alike: int
+    sources: tuple[range, ...], demands: tuple[RegionDemand, ...], node: int, num_rotations: int
 ) -> Counter[int]:
-    """What each source sends in ``alike`` turns."""
+    """What each source sends in ``num_rotations`` turns."""
     load: Counter[int] = Counter(dict.fromkeys(ranks_of(sources), 0))
-    for rotation in range(alike):
-        shared = share_out(sources, wanted, node, rotation, alike)
-        for rectangle, slices in zip(wanted, shared, strict=True):
+    for rotation in range(num_rotations):
+        shared = assign_sources(sources, demands, node, rotation, num_rotations)
+        for rectangle, slices in zip(demands, shared, strict=True):
             for assigned in slices:
                 for d in ranks_of(rectangle.destinations):
                     source, hop = assigned.source_of(d)
@@ -138,11 +149,11 @@ def test_few_turns_are_made_up_for_by_slices(
 ) -> None:
     """840 elements have slices of equal size; with all far, nobody sends 1.25 of the mean."""
     first = 100
-    wanted = tuple(
-        Wanted((range(first + i, first + i + num_destinations),), 840, may_slice=True)
+    demands = tuple(
+        RegionDemand((range(first + i, first + i + num_destinations),), 840, may_slice=True)
         for i in range(num_rectangles)
     )
-    load = loads_of((range(num_holders),), wanted, 8, num_turns)
+    load = loads_of((range(num_holders),), demands, 8, num_turns)
     mean = 840 * num_destinations * num_rectangles * num_turns / num_holders
     assert sum(load.values()) == mean * num_holders
     assert max(load.values()) <= 1.25 * mean
@@ -150,15 +161,15 @@ def test_few_turns_are_made_up_for_by_slices(
 
 def test_what_must_come_from_one_source_spares_it_elsewhere() -> None:
     """Rank 0 serves its node; the other rectangle comes from the other holder."""
-    wanted = (Wanted((range(8, 9),)), Wanted((range(1, 2),)))
+    demands = (RegionDemand((range(8, 9),)), RegionDemand((range(1, 2),)))
     for rotation in range(4):
-        assert loads_of((range(0, 8, 4),), wanted, 2, 1) == {0: 1, 4: 1}, rotation
+        assert loads_of((range(0, 8, 4),), demands, 2, 1) == {0: 1, 4: 1}, rotation
 
 
 def test_leaders_of_a_node_take_turns() -> None:
     leaders = set()
     for rotation in range(8):
-        assigned = assign_sources((range(2),), (range(8, 16),), 8, rotation, relay=True)
+        assigned = assign_one((range(2),), (range(8, 16),), 8, rotation, relay=True)
         assert assigned.fan_out == 8
         leaders |= {d for d in range(8, 16) if assigned.source_of(d)[1] == 1}
     assert leaders == set(range(8, 16))

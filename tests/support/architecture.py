@@ -106,7 +106,6 @@ LIGHT = (
     "algorithms.types",
     *(f"planning.{name}" for name in ("activations", "budget", "communicators", "prediction")),
     "planning.run_plan",
-    "weights.garbage",
     "weights.layouts",
     "rollout.graph_sizes",
     "rollout.provider",

@@ -63,7 +63,6 @@ class Case:
     etp: int = 0
     engine_dp: int = 1
     engine_ep: bool = False
-    engine_pp: int = 1
     physical_experts: tuple[int, ...] = ()
     expert_multiple: int = 1
     transposed: bool = False

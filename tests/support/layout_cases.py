@@ -58,8 +58,6 @@ def _experts(
     ep = draw(st.sampled_from(_divisors(ranks_per_stage // etp, 4)))
     engine_tp = draw(st.sampled_from(_divisors(world, 4)))
     engine_dp = draw(st.sampled_from(_divisors(world // engine_tp, 4)))
-    stages = world // (engine_tp * engine_dp)
-    engine_pp = draw(st.sampled_from([n for n in (1, 2, 3) if not stages % n and n <= num_layers]))
     size = engine_tp * engine_dp
     engine_ep = lcm(ep, size) <= MAX_EXPERTS and draw(st.booleans())
     fewest = lcm(ep, size if engine_ep else 1)
@@ -75,7 +73,6 @@ def _experts(
         "engine_tp": engine_tp,
         "engine_dp": engine_dp,
         "engine_ep": engine_ep,
-        "engine_pp": engine_pp,
         "physical_experts": tuple(physical),
         "experts": experts,
         "expert_ffn": lcm(etp, 1 if engine_ep else size) * draw(st.integers(1, 3)),
@@ -136,10 +133,7 @@ def cases(draw: st.DrawFn) -> Case:
     if experts:
         fields |= draw(_experts(tp, world // pp, world, fields["num_layers"]))
     else:
-        fields["engine_tp"] = engine_tp = draw(st.sampled_from(_divisors(world)))
-        num_layers = fields["num_layers"]
-        stages = [n for n in (1, 2, 3) if not world // engine_tp % n and n <= num_layers]
-        fields["engine_pp"] = draw(st.sampled_from(stages))
+        fields["engine_tp"] = draw(st.sampled_from(_divisors(world)))
     engine_tp = fields["engine_tp"]
     fields |= draw(_attention(tp, engine_tp, experts and draw(st.booleans())))
     return Case(
@@ -223,8 +217,6 @@ PLAIN_LATENT = replace(
     tied=True,
     whole_shared=True,
 )
-# engines with stages of their own, tied
-PIPELINED_ENGINE = replace(TIED, engine_tp=2, engine_pp=4, num_layers=6, ranks_per_node=2)
 # one expert three times, on ranks of its own and beside others
 REDUNDANT = replace(LATENT, physical_experts=(1, 0, 2, 3, 7, 6, 5, 4, 1, 1, 0, 2))
 FIXED = (GQA, TIED, MOE, LATENT, PLAIN_LATENT)
@@ -287,9 +279,7 @@ def layouts_of(case: Case) -> tuple[MegatronLayout, VllmLayout]:
     parallel = ParallelLayout.build(
         world=case.world, stages=stages, tp=case.tp, cp=case.cp, ep=case.ep, etp=case.etp or None
     )
-    engine = EngineLayout(
-        case.world, case.engine_tp, case.engine_dp, case.engine_ep, case.engine_pp
-    )
+    engine = EngineLayout(case.world, case.engine_tp, case.engine_dp, case.engine_ep)
     return (
         MegatronLayout(spec, parallel, case.vocab_divisor),
         VllmLayout(

@@ -166,8 +166,8 @@ def _vllm_experts(case: Case, layer: Layer, rank: int) -> dict[str, Array]:
     params = {"gate.weight": layer["mlp.gate.weight"]}
     if case.router_bias:
         params["gate.e_score_correction_bias"] = layer["mlp.gate.e_score_correction_bias"]
-    dp_rank = rank // (case.engine_tp * case.engine_pp) % case.engine_dp
-    mine = Cut(dp_rank * case.engine_tp + rank % case.engine_tp, case.engine_tp * case.engine_dp)
+    size = case.engine_tp * case.engine_dp
+    mine = Cut(rank % size, size)
     experts = np.array(case.physical_experts or range(case.experts), dtype=np.int32)
     share = Cut(0, 1) if case.engine_ep else mine
     w13, w2 = [], []
@@ -192,16 +192,8 @@ def _vllm_experts(case: Case, layer: Layer, rank: int) -> dict[str, Array]:
 def vllm_params(case: Case, hf: dict[str, Array], rank: int) -> dict[str, Array]:
     """The parameters of a vLLM rank: engines are runs of neighbouring ranks."""
     share = Cut(rank % case.engine_tp, case.engine_tp)
-    stage, last = rank // case.engine_tp % case.engine_pp, case.engine_pp - 1
-    # what does not divide goes to the stages before the last
-    counts = [case.num_layers // case.engine_pp] * case.engine_pp
-    for extra in range(case.num_layers % case.engine_pp):
-        counts[-2 - extra] += 1
-    params = {}
-    if stage == 0 or (case.tied and stage == last):
-        embedding = share(padded(hf["model.embed_tokens.weight"], 64))
-        params["model.embed_tokens.weight"] = embedding
-    for number in range(sum(counts[:stage]), sum(counts[: stage + 1])):
+    params = {"model.embed_tokens.weight": share(padded(hf["model.embed_tokens.weight"], 64))}
+    for number in range(case.num_layers):
         name = f"model.layers.{number}."
         layer = Layer(hf, name)
         if case.has_experts(number):
@@ -215,8 +207,7 @@ def vllm_params(case: Case, hf: dict[str, Array], rank: int) -> dict[str, Array]
             **{f"{name}self_attn.{n}": array for n, array in attention.items()},
             **{f"{name}mlp.{n}": array for n, array in mlp.items()},
         }
-    if stage == last:
-        params["model.norm.weight"] = hf["model.norm.weight"]
-    if stage == last and not case.tied:
+    params["model.norm.weight"] = hf["model.norm.weight"]
+    if not case.tied:
         params["lm_head.weight"] = share(padded(hf["lm_head.weight"], 64))
     return params

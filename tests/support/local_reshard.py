@@ -15,7 +15,7 @@ from support.tensor_tracker import TensorTracker
 from mindspeed_rl.weights.executor import ROUNDS_IN_FLIGHT, Resharder
 from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.schedule import Schedule, plan_schedule
-from mindspeed_rl.weights.sync_metrics import SyncTraffic
+from mindspeed_rl.weights.traffic import SyncTraffic
 
 ITEM_BYTES = 4
 UNTOUCHED = -7

@@ -10,6 +10,7 @@ from typing import Any
 
 from mindspeed_rl.config.rewards import RewardConfig
 from mindspeed_rl.rewards import RewardPool, RewardRequest, RewardSettings
+from mindspeed_rl.rewards.worker_process import WorkerProcess
 
 USER_FILE = Path(__file__).with_name("data_rewards.py")
 
@@ -27,6 +28,11 @@ def settings(*functions: str, workers: int = 1, **flags: Any) -> RewardSettings:
 def make_pool(*functions: str, batch_timeout_s: float = 300.0, **flags: Any) -> RewardPool:
     """A pool of one worker, or of ``workers``; see `settings`."""
     return RewardPool(settings(*functions, **flags), batch_timeout_s)
+
+
+def worker_pids(pool: RewardPool) -> tuple[int, ...]:
+    """Process ids of the workers of this machine."""
+    return tuple(worker.pid for worker in pool.workers if isinstance(worker, WorkerProcess))
 
 
 def children() -> set[int]:

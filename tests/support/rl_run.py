@@ -60,7 +60,7 @@ from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.packing import MicroBatch
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import ResponseTensors
-from mindspeed_rl.trainer.loss_inputs import policy_inputs, value_inputs
+from mindspeed_rl.trainer.heads import policy_inputs, value_inputs
 from mindspeed_rl.trainer.packed_attention import make_packed_row
 from mindspeed_rl.trainer.train_engine import UpdateStats
 from mindspeed_rl.weights.sync import WeightSync

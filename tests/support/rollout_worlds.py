@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from support.handover import hand_over
-from support.training_worlds import make_job
+from support.training_worlds import make_job, unshimmed_modules
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.types import Completion
@@ -103,7 +103,6 @@ def engine_world(
 ) -> EngineFacts:
     """Rank function: every check, in an order in which each leaves the engine awake."""
 
-    from mindspeed_rl.platforms.cpu_install import unshimmed_modules
     from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
 
     facts = EngineFacts()

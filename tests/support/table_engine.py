@@ -17,8 +17,8 @@ from mindspeed_rl.rollout.engine import (
     SamplingSettings,
 )
 from mindspeed_rl.rollout.step_loop import StepStats
-from mindspeed_rl.weights.difference import Difference
-from mindspeed_rl.weights.sync_metrics import SyncTraffic
+from mindspeed_rl.weights.traffic import SyncTraffic
+from mindspeed_rl.weights.verify import Difference
 
 VOCAB = 64
 CACHE_BYTES = 1000

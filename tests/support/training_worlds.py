@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -203,14 +204,23 @@ def train_world(
         deallocates |= engine.modules[0].config.deallocate_pipeline_outputs
     if world.rank:
         return None
-    import sys
-
-    from mindspeed_rl.platforms.cpu_install import unshimmed_modules
-
-    loaded = [name for name in sys.modules if name.split(".")[:2] == ["megatron", "core"]]
     return WorldResult(
-        results, unshimmed_modules(), len(loaded), torch.cuda.is_available(), deallocates
+        results,
+        unshimmed_modules(),
+        len(megatron_modules()),
+        torch.cuda.is_available(),
+        deallocates,
     )
+
+
+def megatron_modules() -> dict[str, ModuleType]:
+    """The loaded modules of ``megatron.core``."""
+    return {n: m for n, m in sys.modules.items() if n.split(".")[:2] == ["megatron", "core"]}
+
+
+def unshimmed_modules() -> list[str]:
+    """Those of them that hold the real torch instead of the facade of the CPU platform."""
+    return [n for n, module in megatron_modules().items() if vars(module).get("torch") is torch]
 
 
 def run_case(

@@ -216,7 +216,7 @@ def update_floor_s(folder: Path, args: argparse.Namespace, tokens_per_step: floa
     from transformers import AutoTokenizer
 
     from mindspeed_rl.data.prompts import load_prompts
-    from mindspeed_rl.models.flops import forward_flops
+    from mindspeed_rl.models.flops import active_parameters, attention_flops
     from mindspeed_rl.models.registry import spec_from_hf_config
 
     config = json.loads((folder / "model" / "config.json").read_text())
@@ -238,7 +238,8 @@ def update_floor_s(folder: Path, args: argparse.Namespace, tokens_per_step: floa
         rows @ weight
         taken.append(time.perf_counter() - begin)
     rate = args.ranks * 2.0 * rows.numel() * weight.shape[1] / min(taken)
-    return float(3 * samples * length * forward_flops(spec, length) / rate)
+    per_token = 2 * active_parameters(spec) + attention_flops(spec, length)
+    return float(3 * samples * length * per_token / rate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

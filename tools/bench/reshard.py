@@ -40,10 +40,14 @@ from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.executor import Resharder, wire_dtype
 from mindspeed_rl.weights.layouts.base import Piece, Shard, ShardLayout, locate, pieces_of
-from mindspeed_rl.weights.layouts.from_text import rollout_from_text, training_from_text
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
-from mindspeed_rl.weights.traffic import element_bytes_of, rank_floor
+from mindspeed_rl.weights.traffic import element_bytes_of
 from mindspeed_rl.weights.transports import make_transport
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from layout_texts import rollout_from_text, training_from_text
+from reshard_figures import rank_floor
 
 CONFIGS = Path(__file__).resolve().parents[2] / "pretrain_scripts" / "models" / "configs"
 DTYPE = torch.bfloat16

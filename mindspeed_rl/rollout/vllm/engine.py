@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.rollout.engine import (
@@ -29,7 +31,6 @@ from mindspeed_rl.rollout.graph_sizes import decode_batches
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.rebalance import Rebalancer
 from mindspeed_rl.rollout.step_loop import StepStats, run_steps
-from mindspeed_rl.rollout.vllm.agreement import check_agreement
 from mindspeed_rl.rollout.vllm.backend import Backend
 from mindspeed_rl.rollout.vllm.open_requests import OpenRequest, OpenRequests
 from mindspeed_rl.rollout.vllm.patches import sampling_stream
@@ -271,7 +272,7 @@ class VllmEngine:
         """
         self._require("generate", trainer_version)
         digest = requests_digest(requests, settings, trainer_version)
-        check_agreement(digest, self._layout.engine, self._rank)
+        _check_agreement(digest, self._layout.engine, self._rank)
         if rebalancer is not None and rebalancer.rules.running:
             sampling_stream.apply()
         done: dict[int, Completion] = {}
@@ -352,4 +353,26 @@ class VllmEngine:
         follows = max_steps is not None
         return run_steps(
             self._engine, self._agreement, self._interval, self.stats, max_steps, follows
+        )
+
+
+def _check_agreement(digest: bytes, engine: EngineLayout, rank: int) -> None:
+    """Compare the digests of ranks. Collective: the tensor-parallel ranks of an engine.
+
+    Raises:
+        RuntimeError: Digests differ; names the ranks of the engine that differ from its first.
+    """
+    if engine.tp == 1:
+        return
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group().cpu_group
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    everyone = [torch.empty_like(mine) for _ in range(engine.tp)]
+    dist.all_gather(everyone, mine, group=group)
+    different = [i for i, other in enumerate(everyone) if not torch.equal(other, everyone[0])]
+    if different:
+        raise RuntimeError(
+            f"generate: ranks {different} of engine {engine.replica_of(rank)} were given other "
+            "prompts, sampling settings or weights than its first rank"
         )

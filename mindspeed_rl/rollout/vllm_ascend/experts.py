@@ -27,14 +27,12 @@ class ExpertParam:
         module: Module that owns the parameter.
         shape: Shape in kernel layout.
         address: Address of its memory.
-        conversions: How often the engine converted it to kernel layout in the present update.
     """
 
     name: str
     module: torch.nn.Module
     shape: torch.Size
     address: int
-    conversions: int = 0
 
     @property
     def attribute(self) -> str:
@@ -96,7 +94,6 @@ class ExpertLayouts:
     def open(self) -> None:
         """Put every expert parameter into loader layout and attach its loader."""
         for param in self.params:
-            param.conversions = 0
             if not param.loadable:
                 self._put(param, param.value.transpose(1, 2))
             getattr(param.module, param.attribute).weight_loader = _loader(param)
@@ -113,7 +110,6 @@ class ExpertLayouts:
         for param in self.params:
             if param.loadable:
                 raise RuntimeError(f"{param.name}: processing left it in loader layout")
-            param.conversions += 1
 
     def views(self, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the parameters, with experts in kernel layout whatever their present layout."""

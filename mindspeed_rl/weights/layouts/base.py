@@ -15,7 +15,6 @@ from mindspeed_rl.core.boxes import PLAIN, Box, ParamView
 from mindspeed_rl.models.expert_rules import ExpertRow
 from mindspeed_rl.models.rules import Cut, Share, WeightRow
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.weights.layouts.owner_ranks import boxes_kept_twice, merge_owner_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,7 @@ class ShardLayout(Protocol):
         """Return a key that is equal for tensors with equal rectangles on equal ranks."""
         ...
 
-    def num_placed_alike(self, hf_name: str) -> tuple[int, int]:
+    def rotation_period(self, hf_name: str) -> tuple[int, int]:
         """Return how many layers and experts of a tensor's kind the same ranks hold.
 
         The rotations of these tensors even out what the ranks send.
@@ -148,6 +147,35 @@ def locate(hf_name: str) -> tuple[str, int, int]:
     blanks = iter(("{l}", "{e}"))
     pattern = _NUMBER.sub(lambda match: next(blanks, match[0]), hf_name)
     return pattern, numbers[0], numbers[1] if len(numbers) > 1 else 0
+
+
+def merge_owner_ranks(several: list[range]) -> list[range]:
+    """Merge ranges into one where they interleave into an arithmetic progression."""
+    first, count = several[0], len(several)
+    if count == 1:
+        return several
+    starts = [owner_ranks.start for owner_ranks in several]
+    gap = starts[1] - starts[0]
+    evenly = gap > 0 and starts == list(range(starts[0], starts[0] + gap * count, gap))
+    alike = all(h.step == first.step and len(h) == len(first) for h in several)
+    if evenly and alike and (gap * count == first.step or len(first) == 1):
+        return [range(starts[0], several[-1][-1] + 1, gap)]
+    return several
+
+
+def boxes_kept_twice(found: Iterable[tuple[Cut, list[range]]]) -> set[Box]:
+    """Return the rectangles that some rank keeps in two places (redundant experts).
+
+    Their owner ranks are not merged, so that the places of one rank have equal ranges.
+    """
+    of_box: dict[Box, list[range]] = {}
+    for cut, several in found:
+        of_box.setdefault(cut.hf_box, []).extend(several)
+    return {
+        box
+        for box, several in of_box.items()
+        if len(several) > 1 and len(set().union(*several)) < sum(map(len, several))
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +335,7 @@ class TableLayout(ABC):
             for layer in rows
         )
 
-    def num_placed_alike(self, hf_name: str) -> tuple[int, int]:
+    def rotation_period(self, hf_name: str) -> tuple[int, int]:
         pattern, layer, _ = locate(hf_name)
         is_expert = isinstance(self._rows_of_patterns[pattern][layer][0], ExpertRow)
         num_layers = self._layers_of_classes[self._placement_key(pattern, layer)]

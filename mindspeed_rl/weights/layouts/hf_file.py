@@ -45,7 +45,7 @@ class HfFileLayout:
     def _num_of_shapes(self) -> Counter[tuple[int, ...]]:
         return Counter(self.hf_shapes.values())
 
-    def num_placed_alike(self, hf_name: str) -> tuple[int, int]:
+    def rotation_period(self, hf_name: str) -> tuple[int, int]:
         """Return the number of tensors of the same shape."""
         return self._num_of_shapes[self.hf_shapes[hf_name]], 1
 

@@ -22,11 +22,10 @@ from mindspeed_rl.weights.layouts.base import (
 
 @dataclass(frozen=True)
 class RolloutLayout(TableLayout):
-    """Tensor, pipeline, data and expert parallelism inside each engine, any number of replicas.
+    """Tensor, data and expert parallelism inside each engine, any number of replicas.
 
     A subclass for each kind of engine gives its rows and its padding of the vocabulary. With tied
-    embeddings the head has no parameter of its own: it is the embedding, and the last of several
-    stages keeps a copy of the embedding.
+    embeddings the head has no parameter of its own: it is the embedding.
 
     Attributes:
         engine: Ranks of the engines.
@@ -62,8 +61,6 @@ class RolloutLayout(TableLayout):
                 "data-parallel ranks of an engine; allowed: 1 (every --rollout-tp ranks are an "
                 "engine of their own)"
             )
-        if engine.pp > self.spec.num_layers:
-            raise UsageError(f"rollout pp {engine.pp}: the model has {self.spec.num_layers} layers")
         self._check_experts()
 
     def _check_experts(self) -> None:
@@ -87,20 +84,9 @@ class RolloutLayout(TableLayout):
         """All rows except a tied head."""
         return tuple(r for r in self.rows if not (self.spec.tie_embeddings and r.tied_to))
 
-    @cached_property
-    def _stage_of_layers(self) -> tuple[int, ...]:
-        engine, num_layers = self.engine, self.spec.num_layers
-        return tuple(s for s in range(engine.pp) for _ in engine.layers_of(s, num_layers))
-
-    def _stages(self, row: WeightRow, layer: int) -> tuple[int, ...]:
-        """Return the pipeline stages that hold a row; all except the first hold a copy."""
-        last = self.engine.pp - 1
-        if row.stage == "first":
-            return (0, last) if self.spec.tie_embeddings and last else (0,)
-        return (last,) if row.stage == "last" else (self._stage_of_layers[layer],)
-
     def pipeline_stage_of(self, row: WeightRow, layer: int) -> int:
-        return self._stages(row, layer)[0]
+        """Return 0: engines have no pipeline."""
+        return 0
 
     @cached_property
     def _slots_of_experts(self) -> tuple[tuple[int, ...], ...]:
@@ -117,39 +103,34 @@ class RolloutLayout(TableLayout):
         return (len(self.physical_experts) or self.spec.num_experts) // self.engine.ep
 
     def places(self, row: WeightRow, layer: int, expert: int) -> Iterator[RowPlacement]:
-        """Yield the place of a row on every stage, or in every expert slot, that holds it."""
+        """Yield the place of a row, or its places in every slot of its expert."""
         name = layer_name(row.param, layer)
-        stages = self._stages(row, layer)
         if isinstance(row, ExpertRow):
-            yield from self._expert_places(row, name, stages[0], expert)
+            yield from self._expert_places(row, name, expert)
             return
         engine = self.engine
         multiple = self.vocab_multiple if row.stage in ("first", "last") else 1
         whole = self.keeps_whole(row)
-        for stage in stages:
-            shares = tuple(
-                Placed(
-                    Share() if whole else Share(tp, engine.tp, multiple=multiple),
-                    engine.replicas(tp, stage),
-                )
-                for tp in range(engine.tp)
+        shares = tuple(
+            Placed(
+                Share() if whole else Share(tp, engine.tp, multiple=multiple), engine.replicas(tp)
             )
-            yield RowPlacement(row, name, shares, is_replica=stage != stages[0])
+            for tp in range(engine.tp)
+        )
+        yield RowPlacement(row, name, shares)
 
     def keeps_whole(self, row: WeightRow) -> bool:
         """Tell whether tensor-parallel ranks keep a row whole that they could cut."""
         return False
 
-    def _expert_places(
-        self, row: ExpertRow, name: str, stage: int, expert: int
-    ) -> Iterator[RowPlacement]:
+    def _expert_places(self, row: ExpertRow, name: str, expert: int) -> Iterator[RowPlacement]:
         engine, per_rank = self.engine, self.experts_per_rank
         for copy, slot in enumerate(self._slots_of_experts[expert]):
             ep, local = divmod(slot, per_rank)
             shares = tuple(
                 Placed(
                     Share(tp, engine.expert_tp, local, per_rank, self.expert_multiple),
-                    engine.expert_replicas(ep if engine.expert_parallel else tp, stage),
+                    engine.expert_replicas(ep if engine.expert_parallel else tp),
                 )
                 for tp in range(engine.expert_tp)
             )
@@ -157,12 +138,10 @@ class RolloutLayout(TableLayout):
 
     def held_by(self, rank: int) -> Iterator[tuple[WeightRow, int, int]]:
         engine, spec = self.engine, self.spec
-        stage = engine.stage_of(rank)
         physical = self.physical_experts or tuple(range(spec.num_experts))
         ep = engine.expert_rank(rank) if engine.expert_parallel else 0
         mine = physical[ep * self.experts_per_rank : (ep + 1) * self.experts_per_rank]
         for row in self.present_rows:
             experts = mine if isinstance(row, ExpertRow) else (0,)
             for layer in row.layers(spec):
-                if stage in self._stages(row, layer):
-                    yield from ((row, layer, expert) for expert in experts)
+                yield from ((row, layer, expert) for expert in experts)

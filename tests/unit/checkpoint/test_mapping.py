@@ -11,18 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from mapping_checks import check_layout, check_tensors, representatives, tensor_shapes
 from safetensors.torch import load_file, save_file
 from support.architecture import ROOT
 from support.family_models import FAMILY_CASES, write_family_model
 from support.published import PUBLISHED, published_config
 
-from mindspeed_rl.checkpoint.mapping import (
-    check_layout,
-    check_tensors,
-    representatives,
-    safetensors_entries,
-    tensor_shapes,
-)
+from mindspeed_rl.checkpoint.safetensors_files import safetensors_entries
 from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages

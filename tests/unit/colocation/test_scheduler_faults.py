@@ -27,7 +27,7 @@ from mindspeed_rl.rollout.vllm import engine as vllm_engine
 from mindspeed_rl.rollout.vllm import engine_memory
 from mindspeed_rl.weights import sync as weight_sync
 from mindspeed_rl.weights.sync import WeightSync
-from mindspeed_rl.weights.sync_metrics import SyncTraffic
+from mindspeed_rl.weights.traffic import SyncTraffic
 
 FILES = (
     group_module,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mindspeed_rl.core.layout import Coords, EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import StageLayout, even_stages, listed_stages
 from mindspeed_rl.parallel.groups import rank_lists
-from mindspeed_rl.weights.layouts.owner_ranks import merge_owner_ranks
+from mindspeed_rl.weights.layouts.base import merge_owner_ranks
 
 sizes = st.integers(1, 4)
 layouts = st.builds(
@@ -201,5 +201,5 @@ def test_an_engine_layout_in_words() -> None:
     engines = EngineLayout(16, 2, 4, expert_parallel=True)
     assert engines.describe(experts=False) == "2 replicas of tp 2 x dp 4"
     assert engines.describe(experts=True) == "2 replicas of tp 2 x dp 4; experts: tp 1 x ep 8"
-    cut = EngineLayout(16, 2, 2, pp=2)
-    assert cut.describe(experts=True) == ("2 replicas of tp 2 x pp 2 x dp 2; experts: tp 4 x ep 1")
+    cut = EngineLayout(16, 2, 2)
+    assert cut.describe(experts=True) == "4 replicas of tp 2 x dp 2; experts: tp 4 x ep 1"

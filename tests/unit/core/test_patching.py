@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rl.core.patching import Patch, applied_patches, apply_patch
+from mindspeed_rl.core.patching import Patch, apply_patch
 
 SOURCE = """
 def double(x, scale=2):
@@ -63,7 +63,6 @@ def test_a_function_is_replaced_once(victim: ModuleType) -> None:
     apply_patch(patch)
     apply_patch(patch)
     assert victim.double(4) == 108
-    assert applied_patches().count(patch) == 1
 
 
 def test_methods_stay_methods_and_static_methods_static(victim: ModuleType) -> None:
@@ -80,7 +79,6 @@ def test_a_changed_signature_is_refused(victim: ModuleType, parameters: tuple[st
     with pytest.raises(RuntimeError, match=r"its parameters are \('x', 'scale'\).*1\.2\.3"):
         apply_patch(patch)
     assert victim.double is original
-    assert patch not in applied_patches()
 
 
 @pytest.mark.parametrize("path", ["triple", "Box.absent", "Absent.method"])

@@ -21,7 +21,6 @@ from mindspeed_rl.metrics.metric_set import (
     combine,
     reduce_metrics,
 )
-from mindspeed_rl.metrics.names import measures_machine
 
 # Integers as floats: their sums are exact, so that associativity holds to the bit.
 _NUMBERS = st.integers(-(2**40), 2**40).map(float)
@@ -132,19 +131,3 @@ def _reduce_on_rank(rank: int, store: str) -> None:
 @pytest.mark.distributed
 def test_reduction_over_two_ranks(tmp_path: Path) -> None:
     spawn(_reduce_on_rank, args=(str(tmp_path / "store"),), nprocs=2)  # type: ignore[no-untyped-call]
-
-
-@pytest.mark.parametrize(
-    ("name", "of_the_machine"),
-    [
-        ("time/step_s", True), ("time_max/reshard_s", True), ("throughput/scored_early", True),
-        ("memory/train_used_bytes", True), ("reshard/gb_per_s", True), ("eval/hard/time_s", True),
-        ("x/wait_ms", True), ("reshard/bytes_sent", False), ("reward/mean", False),
-        ("optimizer/grad_norm", False), ("rollout/steps", False), ("sampling/rounds", False),
-        ("mismatch/max_abs_logprob", False), ("eval/accuracy", False), ("step", False),
-    ],
-)  # fmt: skip
-def test_what_measures_the_machine_is_told_by_unit_and_chapter(
-    name: str, of_the_machine: bool
-) -> None:
-    assert measures_machine(name) is of_the_machine

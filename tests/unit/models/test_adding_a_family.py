@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from mapping_checks import check_layout, check_tensors, tensor_shapes
 from support.architecture import ROOT
 from support.family_models import FAMILY_CASES, FamilyCase, write_family_model
 
-from mindspeed_rl.checkpoint.mapping import check_layout, check_tensors, tensor_shapes
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.models import families, registry

@@ -26,11 +26,8 @@ def worlds(draw: st.DrawFn) -> tuple[ParallelLayout, EngineLayout | None]:
         world=per_stage * pp, stages=even_stages(pp, pp), tp=tp, cp=cp, ep=ep, etp=etp
     )
     engine_tp = draw(divisors(parallel.world))
-    engine_pp = draw(divisors(parallel.world // engine_tp))
-    engine_dp = draw(divisors(parallel.world // (engine_tp * engine_pp)))
-    engine = EngineLayout(
-        parallel.world, engine_tp, engine_dp, expert_parallel=draw(st.booleans()), pp=engine_pp
-    )
+    engine_dp = draw(divisors(parallel.world // engine_tp))
+    engine = EngineLayout(parallel.world, engine_tp, engine_dp, expert_parallel=draw(st.booleans()))
     return parallel, draw(st.sampled_from([engine, None]))
 
 
@@ -86,12 +83,7 @@ def by_definition(
 
 
 def engine_by_definition(rank: int, engine: EngineLayout, use: GroupUse) -> Groups:
-    peers = tuple(
-        r
-        for r in range(engine.world)
-        if engine.replica_of(r) == engine.replica_of(rank)
-        and engine.stage_of(r) == engine.stage_of(rank)
-    )
+    peers = tuple(r for r in range(engine.world) if engine.replica_of(r) == engine.replica_of(rank))
     groups = {
         "rollout tp": tuple(r for r in peers if engine.group_of(r) == engine.group_of(rank)),
         "rollout dp": tuple(r for r in peers if engine.tp_rank(r) == engine.tp_rank(rank)),

@@ -20,6 +20,7 @@ from support.rewards_support import (
     make_pool,
     make_requests,
     wait_for,
+    worker_pids,
 )
 
 from mindspeed_rl.rewards import RewardRequest
@@ -42,10 +43,10 @@ def test_a_stuck_sample_costs_its_limit_only(
     responses = ["good"] * 40
     responses[0] = responses[17] = "bad" + "!" * 5000
     with make_pool(f":{function}", workers=2, timeout_s=1.0, timeout_score=-0.5) as pool:
-        before = set(pool.worker_pids)
+        before = set(worker_pids(pool))
         with caplog.at_level(logging.WARNING):
             results = pool.score(make_requests(*responses))
-        after = set(pool.worker_pids)
+        after = set(worker_pids(pool))
         assert len(after) == 2 and len(before & after) <= 1
         assert all(map(is_running, after)) and not any(map(is_running, before - after))
         assert {r.reward for r in pool.score(make_requests(*["good"] * 8))} == {1.0}
@@ -112,7 +113,7 @@ def test_a_killed_worker_leaves_no_temporary_files(tmp_path: Path) -> None:
 def test_batch_limit_times_out_what_is_open() -> None:
     """Those that hang and those that nobody began with; what was scored stays scored."""
     with make_pool(":hangs_on_bad", workers=2, batch_timeout_s=0.5, timeout_s=60.0) as pool:
-        before = set(pool.worker_pids)
+        before = set(worker_pids(pool))
         with pool.scoring() as scoring:
             for request in make_requests("good", "good", *["bad"] * 8, "good"):
                 scoring.add(request)
@@ -131,9 +132,9 @@ def test_an_allocation_above_the_limit_is_an_error() -> None:
     """10 GB against a limit of 1 GiB; the worker is replaced, its other samples scored."""
     responses = ["good"] * 5 + ["bad"] + ["good"] * 24
     with make_pool(":allocates_on_bad", memory_limit_gb=1.0) as pool:
-        (before,) = pool.worker_pids
+        (before,) = worker_pids(pool)
         results = pool.score(make_requests(*responses))
-        (after,) = pool.worker_pids
+        (after,) = worker_pids(pool)
     assert [r.status for r in results].count("ok") == 29
     assert (results[5].status, results[5].reward) == ("error", None)
     assert "MemoryError" in results[5].detail and "memory limit" in results[5].detail
@@ -154,7 +155,7 @@ def test_a_dead_worker_costs_the_sample_that_killed_it(function: str, code: int)
             wanted = [("error", None) if i in bad else ("ok", 1.0) for i in range(25)]
             assert [(r.status, r.reward) for r in results] == wanted
             assert all(f"exit code {code}" in results[i].detail for i in bad)
-            assert len(set(pool.worker_pids)) == 2 and all(map(is_running, pool.worker_pids))
+            assert len(set(worker_pids(pool))) == 2 and all(map(is_running, worker_pids(pool)))
 
 
 def test_a_worker_killed_at_work_costs_its_sample() -> None:
@@ -164,22 +165,22 @@ def test_a_worker_killed_at_work_costs_its_sample() -> None:
             for request in make_requests("bad", *["good"] * 11):
                 scoring.add(request)
             assert wait_for(lambda: scoring.num_done == 11, 20.0)
-            victim = next(pid for pid in pool.worker_pids if is_busy(pid))
+            victim = next(pid for pid in worker_pids(pool) if is_busy(pid))
             os.kill(victim, signal.SIGKILL)
             results = scoring.finish()
         assert [r.status for r in results] == ["error"] + ["ok"] * 11
         assert "exit code -9" in results[0].detail and results[0].reward is None
-        assert victim not in pool.worker_pids and len(pool.worker_pids) == 2
+        assert victim not in worker_pids(pool) and len(worker_pids(pool)) == 2
 
 
 def test_workers_killed_at_rest_cost_no_sample() -> None:
     with make_pool(":length", workers=2) as pool:
-        before = pool.worker_pids
+        before = worker_pids(pool)
         for pid in before:
             os.kill(pid, signal.SIGKILL)
         assert wait_for(lambda: not any(map(is_running, before)), 20.0)
         assert {r.detail for r in pool.score(make_requests(*["good"] * 12))} == {""}
-        assert not set(before) & set(pool.worker_pids)
+        assert not set(before) & set(worker_pids(pool))
 
 
 def is_busy(pid: int) -> bool:
@@ -190,7 +191,7 @@ def is_busy(pid: int) -> bool:
 def test_a_worker_that_does_not_read_blocks_nobody() -> None:
     """A stopped worker leaves the request in the socket; writing must not wait for it."""
     with make_pool(":length", timeout_s=0.3) as pool:
-        os.kill(pool.worker_pids[0], signal.SIGSTOP)
+        os.kill(worker_pids(pool)[0], signal.SIGSTOP)
         results = pool.score(make_requests("x" * 5_000_000, "y"))
     assert [(r.status, r.reward) for r in results] == [("timeout", 0.0), ("ok", 1.0)]
 
@@ -219,8 +220,8 @@ def test_timeouts_leak_nothing(count: int) -> None:
             used.append(rss_bytes())
         assert used[3] - used[1] < 1 << 20, used
         assert num_fds() == fds_before
-        assert children() - children_before == set(pool.worker_pids)
-        assert len(pool.worker_pids) == 4
+        assert children() - children_before == set(worker_pids(pool))
+        assert len(worker_pids(pool)) == 4
 
 
 def test_an_interrupted_call_does_not_leak_into_the_next() -> None:
@@ -251,7 +252,7 @@ flags = RewardConfig(
     reward_function=(sys.argv[1] + ":hangs_on_bad",), reward_num_workers=2, reward_timeout_s=60
 )
 pool = RewardPool(RewardSettings(flags))
-print(*pool.worker_pids, flush=True)
+print(*(worker.pid for worker in pool.workers), flush=True)
 if sys.argv[2] == "kill":
     pool.score([RewardRequest(0, "", "bad", "", "stop", 1)])  # one worker busy, one idle
 """

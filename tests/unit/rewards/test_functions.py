@@ -33,7 +33,6 @@ from mindspeed_rl.rewards import (
     resolve_reward,
     row_weights,
     score_sample,
-    status_rate,
 )
 from mindspeed_rl.rewards.registry import built_in_reward, verdicts
 from mindspeed_rl.rewards.worker_process import worker_environment
@@ -416,13 +415,6 @@ def test_what_a_function_raises_is_an_error_with_its_traceback(error: BaseExcept
     result = score_sample([constant(1.0, "a"), WeightedReward("b", 1.0, fails)], request())
     assert (result.status, result.reward, result.sample_id) == ("error", None, 7)
     assert "in fails" in result.detail and type(error).__name__ in result.detail
-
-
-def test_status_rate() -> None:
-    results = [RewardResult(i, 0.0, {}, "timeout" if i == 1 else "ok", "") for i in range(4)]
-    assert status_rate(results, "timeout") == 0.25
-    assert status_rate(results, "error") == 0.0
-    assert status_rate([], "error") == 0.0
 
 
 def test_requests_and_results_pickle() -> None:

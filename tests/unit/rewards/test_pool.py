@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.rewards_support import make_pool, make_requests, wait_for
+from support.rewards_support import make_pool, make_requests, wait_for, worker_pids
 
 from mindspeed_rl.rewards import RewardError, RewardRequest, Scoring, resolve_reward
 from mindspeed_rl.rewards.worker_process import worker_environment
@@ -42,7 +42,7 @@ def test_workers_are_clean_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "3")
     with make_pool(":process", workers=2, max_error_rate=0.0) as pool:
         used = {result.reward for result in pool.score(make_requests(*["x"] * 64))}
-        assert used <= set(pool.worker_pids) and os.getpid() not in used
+        assert used <= set(worker_pids(pool)) and os.getpid() not in used
 
 
 def test_worker_environment_keeps_the_rest() -> None:
@@ -167,11 +167,11 @@ def test_the_limit_of_a_sample_holds_while_nobody_waits() -> None:
 def test_a_scoring_that_is_given_up_leaves_nothing_behind() -> None:
     """An engine that fails in the middle costs the worker that holds its sample, not the next."""
     with make_pool(":hangs_on_bad", timeout_s=60.0) as pool:
-        (before,) = pool.worker_pids
+        (before,) = worker_pids(pool)
         with pytest.raises(ZeroDivisionError), pool.scoring() as scoring:
             for request in make_requests("good", "bad", "bad"):
                 scoring.add(request)
             assert wait_until_done(scoring, 1)
             raise ZeroDivisionError
         assert [r.status for r in pool.score(make_requests("good", "good"))] == ["ok", "ok"]
-        assert before not in pool.worker_pids
+        assert before not in worker_pids(pool)

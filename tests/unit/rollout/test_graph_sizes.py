@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +21,19 @@ from mindspeed_rl.rollout.graph_sizes import (
     HISTORY_FILE,
     best_graph_sizes,
     decode_batches,
-    padded_rows,
     read_history,
     write_history,
 )
 
 HISTOGRAMS = st.dictionaries(st.integers(1, 12), st.integers(1, 50), min_size=1)
+
+
+def padded_rows(histogram: Mapping[int, int], sizes: Sequence[int]) -> int:
+    """Rows of all decode steps when each is padded to the next of ``sizes`` (ascending)."""
+    return sum(
+        steps * next((size for size in sizes if size >= running), running)
+        for running, steps in histogram.items()
+    )
 
 
 @given(HISTOGRAMS, st.integers(1, 5), st.sampled_from([1, 2, 4]))

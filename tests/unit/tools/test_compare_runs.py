@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from compare_runs import measures_machine
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -55,3 +58,19 @@ def test_a_run_that_stopped_early_differs_and_an_empty_folder_is_none(tmp_path: 
     assert done.returncode == 1 and "metrics.jsonl: 2 rows and 1\n" in done.stdout
     done = compare(first, tmp_path)
     assert done.returncode == 2 and "no finished run" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "of_the_machine"),
+    [
+        ("time/step_s", True), ("time_max/reshard_s", True), ("throughput/scored_early", True),
+        ("memory/train_used_bytes", True), ("reshard/gb_per_s", True), ("eval/hard/time_s", True),
+        ("x/wait_ms", True), ("reshard/bytes_sent", False), ("reward/mean", False),
+        ("optimizer/grad_norm", False), ("rollout/steps", False), ("sampling/rounds", False),
+        ("mismatch/max_abs_logprob", False), ("eval/accuracy", False), ("step", False),
+    ],
+)  # fmt: skip
+def test_what_measures_the_machine_is_told_by_unit_and_chapter(
+    name: str, of_the_machine: bool
+) -> None:
+    assert measures_machine(name) is of_the_machine

@@ -11,24 +11,17 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import inspect_plan
 import pytest
+from reshard_figures import RoundTraffic, critical_bytes, round_traffic
 from support.published import PUBLISHED, Reshard
 
 from mindspeed_rl.weights.layouts.base import pieces_of
 from mindspeed_rl.weights.planner import plan_reshard
 from mindspeed_rl.weights.schedule import plan_schedule
-from mindspeed_rl.weights.traffic import (
-    RoundTraffic,
-    critical_bytes,
-    element_bytes_of,
-    rank_traffic,
-    round_traffic,
-)
+from mindspeed_rl.weights.traffic import element_bytes_of, rank_traffic
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import inspect_plan  # noqa: E402
 
 QWEN_7B = Reshard("qwen2.5-7b", 16, "tp=4,pp=2", "tp=2", 8)
 QWEN_30B = Reshard(
@@ -180,7 +173,7 @@ WORLD = ("--world", "16")
     ("flags", "said"),
     [
         ((*DENSE, *WORLD, "--train", "tq=2"), "--train tq=2: .* allowed keys: tp, pp, vpp"),
-        ((*DENSE, *WORLD, "--rollout", "tp"), "--rollout tp: give KEY=VALUE .*tp, pp, dp, ep"),
+        ((*DENSE, *WORLD, "--rollout", "tp"), "--rollout tp: give KEY=VALUE .*tp, dp, ep"),
         ((*DENSE, *WORLD, "--train", "tp=2,tp=4"), "--train tp=4: tp is given twice; remove one"),
         ((*DENSE, *WORLD, "--train", "tp=zwei"), "--train tp=zwei: allowed are whole numbers"),
         ((*DENSE, *WORLD, "--train", "cp=0"), "--train cp=0: allowed are whole numbers from 1"),
@@ -190,7 +183,7 @@ WORLD = ("--world", "16")
         ),
         (
             (*DENSE, *WORLD, "--rollout", "tp=3"),
-            "--rollout: tp x pp x dp = 3 does not divide --world 16; make --world a multiple of 3",
+            "--rollout: tp x dp = 3 does not divide --world 16; make --world a multiple of 3",
         ),
         ((*DENSE, *WORLD, "--rollout", "tp=8"), "--rollout tp=8: .*28 attention heads"),
         ((*DENSE, *WORLD, "--train", "tp=8"), "--train tp=8: .* allowed: the divisors of 28"),

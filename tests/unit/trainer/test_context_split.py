@@ -45,12 +45,13 @@ def test_ranks_share_every_token_once(sizes: list[int], cp: int, tail: int) -> N
     row = make_row(sizes, cp, tail)
     shares = [split_context(row, cp, rank) for rank in range(cp)]
     assert {share.num_tokens for share in shares} == {row.num_tokens // cp}
-    where = torch.cat([s.row_index for s in shares if s.row_index is not None])
+    indices = [context_index(row.lengths, row.num_tokens, cp, rank) for rank in range(cp)]
+    where = torch.cat(indices)
     assert sorted(where.tolist()) == list(range(row.num_tokens))
     for name in ("token_ids", "positions", "targets", "loss_mask"):
         joined = torch.cat([getattr(s, name) for s in shares])
         assert torch.equal(joined, getattr(row, name)[where])
-    trained = torch.cat([s.row_index[s.loss_mask] for s in shares if s.row_index is not None])
+    trained = torch.cat([i[s.loss_mask] for i, s in zip(indices, shares, strict=True)])
     order = trained.argsort()
     for name, values in row.columns.items():
         joined = torch.cat([s.columns[name] for s in shares])
@@ -86,7 +87,9 @@ def test_attention_of_all_ranks_is_that_of_the_row(cp: int) -> None:
     attention.softmax_scale, attention.dropout = None, 0.0
     ranks = [split_context(row, cp, rank) for rank in range(cp)]
     everything = torch.arange(row.num_tokens)
-    indices = [everything if s.row_index is None else s.row_index for s in ranks]
+    indices = [everything]
+    if cp > 1:
+        indices = [context_index(row.lengths, row.num_tokens, cp, rank) for rank in range(cp)]
     gathered = torch.cat(indices)
     for rank, (share, index) in enumerate(zip(ranks, indices, strict=True)):
         packed = make_packed_row(share.lengths, share.positions, cp, rank)

@@ -7,7 +7,8 @@ import math
 import pytest
 
 from mindspeed_rl.metrics.metric_set import reduce_metrics
-from mindspeed_rl.weights.sync_metrics import SyncTraffic, sync_metrics
+from mindspeed_rl.weights.sync import sync_metrics
+from mindspeed_rl.weights.traffic import SyncTraffic
 
 GB = 10**9
 

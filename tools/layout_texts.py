@@ -14,7 +14,7 @@ from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
 TRAIN_KEYS = ("tp", "pp", "vpp", "cp", "ep", "etp", "moe_tp_extend_ep", "num_layer_list")
-ROLLOUT_KEYS = ("tp", "pp", "dp", "ep")
+ROLLOUT_KEYS = ("tp", "dp", "ep")
 
 Layout = TypeVar("Layout", bound=RolloutLayout)
 
@@ -140,12 +140,12 @@ def rollout_from_text(
         UsageError: An unknown key, a bad value, or sizes that do not fit each other or the model.
     """
     values = _values("--rollout", text, ROLLOUT_KEYS)
-    tp, pp, dp, ep = _sizes("--rollout", values, ROLLOUT_KEYS)
-    _check_world("--rollout", "tp x pp x dp", tp * pp * dp, world)
+    tp, dp, ep = _sizes("--rollout", values, ROLLOUT_KEYS)
+    _check_world("--rollout", "tp x dp", tp * dp, world)
     if ep not in (1, tp * dp):
         raise UsageError(
-            f"--rollout ep={ep}: experts are spread over all ranks of a stage of an engine or over "
-            f"none; allowed are 1 and tp x dp = {tp * dp}"
+            f"--rollout ep={ep}: experts are spread over all ranks of an engine or over none; "
+            f" allowed are 1 and tp x dp = {tp * dp}"
         )
     with _about("--rollout", text):
-        return build(spec, EngineLayout(world, tp, dp, ep > 1, pp))
+        return build(spec, EngineLayout(world, tp, dp, ep > 1))

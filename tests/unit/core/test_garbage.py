@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from mindspeed_rl.weights.garbage import without_collection
+from mindspeed_rl.core.garbage import without_collection
 
 
 @pytest.mark.parametrize("enabled", [True, False])

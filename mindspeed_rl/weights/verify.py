@@ -1,8 +1,12 @@
-"""Layout-invariant checksums of HF tensors, which prove that both sides hold the same bits.
+"""Proof that both sides of a weight sync hold the same bits, and the search for what differs.
 
 The checksum of a tensor is the sum over its elements of (bit pattern x odd hash of the element's
 global index) modulo 2^64. It does not depend on how the tensor is cut or ordered, so trainer and
 engine compute it from their own pieces and compare one integer per tensor.
+
+After a checksum failed, the first wrong element is looked for. That shares no code with the
+planner: owner ranks of the source broadcast what they hold, and every rank compares its own copy of
+the target with that.
 """
 
 from __future__ import annotations
@@ -17,15 +21,13 @@ import torch.distributed as dist
 
 from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.parallel.small_collectives import sum_over_ranks
-from mindspeed_rl.weights.difference import Difference, first_difference
 from mindspeed_rl.weights.executor import wire_dtype
-from mindspeed_rl.weights.layouts.base import Piece, ShardLayout, pieces_of
+from mindspeed_rl.weights.layouts.base import Piece, Shard, ShardLayout, pieces_of
 
 _MULTIPLIER_1 = -4658895280553007687  # 0xbf58476d1ce4e5b9 of splitmix64, as a signed integer
 _MULTIPLIER_2 = -7723592293110705685  # 0x94d049bb133111eb
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
+_SLICE_ELEMENTS = 1 << 24  # Elements broadcast at a time in the search for a difference.
 # Index hashes of rectangles up to this size are cached for all syncs: 8 bytes per element.
 _CACHED_ELEMENTS = 1 << 16
 _CHUNK_ELEMENTS = 1 << 20  # Elements hashed at a time; each needs 36 bytes with all temporaries.
@@ -129,33 +131,6 @@ def _sum_shares(
     return total
 
 
-def local_checksums(
-    layout: ShardLayout,
-    rank: int,
-    params: Mapping[str, torch.Tensor],
-    dtype: torch.dtype,
-    *,
-    primary_only: bool,
-) -> torch.Tensor:
-    """Compute what this rank adds to the checksum of every HF tensor of ``layout``. Local.
-
-    Args:
-        layout: Layout that says what the rank holds.
-        rank: Global rank.
-        params: Parameters of the rank by local name.
-        dtype: Element type that values are cast to first, as on the wire.
-        primary_only: Count each element on one rank only, so that the sum over all ranks is the
-            checksum; otherwise every copy counts, and the sum is the checksum times the number of
-            copies.
-
-    Returns:
-        [number of HF tensors] int64, in the order of ``layout.hf_shapes``.
-    """
-    rows = {name: i for i, name in enumerate(layout.hf_shapes)}
-    shares = _shares(layout, rank, rows, primary_only=primary_only)
-    return _sum_shares(shares, params, dtype, len(rows))
-
-
 def copies_held(layout: ShardLayout, names: Sequence[str] = ()) -> torch.Tensor:
     """Count the ranks that hold each element of all HF tensors or of ``names``: [n] int64."""
     copies = []
@@ -163,6 +138,102 @@ def copies_held(layout: ShardLayout, names: Sequence[str] = ()) -> torch.Tensor:
         held = sum(s.piece.hf_box.num_elements * len(s.owner_ranks) for s in layout.shards(name))
         copies.append(held // prod(layout.hf_shapes[name]))
     return torch.tensor(copies, dtype=torch.int64)
+
+
+# --- the first difference ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Difference:
+    """The first element of an HF tensor, in row-major order, that is wrong on a rank."""
+
+    index: tuple[int, ...]
+    rank: int
+    hf_name: str
+    param: str
+    expected: float
+    found: float
+
+    def __str__(self) -> str:
+        where = ", ".join(map(str, self.index))
+        return (
+            f"{self.hf_name}[{where}] on rank {self.rank} ({self.param}): "
+            f"{self.found!r} instead of {self.expected!r}"
+        )
+
+
+def first_difference(
+    source: ShardLayout,
+    target: ShardLayout,
+    hf_name: str,
+    rank: int,
+    read: Mapping[str, torch.Tensor],
+    write: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Difference | None:
+    """Find the first element of a tensor that differs on any rank. Collective: the world.
+
+    Args:
+        source: Layout of ``read``; where several ranks own a rectangle, the first one is the
+            reference.
+        target: Layout of ``write``.
+        hf_name: Name of the tensor.
+        rank: Global rank.
+        read: Source parameters of this rank.
+        write: Target parameters of this rank.
+        dtype: Element type on the wire of tensors that declare none.
+        device: Device of the broadcast buffers.
+    """
+    dtype = wire_dtype(source.dtype_of(hf_name), dtype)
+    mine = [shard for shard in target.shards(hf_name) if rank in shard.owner_ranks]
+    first: Difference | None = None
+    for shard in source.shards(hf_name):
+        if shard.is_replica:
+            continue
+        whole = shard.piece.hf_box
+        parts = -(-whole.num_elements // _SLICE_ELEMENTS)
+        for box in (whole.slice(i, parts) for i in range(parts)):
+            values = torch.empty(box.size, dtype=dtype, device=device)
+            if shard.owner_ranks[0] == rank:
+                values.copy_(_values(shard, box, read))
+            dist.broadcast(values, shard.owner_ranks[0])
+            for held in mine:
+                found = _compare(held, box, values, write, rank)
+                first = min((d for d in (first, found) if d is not None), default=None)
+    everyone: list[Difference | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, first)
+    return min((d for d in everyone if d is not None), default=None)
+
+
+def _values(shard: Shard, box: Box, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return a rectangle of the HF tensor as a view of the parameter that holds it."""
+    piece = shard.piece
+    shown: torch.Tensor = piece.view.of(params[piece.param].detach())
+    return shown[box.moved(piece.hf_box, piece.param_box).slices]
+
+
+def _compare(
+    held: Shard, box: Box, values: torch.Tensor, write: Mapping[str, torch.Tensor], rank: int
+) -> Difference | None:
+    both = box.intersect(held.piece.hf_box)
+    if both is None:
+        return None
+    expected = values[both.moved(box, Box.whole(box.size)).slices]
+    found = _values(held, both, write).to(values.dtype)
+    bits = _BITS[values.element_size()]
+    wrong = (expected.contiguous().view(bits) != found.contiguous().view(bits)).nonzero()
+    if not len(wrong):
+        return None
+    local = tuple(wrong[0].tolist())
+    index = tuple(lo + i for lo, i in zip(both.lo, local, strict=True))
+    piece = held.piece
+    return Difference(
+        index, rank, piece.hf_name, piece.param, float(expected[local]), float(found[local])
+    )
+
+
+# --- both together -----------------------------------------------------------------------------
 
 
 class WeightVerifier:
@@ -186,6 +257,18 @@ class WeightVerifier:
         self._copies = copies_held(target, self._names)
         self._dtype = dtype
 
+    def checksums(
+        self, read: Mapping[str, torch.Tensor], write: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Compute what this rank adds to the checksums of both sides. Local.
+
+        Returns:
+            [2, number of HF tensors] int64, in the order of ``source.hf_shapes``.
+        """
+        sides = ((self._source, read), (self._target, write))
+        count = len(self._names)
+        return torch.stack([_sum_shares(*side, self._dtype, count) for side in sides])
+
     def differing_tensors(
         self,
         read: Mapping[str, torch.Tensor],
@@ -196,14 +279,7 @@ class WeightVerifier:
 
         Every rank gets the same list. Two int64 per tensor go to every rank.
         """
-        count = len(self._names)
-        sums = torch.stack(
-            [
-                _sum_shares(self._source, read, self._dtype, count),
-                _sum_shares(self._target, write, self._dtype, count),
-            ]
-        )
-        sums = sum_over_ranks(sums, group)
+        sums = sum_over_ranks(self.checksums(read, write), group)
         differs = (sums[0] * self._copies) != sums[1]
         return [name for name, wrong in zip(self._names, differs.tolist(), strict=True) if wrong]
 

@@ -5,15 +5,13 @@ The checks compare names and shapes and never read weights, so they take seconds
 
 from __future__ import annotations
 
-import json
-import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from mindspeed_rl.checkpoint.names import BUFFERS, mtp_tensors
+from mindspeed_rl.checkpoint.safetensors_files import safetensors_entries
 from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.hf_files import INDEX, read_index
@@ -55,46 +53,6 @@ def tensor_shapes(directory: str | Path) -> dict[str, Shape | None]:
             if shapes[name] is None and (root / holder).is_file():
                 raise UsageError(f"{root / holder}: lacks {name}, which {INDEX} says is there")
     return shapes
-
-
-@dataclass(frozen=True, slots=True)
-class StoredEntry:
-    """A tensor of a safetensors file: element type in the format's spelling, shape, first byte."""
-
-    dtype: str
-    shape: Shape
-    offset: int
-
-
-def safetensors_entries(path: Path) -> dict[str, StoredEntry]:
-    """Read the header of one safetensors file.
-
-    Raises:
-        UsageError: The file is not a safetensors file, or its data ends too early.
-    """
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > path.stat().st_size:
-                raise UsageError(f"a header of {length} bytes does not fit")
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            ends = [entry["data_offsets"][1] for entry in header.values()]
-            first = 8 + length
-            entries = {
-                name: StoredEntry(
-                    entry["dtype"], tuple(entry["shape"]), first + entry["data_offsets"][0]
-                )
-                for name, entry in header.items()
-            }
-            end = first + max(ends, default=0)
-    except (ValueError, struct.error) as error:
-        raise UsageError(f"{path}: unreadable safetensors file: {error}") from error
-    except (AttributeError, KeyError, IndexError, TypeError) as error:
-        raise UsageError(f"{path}: its header is not that of a safetensors file") from error
-    if end != path.stat().st_size:
-        raise UsageError(f"{path}: {path.stat().st_size} bytes, its header implies {end}")
-    return entries
 
 
 def without_extras(spec: ModelSpec, names: Iterable[str]) -> tuple[list[str], Counter[str]]:

@@ -1,0 +1,175 @@
+"""Bytes of a reshard round by round, and the least that any reshard could move.
+
+The lower bounds ("floors") follow from sets of elements: what a rank needs and does not hold must
+arrive there; what some rank of a node needs and no rank of it holds must arrive at the node. Units
+are bytes on the wire.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from mindspeed_rl.core.boxes import Box
+from mindspeed_rl.weights.layouts.base import ShardLayout, Unit
+from mindspeed_rl.weights.planner import ReshardPlan, Transfer
+from mindspeed_rl.weights.schedule import Schedule
+from mindspeed_rl.weights.traffic import ElementBytes, RankTraffic
+
+# --- rounds ------------------------------------------------------------------------------------
+
+
+def busiest_bytes(traffic: RankTraffic) -> int:
+    """Bytes of the busier direction of a rank: links are full duplex."""
+    return max(traffic.receive_bytes, traffic.send_bytes)
+
+
+def busiest_inter_node_bytes(traffic: RankTraffic) -> int:
+    """Bytes of the busier direction of a rank between nodes."""
+    return max(traffic.inter_node_receive_bytes, traffic.inter_node_send_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTraffic:
+    """The bytes that one rank moves in each exchange: the hops of round 0, of round 1, and so on.
+
+    Attributes:
+        receive_bytes: Received bytes by exchange.
+        send_bytes: Sent bytes by exchange.
+        num_messages: Received messages of all exchanges: one per sender and exchange.
+    """
+
+    receive_bytes: tuple[int, ...]
+    send_bytes: tuple[int, ...]
+    num_messages: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Sent plus received bytes of the largest exchange, which its staging has to hold."""
+        return max(map(sum, zip(self.receive_bytes, self.send_bytes, strict=True)))
+
+
+def round_traffic(
+    plan: ReshardPlan, schedule: Schedule, source: ShardLayout, bytes_of: ElementBytes
+) -> RoundTraffic:
+    """Count the traffic of one rank's plan by exchanges. Local and pure.
+
+    Args:
+        plan: Plan of one rank, with or without a relay.
+        schedule: Schedule of the same reshard.
+        source: Layout that the reshard reads.
+        bytes_of: Function that returns the bytes of an element of each tensor.
+    """
+    num_hops = max((t.hop for t in (*plan.sends, *plan.receives)), default=1)
+    num_exchanges = num_hops * schedule.num_rounds
+
+    def parts(transfers: Iterable[Transfer]) -> Iterator[tuple[int, int, int]]:
+        """Yield (exchange, bytes, sender) of every slice."""
+        for t in transfers:
+            size = bytes_of(t.hf_name)
+            for slot in schedule.slots_of(source, t.hf_name):
+                elements = t.hf_box.slice(slot.part, slot.parts).num_elements
+                if elements:
+                    yield slot.round * num_hops + t.hop - 1, elements * size, t.src_rank
+
+    received, sent = [0] * num_exchanges, [0] * num_exchanges
+    messages = set()
+    for exchange, size, sender in parts(plan.receives):
+        received[exchange] += size
+        messages.add((exchange, sender))
+    for exchange, size, _ in parts(plan.sends):
+        sent[exchange] += size
+    return RoundTraffic(tuple(received), tuple(sent), len(messages))
+
+
+def critical_bytes(ranks: Iterable[RoundTraffic]) -> int:
+    """Sum the bytes of the busiest rank, max(sent, received), over exchanges."""
+    busiest = (
+        [max(pair) for pair in zip(r.receive_bytes, r.send_bytes, strict=True)] for r in ranks
+    )
+    return sum(max(exchange) for exchange in zip(*busiest, strict=True))
+
+
+# --- floors ------------------------------------------------------------------------------------
+
+
+def _without(box: Box, hole: Box) -> Iterator[Box]:
+    """Yield disjoint rectangles that cover ``box`` but not ``hole``."""
+    common = box.intersect(hole)
+    if common is None:
+        yield box
+        return
+    rest = box
+    for dim in range(len(box.lo)):
+        lo, end = rest.lo[dim], rest.lo[dim] + rest.size[dim]
+        inner_lo, inner_end = common.lo[dim], common.lo[dim] + common.size[dim]
+        if lo < inner_lo:
+            yield rest.with_dim(dim, lo, inner_lo - lo)
+        if inner_end < end:
+            yield rest.with_dim(dim, inner_end, end - inner_end)
+        rest = rest.with_dim(dim, inner_lo, inner_end - inner_lo)
+
+
+@lru_cache(maxsize=1 << 16)
+def missing_elements(wanted: tuple[Box, ...], present: tuple[Box, ...]) -> int:
+    """Count elements in the union of ``wanted`` that no rectangle of ``present`` holds."""
+    holes, count = list(present), 0
+    for box in wanted:
+        parts = [box]
+        for hole in holes:
+            parts = [rest for part in parts for rest in _without(part, hole)]
+        count += sum(part.num_elements for part in parts)
+        holes.append(box)
+    return count
+
+
+def rank_floor(source: ShardLayout, target: ShardLayout, rank: int, bytes_of: ElementBytes) -> int:
+    """Count bytes that a rank needs and does not hold. Local, pure, O(what the rank needs)."""
+
+    def boxes(layout: ShardLayout, name: str) -> tuple[Box, ...]:
+        return tuple(s.piece.hf_box for s in layout.shards(name) if rank in s.owner_ranks)
+
+    return sum(
+        missing_elements(boxes(target, name), boxes(source, name)) * bytes_of(name)
+        for name in target.held_names(rank)
+    )
+
+
+def node_floors(
+    source: ShardLayout,
+    target: ShardLayout,
+    bytes_of: ElementBytes,
+    ranks_per_node: int,
+) -> dict[int, int]:
+    """Count the bytes that each node needs and does not hold, once per node.
+
+    Tensors that are placed alike are counted together.
+    """
+
+    def boxes(layout: ShardLayout, name: str) -> dict[int, dict[Box, None]]:
+        of_nodes: dict[int, dict[Box, None]] = {}
+        for shard in layout.shards(name):
+            for node in {rank // ranks_per_node for rank in shard.owner_ranks}:
+                of_nodes.setdefault(node, {})[shard.piece.hf_box] = None
+        return of_nodes
+
+    def of_unit(unit: Unit) -> Counter[int]:
+        missing: Counter[int] = Counter()
+        for name in unit.names:
+            present = boxes(source, name)
+            for node, wanted in boxes(target, name).items():
+                elements = missing_elements(tuple(wanted), tuple(present.get(node, ())))
+                missing[node] += elements * bytes_of(name)
+        return missing
+
+    known: dict[Hashable, Counter[int]] = {}
+    floors: Counter[int] = Counter()
+    for unit in source.units():
+        first = unit.names[0]
+        key = source.placement_key(first), target.placement_key(first)
+        if key not in known:
+            known[key] = of_unit(unit)
+        floors.update(known[key])
+    return dict(floors)
