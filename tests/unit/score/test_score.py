@@ -1,4 +1,4 @@
-"""The score command without processes: flags, the ranks' shares as one result, the comparison."""
+"""The score command without processes: the ranks' shares as one result, the comparison."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import numpy as np
 import pytest
 
 from mindspeed_rl import score
-from mindspeed_rl.config import ScoreRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.data.scores import ScoreInputs, Scores, compare, read_scores
-from mindspeed_rl.planning.run_plan import check_score
 
 LENGTHS = [3, 1, 2]
 # rank, sequence, position, log-prob, entropy: all that is to be scored
@@ -140,27 +137,3 @@ def test_files_that_cannot_be_compared(
     error = capsys.readouterr().err
     assert error.startswith("mindspeed_rl.score: error: --compare") and told in error
     assert error.count("\n") == 1, "one line"
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("--output o.npz", r"^--tokens"),
-        ("--tokens none.npz --output o.npz", r"^--tokens none\.npz"),
-        ("--tokens {tokens}", r"^--output is required: give the \.npz file to write$"),
-        ("--tokens {tokens} --output {folder}", r"^--output .* is a directory; name a file in it$"),
-        ("--tokens {tokens} --output {tokens}/o", r"^--output .*\.npz is not a directory; choose"),
-        ("--tokens {tokens} --output o --temperature 0", r"^--temperature 0\.0: must be positive$"),
-        ("--tokens {tokens} --output o --temperature 0.5 --backend engine",
-         r"^--temperature 0\.5 with --backend engine: .*; allowed: 1$"),
-        ("--tokens {tokens} --output o --tensor-model-parallel-size 2", r"^world size 1 is not a"),
-    ],
-)  # fmt: skip
-def test_mistakes_in_the_flags_are_told(
-    flags: str, told: str, tiny_model: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "in.npz").touch()
-    argv = ["--hf-checkpoint", str(tiny_model), "--platform", "cpu"]
-    argv += flags.format(tokens=tmp_path / "in.npz", folder=tmp_path).split()
-    with pytest.raises(ValueError, match=told):
-        check_score(parse(ScoreRunConfig, argv, "score").config, 1)
