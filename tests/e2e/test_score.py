@@ -1,7 +1,6 @@
 """The score command: trainer and engine give the log-probs of transformers; its table; mistakes.
 
-Every family and variant by both backends, each in enough layouts for every pair of choices
-(``support.score_cases``).
+Every family and variant by both backends, in the layouts of ``support.score_cases``.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 from support.family_models import VOCAB, write_family_model
 from support.jobs import ROOT, free_port
-from support.score_cases import BACKENDS, VARIANTS, engine_layout, layouts_of, trainer_layout
+from support.score_cases import BACKENDS, ONE_ENGINE, TRAINER_TP2, VARIANTS, layouts_of
 from support.score_runs import (
     ENTRY,
     LENGTHS,
@@ -44,7 +43,7 @@ def test_every_variant_is_scored_as_by_transformers(
     variant: str, backend: str, world: ScoreWorld
 ) -> None:
     """Warm ranks, without torchrun's agent."""
-    layouts = layouts_of(backend)[variant]
+    layouts = layouts_of(backend, VARIANTS[variant])
     found = {layout.name: world.difference(variant, backend, layout) for layout in layouts}
     assert len(found) >= 2
     assert {name: d for name, d in found.items() if not d.largest <= TOLERANCE} == {}
@@ -52,8 +51,7 @@ def test_every_variant_is_scored_as_by_transformers(
 
 
 def test_logits_are_divided_by_the_temperature(world: ScoreWorld) -> None:
-    flags = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--temperature", "0.5")
-    cold = replace(trainer_layout("pp1", 2, 1, 1), name="cold", flags=flags)
+    cold = replace(TRAINER_TP2, name="cold", flags=(*TRAINER_TP2.flags, "--temperature", "0.5"))
     assert world.difference(VARIANT, "megatron", cold).largest > 0.1, "from temperature 1"
     found = np.load(world.folder / world.output(VARIANT, "megatron", cold))
     expected = transformers_scores(world.folder / VARIANT, world.folder / "in.npz", 0.5)
@@ -62,8 +60,7 @@ def test_logits_are_divided_by_the_temperature(world: ScoreWorld) -> None:
 
 
 def test_an_engine_without_entropy_gives_the_same_log_probs(world: ScoreWorld) -> None:
-    layout = engine_layout(tp=1, dp=1, whole=False, engines=1)
-    layout = replace(layout, name="no-entropy", flags=(*layout.flags, "--no-entropy"))
+    layout = replace(ONE_ENGINE, name="no-entropy", flags=("--no-entropy",))
     found = world.difference(VARIANT, "engine", layout)
     assert found.logp <= TOLERANCE
     assert found.entropy == np.abs(world.expected(VARIANT)[1]).max(), "all of it is 0"
@@ -82,10 +79,7 @@ def score(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
 
 def test_two_results_of_torchrun_are_compared(tmp_path: Path) -> None:
     world = ScoreWorld(tmp_path, torchrun)
-    layouts = {
-        "megatron": trainer_layout("pp1", tp=2, cp=1, ep=1),
-        "engine": engine_layout(tp=1, dp=1, whole=False, engines=1),
-    }
+    layouts = {"megatron": TRAINER_TP2, "engine": ONE_ENGINE}
     for backend, layout in layouts.items():
         assert world.difference(VARIANT, backend, layout).largest <= TOLERANCE
     trainer, engine = (world.output(VARIANT, b, layout) for b, layout in layouts.items())

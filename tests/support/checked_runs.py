@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
 from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.planning.run_plan import RLPlan, RunPlan, check_pretrain, check_rl
 
 SMALL_QWEN2: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -30,7 +31,8 @@ CLASSIFIER = {
     "tie_word_embeddings": True,
 }
 
-Run = TypeVar("Run", RLRunConfig, PretrainRunConfig)
+Run = TypeVar("Run", RLRunConfig, PretrainRunConfig, ScoreRunConfig)
+WORLD = 8
 
 
 def write_model(folder: Path, **changes: Any) -> Path:
@@ -45,3 +47,35 @@ def write_model(folder: Path, **changes: Any) -> Path:
 def configured(run_type: type[Run], flags: str) -> Run:
     """The configuration of a command line."""
     return parse(run_type, flags.split(), "test").config
+
+
+def write_inputs(folder: Path) -> Path:
+    """A model and data files as the two functions below name them."""
+    write_model(folder / "model")
+    for name in ("rl.jsonl", "eval.jsonl", "sft.jsonl"):
+        (folder / name).write_text("{}\n")
+    return folder
+
+
+def check_rl_run(
+    folder: Path, flags: str = "", steps: str = "--train-iters 3", **arguments: bool
+) -> RLPlan:
+    """Check a valid run of 8 ranks with further flags, of which the last one counts."""
+    valid = (
+        f"--hf-checkpoint {folder}/model --prompt-data {folder}/rl.jsonl --rollout-tp 4 "
+        f"--output-dir {folder}/fresh --max-prompt-length 64 --rollout-max-response-length 64 "
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        f"--grpo-prompts-per-step 4 --grpo-group-size 4 {steps} "
+    )
+    return check_rl(configured(RLRunConfig, valid + flags), WORLD, **arguments)
+
+
+def check_pretrain_run(
+    folder: Path, flags: str = "", steps: str = "--train-iters 3", **arguments: bool
+) -> RunPlan:
+    """As :func:`check_rl_run`, of a supervised run."""
+    valid = (
+        f"--hf-checkpoint {folder}/model --sft-data {folder}/sft.jsonl {steps} "
+        "--tensor-model-parallel-size 2 --global-batch-size 8 "
+    )
+    return check_pretrain(configured(PretrainRunConfig, valid + flags), WORLD, **arguments)

@@ -3,7 +3,6 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import data_flags
 
 from mindspeed_rl.compat import Disposition, classify, foreign_flags, nearest
 from mindspeed_rl.compat.foreign_flags import read_flags
@@ -33,39 +32,14 @@ def pairs(used):
     return [(flag.flag, flag.values) for flag in used]
 
 
-@pytest.mark.parametrize(
-    ("text", "values"),
-    [
-        ("--zero", ()),
-        ("--one -1", ("-1",)),
-        ("--one -1.5e-3", ("-1.5e-3",)),
-        ("--one=--a=b", ("--a=b",)),
-        ("--one=", ("",)),
-        ("--maybe", ()),
-        ("--maybe 3", ("3",)),
-        ("--some a", ("a",)),
-        ("--some a -2 b", ("a", "-2", "b")),
-        ("--any", ()),
-        ("--any a b", ("a", "b")),
-        ("--any=a", ("a",)),
-    ],
-)
-@pytest.mark.parametrize("after", ["", " --own 4", " -h"])
-def test_every_arity_takes_its_values(text, values, after):
-    use = sort(text + after)
-    assert pairs(use.accepted) == [(text.split()[0].partition("=")[0], values)]
-    assert list(use.own_argv) == after.split()
-    assert not use.refused and not use.unknown and not use.compared
-
-
 @pytest.mark.parametrize("text", ["--one", "--one --own 4", "--some", "--some --zero"])
 def test_missing_value_is_an_error(text):
-    with pytest.raises(ValueError, match=r"takes one.*got none; add it or remove the flag"):
+    with pytest.raises(ValueError, match=r"takes one.*got none"):
         sort(text)
 
 
 def test_value_of_a_switch_is_an_error():
-    with pytest.raises(ValueError, match="--zero is a switch, got the value 'true'"):
+    with pytest.raises(ValueError, match="--zero is a switch"):
         sort("--zero=true")
 
 
@@ -133,37 +107,6 @@ def test_nearest_is_bounded_with_the_closest_first():
     assert len(nearest("--save-intervall", known)) == 3
 
 
-SCRIPTS = {
-    "qwen3-8b pretrain": data_flags.QWEN3_8B_PRETRAIN,
-    "qwen3-32b tune": data_flags.QWEN3_32B_TUNE,
-    "qwen3-235b pretrain": data_flags.QWEN3_235B_A22B_PRETRAIN,
-    "deepseek3-671b pretrain": data_flags.DEEPSEEK3_671B_PRETRAIN,
-}
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_published_scripts_have_no_unknown_and_no_refused_flag(name):
-    argv = SCRIPTS[name]
-    rl = ["--perform-rl-step", "--grpo-group-size", "8", "--hf-checkpoint", "PATH"]
-    use = classify([*argv, *rl], OWN)
-    assert use.unknown == ()
-    assert use.refused == ()
-    assert list(use.own_argv[-len(rl) :]) == rl
-    sorted_tokens = len(use.own_argv) + sum(
-        1 + len(flag.values) for flag in (*use.accepted, *use.compared)
-    )
-    assert sorted_tokens == len(argv) + len(rl)
-
-
-def test_moe_script_has_its_architecture_checked():
-    use = classify(data_flags.DEEPSEEK3_671B_PRETRAIN, OWN)
-    assert {
-        ("--num-experts", ("256",)), ("--kv-lora-rank", ("512",)), ("--qk-layernorm", ()),
-        ("--multi-latent-attention", ()),
-    } <= set(pairs(use.compared))  # fmt: skip
-    assert "--num-layers" in use.own_argv
-
-
 def test_the_file_is_read_whole():
     flags = set(foreign_flags().values())
     assert len(flags) > 1000
@@ -212,7 +155,7 @@ KNOWN = sorted(
     key=lambda flag: flag.name,
 )
 NUM_VALUES = {"0": (0, 0), "1": (1, 1), "?": (0, 1), "+": (1, 4), "*": (0, 4)}
-VALUES = st.sampled_from(["1", "-1", "-0.5", "a,b", "PATH", "x y", "a=b", "_"])
+VALUES = st.sampled_from(["1", "-1", "-1.5e-3", "a,b", "PATH", "x y", "a=b", "_"])
 
 
 @st.composite
@@ -220,7 +163,10 @@ def uses(draw):
     flag = draw(st.sampled_from(KNOWN))
     low, high = NUM_VALUES[flag.nargs]
     values = draw(st.lists(VALUES, min_size=low, max_size=high))
-    return flag, draw(st.sampled_from(flag.spellings)), values
+    spelling = draw(st.sampled_from(flag.spellings))
+    if values and flag.nargs in "1?" and draw(st.booleans()):
+        return flag, [f"{spelling}={values[0]}"], values
+    return flag, [spelling, *values], values
 
 
 @given(st.lists(st.one_of(uses(), st.lists(VALUES, max_size=3)), max_size=12))
@@ -231,8 +177,8 @@ def test_every_token_is_sorted_once_and_in_order(parts):
             own += ["--hf-checkpoint", *part]
             argv += ["--hf-checkpoint", *part]
         else:
-            flag, spelling, values = part
-            argv += [spelling, *values]
+            flag, typed, values = part
+            argv += typed
             foreign.append((flag.name, tuple(values)))
     use = classify(argv, OWN)
     assert list(use.own_argv) == own

@@ -1,4 +1,4 @@
-"""Contradictions between algorithm flags are refused: flag, value, what is allowed, fix."""
+"""Which algorithm flags belong together; contradictions are in test_refusals.py."""
 
 from __future__ import annotations
 
@@ -53,58 +53,6 @@ def check(flags: str) -> RLRunConfig:
 )
 def test_what_belongs_together_is_accepted(flags: str) -> None:
     check(flags)
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("--grpo-group-size 1", "--grpo-group-size 1: .* at least 2 .* remax"),
-        ("--grpo-group-size 0 --rl-advantage-estimator remax", "--grpo-group-size 0"),
-        ("--critic-lr 1e-4",
-         "--critic-lr 0.0001 has no effect with --rl-advantage-estimator grpo; .* with gae"),
-        ("--rl-advantage-estimator gae --critic-warmup-steps 3 --train-iters 3",
-         "--critic-warmup-steps 3: the run has --train-iters 3, .*; lower it"),
-        ("--reward-model-hf-checkpoint rm --grpo-filter-groups-with-same-reward",
-         "--grpo-filter-groups-with-same-reward needs rewards while .*; remove one"),
-        ("--reward-model-hf-checkpoint rm --rl-advantage-estimator remax",
-         "--rl-advantage-estimator remax needs rewards while .*; remove one"),
-        ("--rl-routing-replay trainer --old-logprob rollout",
-         "--rl-routing-replay trainer records .*; use on-policy or recompute"),
-        ("--rl-routing-replay rollout --rollout-rebalance all",
-         "--rl-routing-replay rollout: not with --rollout-rebalance all: .* remove one"),
-        ("--rl-routing-replay rollout --partial-rollout-tokens 8 --old-logprob rollout",
-         "--rl-routing-replay rollout: not with --partial-rollout-tokens 8"),
-        ("--rl-routing-replay rollout --grpo-filter-groups-with-same-reward "
-         "--rl-resample-factor 2 --old-logprob rollout",
-         "--rl-routing-replay rollout: not with --rl-resample-factor 2: .*replay trainer"),
-        ("--rl-routing-replay rollout --rl-environment calculator",
-         "--rl-routing-replay rollout: not with --rl-environment"),
-        ("--rl-clip-ratio-c 0.5", "--rl-clip-ratio-c 0.5: must be above 1"),
-        ("--rl-clip-ratio-c 1", "--rl-clip-ratio-c 1: must be above 1"),
-        ("--rl-policy-loss sapo --rl-sapo-tau-pos 0", "--rl-sapo-tau-pos: .* more than 0"),
-        ("--rl-policy-loss clip_cov --rl-clip-cov-lower 5",
-         "--rl-clip-cov-lower 5 is not below --rl-clip-cov-upper 5"),
-        ("--grpo-kl-beta 1 --rl-kl-in-reward --rl-kl-estimator k3+",
-         r"--rl-kl-estimator k3\+ differs from k3 in its gradient alone"),
-        ("--rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef 0.5",
-         "--rl-importance-sampling-truncation-coef: .* of at least 1"),
-        ("--rl-rejection-threshold 1",
-         "--rl-rejection-threshold 1.0 .* --rl-rejection none; .* k3"),
-        ("--grpo-filter-groups-with-same-reward --grpo-group-size 1 --rl-advantage-estimator "
-         "remax",
-         "--grpo-filter-groups-with-same-reward: with --grpo-group-size 1 every group"),
-        ("--rl-overlong-buffer 129", "--rl-overlong-buffer 129 is longer than --rollout-max-re"),
-        ("--grpo-filter-groups-with-same-reward --rl-resample-factor 1.5",
-         "--rl-resample-factor 1.5 carries samples of older weights .* --old-logprob rollout"),
-        ("--grpo-filter-groups-with-same-reward --rl-resample-factor 2 --old-logprob recompute",
-         "which --old-logprob recompute does not weigh"),
-        ("--rl-rejection k1 --old-logprob rollout",
-         "--old-logprob rollout puts the engine's log-probs into the ratio"),
-    ],
-)  # fmt: skip
-def test_a_contradiction_is_refused(flags: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        check(flags)
 
 
 NEEDY = [f for _, own in own_flags(RLRunConfig) for f in own if f.info.needs is not None]

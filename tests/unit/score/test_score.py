@@ -1,4 +1,4 @@
-"""The score command without processes: flags, the ranks' shares as one result, the comparison."""
+"""The score command without processes: the ranks' shares as one result, the comparison."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from support.checked_runs import configured
+from support.family_models import family_config
+from support.score_cases import BACKENDS, VARIANTS, layouts_of
 
 from mindspeed_rl import score
 from mindspeed_rl.config import ScoreRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.data.scores import ScoreInputs, Scores, compare, read_scores
 from mindspeed_rl.planning.run_plan import check_score
 
@@ -142,25 +144,14 @@ def test_files_that_cannot_be_compared(
     assert error.count("\n") == 1, "one line"
 
 
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("--output o.npz", r"^--tokens"),
-        ("--tokens none.npz --output o.npz", r"^--tokens none\.npz"),
-        ("--tokens {tokens}", r"^--output is required: give the \.npz file to write$"),
-        ("--tokens {tokens} --output {folder}", r"^--output .* is a directory; name a file in it$"),
-        ("--tokens {tokens} --output {tokens}/o", r"^--output .*\.npz is not a directory; choose"),
-        ("--tokens {tokens} --output o --temperature 0", r"^--temperature 0\.0: must be positive$"),
-        ("--tokens {tokens} --output o --temperature 0.5 --backend engine",
-         r"^--temperature 0\.5 with --backend engine: .*; allowed: 1$"),
-        ("--tokens {tokens} --output o --tensor-model-parallel-size 2", r"^world size 1 is not a"),
-    ],
-)  # fmt: skip
-def test_mistakes_in_the_flags_are_told(
-    flags: str, told: str, tiny_model: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "in.npz").touch()
-    argv = ["--hf-checkpoint", str(tiny_model), "--platform", "cpu"]
-    argv += flags.format(tokens=tmp_path / "in.npz", folder=tmp_path).split()
-    with pytest.raises(ValueError, match=told):
-        check_score(parse(ScoreRunConfig, argv, "score").config, 1)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_layouts_of_the_whole_test_are_possible(backend: str, tmp_path: Path) -> None:
+    """Those of ``tests/e2e/test_score.py``, which runs them."""
+    for name in ("in.npz", "model.safetensors"):
+        (tmp_path / name).touch()
+    valid = f"--hf-checkpoint {tmp_path} --tokens {tmp_path}/in.npz --output o --platform cpu "
+    for case in VARIANTS.values():
+        family_config(case).save_pretrained(tmp_path)
+        for layout in layouts_of(backend, case):
+            flags = f"--backend {backend} {' '.join(layout.flags)}"
+            check_score(configured(ScoreRunConfig, valid + flags), layout.num_ranks)
