@@ -17,8 +17,6 @@ from typing import Any, TextIO
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.files import atomic_path, write_text_atomic
 
-_TAIL_CHUNK_BYTES = 1 << 16
-
 
 def encode_json(record: Mapping[str, Any], indent: int | None = None) -> str:
     """Encode ``record`` as strict JSON, which has no NaN and no infinity.
@@ -97,7 +95,8 @@ class JsonlWriter:
         line = encode_json({"step": step, **record})
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _drop_torn_tail(self.path)
+            if _has_torn_tail(self.path):
+                self.keep(lambda record: True)
             self._file = self.path.open("a", encoding="utf-8")
         self._file.write(line + "\n")
         self._file.flush()
@@ -148,18 +147,10 @@ def _parse(line: bytes, path: Path, line_number: int) -> dict[str, Any]:
     return record
 
 
-def _drop_torn_tail(path: Path) -> None:
-    """Drop bytes after the last newline, searching from the end because a dump may be large."""
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - _TAIL_CHUNK_BYTES)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        file.truncate(end)
+def _has_torn_tail(path: Path) -> bool:
+    """Whether the last line of a file lacks its newline."""
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"

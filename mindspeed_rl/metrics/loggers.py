@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
-from mindspeed_rl.config.outputs import EVENT_FILES, METRICS_FILE, TENSORBOARD_FOLDER
+from mindspeed_rl.config.outputs import EVENT_FILES, METRICS_FILE
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.metrics.jsonl import JsonlWriter, read_jsonl
 from mindspeed_rl.metrics.names import is_evaluation
@@ -45,34 +44,25 @@ class RunLogger:
     """Writes the metrics of a run to all of its backends.
 
     Args:
-        output_dir: Folder of the run, with ``metrics.jsonl`` and ``tensorboard/``.
+        output_dir: Folder of the run, with ``metrics.jsonl``.
         is_writer: Whether this rank writes; on the others every call does nothing.
-        backends: Names of the backends, of ``"jsonl"`` and ``"tensorboard"``; a run has both.
-        tensorboard_dir: Folder of the TensorBoard files; default ``output_dir/tensorboard``.
-        others: Further backends, of :func:`mindspeed_rl.metrics.trackers.make_trackers`.
-
-    Raises:
-        UsageError: TensorBoard is asked for and not installed.
+        others: Further backends: TensorBoard, and those of
+            :func:`mindspeed_rl.metrics.trackers.make_trackers`.
     """
 
     def __init__(
         self,
         output_dir: str | os.PathLike[str],
         is_writer: bool,
-        backends: Sequence[str] = ("jsonl", "tensorboard"),
-        tensorboard_dir: str | os.PathLike[str] = "",
         others: Sequence[MetricBackend] = (),
     ) -> None:
-        output_dir = Path(output_dir)
-        self._metrics_file = output_dir / METRICS_FILE
-        folders = {"tensorboard": Path(tensorboard_dir or output_dir / TENSORBOARD_FOLDER)}
+        self._metrics_file = Path(output_dir) / METRICS_FILE
         self._backends: list[MetricBackend] = []
+        self._last_step = self._last_evaluation = -math.inf
         if is_writer:
-            own = (_BACKENDS[name](folders.get(name, output_dir)) for name in backends)
-            self._backends = [*own, *others]
-        # Read even without the jsonl backend, because an old run in this folder is a mistake.
-        self._last_step = self._last_step_on_disk() if is_writer else -math.inf
-        self._last_evaluation = -math.inf
+            self._backends = [_JsonlBackend(self._metrics_file), *others]
+            steps = (record["step"] for record in read_jsonl(self._metrics_file))
+            self._last_step = max(steps, default=-math.inf)
 
     def truncate_after(self, step: int) -> None:
         """Drop the steps and evaluations that a run resumed after ``step`` logs again.
@@ -125,26 +115,12 @@ class RunLogger:
         for backend in self._backends:
             backend.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _last_step_on_disk(self) -> float:
-        return max((record["step"] for record in read_jsonl(self._metrics_file)), default=-math.inf)
-
 
 class _JsonlBackend:
     """Backend of ``metrics.jsonl``: an object per record, encoded by ``encode_json``."""
 
-    def __init__(self, output_dir: Path) -> None:
-        self._writer = JsonlWriter(output_dir / METRICS_FILE)
+    def __init__(self, file: Path) -> None:
+        self._writer = JsonlWriter(file)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._writer.append(step, values)
@@ -163,25 +139,23 @@ def _is_of_training(record: Mapping[str, Any], step: int) -> bool:
     return record["step"] == step and not any(is_evaluation(name) for name in record)
 
 
-class _TensorBoardBackend:
+class TensorBoardBackend:
     """Backend of TensorBoard, where a later event file hides the purged steps of earlier ones.
 
     TensorBoard knows steps only, so the step of the checkpoint is hidden with the evaluation after
     it, and written again. Events of other runs in the folder are hidden, never removed.
+
+    Args:
+        log_dir: Folder of the event files.
     """
 
-    def __init__(self, log_dir: Path) -> None:
-        try:
-            # Imported here: it takes seconds, and only the writer rank needs it.
-            from tensorboard.compat.proto.summary_pb2 import Summary
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise UsageError(
-                f'log backend "tensorboard" needs the package tensorboard ({error}); '
-                "install it, or leave the backend out"
-            ) from error
+    def __init__(self, log_dir: str | os.PathLike[str]) -> None:
+        # Imported here: it takes seconds, and only the writer rank needs it.
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard import SummaryWriter
+
         self._make_writer, self._make_summary = SummaryWriter, Summary
-        self._log_dir = log_dir
+        self._log_dir = Path(log_dir)
         self._purge_step: int | None = None
         self._writer: SummaryWriter | None = None
 
@@ -208,9 +182,3 @@ class _TensorBoardBackend:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-_BACKENDS: dict[str, Callable[[Path], MetricBackend]] = {
-    "jsonl": _JsonlBackend,
-    "tensorboard": _TensorBoardBackend,
-}

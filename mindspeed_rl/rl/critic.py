@@ -7,10 +7,11 @@ every pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
-from mindspeed_rl.algorithms.types import Denominators, LossOutputs, Sequences, ValueInputs
+from mindspeed_rl.algorithms.types import Denominators, Sequences, ValueInputs
 from mindspeed_rl.algorithms.value_loss import ValueLossSettings, explained_variance, value_loss
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
@@ -51,17 +52,6 @@ def value_loss_settings(config: RLRunConfig) -> ValueLossSettings:
     )
 
 
-def value_loss_function(
-    settings: ValueLossSettings, denominators: Denominators
-) -> ValueLossFunction:
-    """Return the value loss of one optimizer step."""
-
-    def loss(inputs: ValueInputs) -> LossOutputs:
-        return value_loss(inputs, settings, denominators)
-
-    return loss
-
-
 def empty_value_metrics(loss: ValueLossFunction) -> MetricSet:
     """Return zero metrics with the names that a loss reports, for ranks without it. Local."""
     none = torch.zeros(0)
@@ -84,14 +74,15 @@ def update_critic(
         updates: Micro-batches of each optimizer step with returns, and the global denominators.
         iterations: Number of times that all optimizer steps run.
     """
-    metrics = empty_value_metrics(value_loss_function(settings, Denominators(0, 0)))
+    loss = partial(value_loss, settings=settings, denominators=Denominators(0, 0))
+    metrics = empty_value_metrics(loss)
     metrics = metrics.merge(value_metrics(critic, [m for u in updates for m in u.micro_batches]))
     metrics = metrics.merge({"value/grad_norm": Mean(0.0, 0.0), "value/lr": Max()})
     for _ in range(iterations):
         for update in updates:
             if update.denominators.tokens == 0:  # skipped as for the policy
                 continue
-            loss = value_loss_function(settings, update.denominators)
+            loss = partial(value_loss, settings=settings, denominators=update.denominators)
             found = critic.forward_backward(update.micro_batches, loss)
             stats = critic.step()
             metrics = metrics.merge(found).merge(

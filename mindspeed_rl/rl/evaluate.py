@@ -128,11 +128,11 @@ def judged(rewards: RewardFunctions, rollout: Rollout) -> tuple[float, float]:
 
 
 def _exact(samples: Sequence[RolloutInfo]) -> list[bool]:
-    return [s.verdicts[0] == 1.0 for s in samples]
+    return [s.judgements[0] == 1.0 for s in samples]
 
 
 def _right(samples: Sequence[RolloutInfo]) -> list[bool]:
-    return [s.verdicts[1] == 1.0 for s in samples]
+    return [s.judgements[1] == 1.0 for s in samples]
 
 
 def sampled_metrics(

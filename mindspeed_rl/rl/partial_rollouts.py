@@ -82,22 +82,17 @@ def complete_groups(
             (g, m)
             for g, group in enumerate(groups)
             for m, sample in enumerate(group)
-            if sample is None or sample.goes_on(limit)
+            if sample is None or sample.is_incomplete(limit)
         ]
         before = [groups[g][m] for g, m in places]
         after = run_pass([prompts[indices[g]] for g, _ in places], before)
         passes += 1
         for (g, m), old, sample in zip(places, before, after, strict=True):
             groups[g][m] = sample.grown_from(old)
-        whole: list[Sequence[RolloutInfo]] = [
-            [s for s in group if s is not None] for group in groups
-        ]
-        is_open = [any(s.goes_on(limit) for s in group) for group in whole]
-        if len(whole) - sum(is_open) >= needed or not any(is_open):
-            break
-    return GrownGroups(
-        complete=[group for group, goes_on in zip(whole, is_open, strict=True) if not goes_on],
-        partial=[group for group, goes_on in zip(whole, is_open, strict=True) if goes_on],
-        num_continued=len(partial),
-        num_passes=passes,
-    )
+        complete, incomplete = list[Sequence[RolloutInfo]](), list[Sequence[RolloutInfo]]()
+        for group in groups:
+            known = [s for s in group if s is not None]
+            is_incomplete = any(s.is_incomplete(limit) for s in known)
+            (incomplete if is_incomplete else complete).append(known)
+        if len(complete) >= needed or not incomplete:
+            return GrownGroups(complete, incomplete, len(partial), passes)

@@ -313,7 +313,7 @@ def _tokens(
         list(prompt.token_ids),
         response[TOKEN_IDS.name].tolist(),
         response[ROLLOUT_LOGPROBS.name].tolist(),
-        sample.versions if sample.spans else None,
+        sample.versions if sample.earlier_versions else None,
     )
 
 

@@ -28,7 +28,7 @@ from mindspeed_rl.samples.lengths import LengthHistory
 from mindspeed_rl.samples.rollout_info import UNCACHED, RolloutInfo, SampleKey, exchange_table
 
 #: How many numbers the judge of a sample returns.
-NUM_VERDICTS = 2
+NUM_JUDGEMENTS = 2
 
 PhaseContext = Callable[[str], AbstractContextManager[None]]
 
@@ -119,7 +119,7 @@ class RolloutWorker:
         Args:
             request: Prompts, seeds and weights of the samples.
             phase: Names the parts of the pass for timer and watchdog.
-            judge: Returns :data:`NUM_VERDICTS` numbers about a sample, which all ranks get.
+            judge: Returns :data:`NUM_JUDGEMENTS` numbers about a sample, which all ranks get.
         """
         take_stats(self.engine)
         with self.rewards.scorer() as scorer:
@@ -133,7 +133,7 @@ class RolloutWorker:
                 record_history(self.history_folder, stats, self.assignment.engine.dp)
             with phase("reward"):
                 rollouts, found = scorer.finish()
-                verdicts = {r.sample_id: judge(r) for r in rollouts} if judge else None
+                judgements = {r.sample_id: judge(r) for r in rollouts} if judge else None
         with phase("wait"):  # for the slowest engine, so that its time is not counted as exchange
             dist.all_reduce(torch.zeros(1))
         leads = self.assignment.leads_engine
@@ -144,8 +144,8 @@ class RolloutWorker:
                 self.reward_names,
                 len(request.prompts),
                 request.key,
-                verdicts,
-                NUM_VERDICTS if judge else 0,
+                judgements,
+                NUM_JUDGEMENTS if judge else 0,
                 copies=() if leads else own,
                 num_copies=self.num_copies,
             )
@@ -171,12 +171,12 @@ class RolloutWorker:
             if scorer is None:
                 return
             for i, completion in finished.items():
-                goes_on = (
+                incomplete = (
                     prefixes
                     and completion.truncated
                     and len(completion.token_ids) < settings.max_response_tokens
                 )
-                take = scorer.add_unscored if goes_on else scorer.add
+                take = scorer.add_unscored if incomplete else scorer.add
                 take(Rollout(i, prompts[i], completion))
 
         rebalancer = self.assignment.rebalancer(prompts, settings, request.lengths, prefixes)

@@ -9,7 +9,7 @@ from mindspeed_rl.metrics.metric_set import Mean, MetricSet, reduce_metrics
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.rollout_worker import PassRequest
 from mindspeed_rl.samples.device_cache import TensorCache
-from mindspeed_rl.samples.rollout_info import UNCACHED, exchange_table
+from mindspeed_rl.samples.rollout_info import SampleKey, exchange_table
 
 PROBE_TOKENS = 24
 
@@ -56,7 +56,7 @@ def check_engine(run: Components, state: RunState) -> float:
         own = worker.generate(PassRequest(prompts, 0, settings, state.version))
         known, copies = (own, []) if worker.assignment.leads_engine else ([], own)
         samples = exchange_table(
-            known, engine.group_of(run.job.world.rank), (), engine.num_groups, UNCACHED,
+            known, engine.group_of(run.job.world.rank), (), engine.num_groups, SampleKey(0, 0),
             copies=copies, num_copies=engine.tp,
         )  # fmt: skip
         probe_store = replace(store, cache=TensorCache(store.cache.device))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.config.outputs import TENSORBOARD_FOLDER
 from mindspeed_rl.launch.job import Job
-from mindspeed_rl.metrics.loggers import RunLogger
+from mindspeed_rl.metrics.loggers import MetricBackend, RunLogger, TensorBoardBackend
 from mindspeed_rl.metrics.profiler import StepProfiler
 from mindspeed_rl.metrics.progress import RunProgress
 from mindspeed_rl.metrics.timers import PhaseTimer
@@ -25,11 +27,12 @@ def open_timer(job: Job[Any, Any]) -> tuple[PhaseTimer, StepProfiler]:
 
 def open_logger(config: Config, rank: int) -> RunLogger:
     """Open the logger of metrics, which writes on rank 0 only."""
-    logs = config.logging
-    others = make_trackers(config.trackers, logs.output_dir, asdict(config)) if rank == 0 else []
-    return RunLogger(
-        logs.output_dir, rank == 0, tensorboard_dir=logs.tensorboard_dir, others=others
-    )
+    logs, others = config.logging, list[MetricBackend]()
+    if rank == 0:
+        folder = logs.tensorboard_dir or Path(logs.output_dir) / TENSORBOARD_FOLDER
+        trackers = make_trackers(config.trackers, logs.output_dir, asdict(config))
+        others = [TensorBoardBackend(folder), *trackers]
+    return RunLogger(logs.output_dir, rank == 0, others)
 
 
 def open_progress(config: Config, start: int, name: str, rank: int) -> RunProgress:

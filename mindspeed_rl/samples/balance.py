@@ -1,4 +1,4 @@
-"""Partitions of sequences into rows that are full and ranks that have equal work.
+"""Placements of samples: micro-batches that are full, on ranks that have equal work.
 
 All are pure functions of lengths: every rank computes the same placement by itself.
 """
@@ -30,6 +30,32 @@ class SequenceCost:
     def of(self, length: int) -> float:
         """Return the work of one sequence of ``length`` tokens."""
         return length * (self.linear + self.quadratic * length)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchPlan:
+    """The samples of each micro-batch on each data-parallel rank.
+
+    The same plan serves the reference, old-policy and update passes. Every rank has the same number
+    of micro-batches, of the same padded length.
+
+    Attributes:
+        assignment: [dp][micro-batch] -> positions in the list of samples.
+        padded_length: T of every micro-batch, in tokens.
+    """
+
+    assignment: tuple[tuple[tuple[int, ...], ...], ...]
+    padded_length: int
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Number of micro-batches of each data-parallel rank."""
+        return len(self.assignment[0])
+
+
+def padded(size: int, multiple: int) -> int:
+    """Round ``size`` up to the next multiple."""
+    return -(-size // multiple) * multiple
 
 
 def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:

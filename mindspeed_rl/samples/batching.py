@@ -1,14 +1,20 @@
-"""The cutting of an optimizer step's samples into the micro-batches of this rank."""
+"""The cutting of an optimizer step's samples into micro-batches, and the packing of this rank's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mindspeed_rl.samples.balance import SequenceCost
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.samples.balance import (
+    MicroBatchPlan,
+    SequenceCost,
+    padded,
+    partition,
+    rows_for_ranks,
+)
 from mindspeed_rl.samples.locality import minimize_moves
 from mindspeed_rl.samples.packing import MicroBatch, TrainSample, pack
-from mindspeed_rl.samples.placement import MicroBatchPlan, padded, plan_micro_batches
 from mindspeed_rl.samples.routes import Ints
 
 
@@ -21,10 +27,11 @@ class BatchRules:
         dp_rank: Data-parallel rank of this process.
         micro_batch_size: Sequences per micro-batch, used when ``max_tokens`` is 0.
         max_tokens: Tokens per micro-batch.
-        row_multiple: The length of a row is rounded up to a multiple of this.
+        row_multiple: T, the length of a row, is rounded up to a multiple of this.
         sequence_multiple: Each sequence is padded to a multiple of this, the number of chunks that
             context parallelism cuts it into.
-        count_multiple: The number of micro-batches is rounded up to a multiple of this.
+        count_multiple: The number of micro-batches is rounded up to a multiple of this, with empty
+            ones.
         cost: Work of a sequence; all ranks get equal amounts of work.
     """
 
@@ -44,20 +51,32 @@ class BatchRules:
             lengths: Tokens of each sample.
             moved: [samples, data-parallel ranks] bytes, or any unit, that move if a sample trains
                 there; samples stay where they are as far as balance allows.
+
+        Raises:
+            UsageError: A sample is longer than ``max_tokens``.
         """
-        plan = plan_micro_batches(
-            lengths,
-            dp=self.dp,
-            micro_batch_size=self.micro_batch_size,
-            max_tokens=self.max_tokens,
-            multiple=self.row_multiple,
-            sequence_multiple=self.sequence_multiple,
-            count_multiple=self.count_multiple,
-            cost=self.cost,
+        if self.max_tokens and max(lengths, default=0) > self.max_tokens:
+            raise UsageError(
+                f"--max-tokens-per-micro-batch {self.max_tokens} is smaller than a sample of "
+                f"{max(lengths)} tokens; raise it to at least the longest sequence"
+            )
+        lengths = [padded(length, self.sequence_multiple) for length in lengths]
+        work, multiple = [self.cost.of(n) for n in lengths], self.dp * self.count_multiple
+        if self.max_tokens:
+            # A sample that is longer than the limit with its padding has a row of its own.
+            capacity = max(self.max_tokens, max(lengths, default=0))
+            rows = rows_for_ranks(lengths, capacity, multiple)
+        else:
+            rows = partition(work, padded(max(1, -(-len(work) // self.micro_batch_size)), multiple))
+        longest = max((sum(lengths[i] for i in row) for row in rows), default=1)
+        of_rank = partition([sum(work[i] for i in row) for row in rows], self.dp)
+        plan = MicroBatchPlan(
+            tuple(tuple(tuple(rows[r]) for r in mine) for mine in of_rank),
+            padded(max(1, longest), self.row_multiple),
         )
         if moved is None:
             return plan
-        return minimize_moves(plan, [padded(n, self.sequence_multiple) for n in lengths], moved)
+        return minimize_moves(plan, lengths, moved)
 
     def mine(self, plan: MicroBatchPlan) -> list[int]:
         """Return positions of this rank's samples, in the order of its micro-batches."""

@@ -90,6 +90,7 @@ class TensorCache:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.step = 0
+        self._carried: frozenset[SampleKey] = frozenset()
         #: Bytes of all entries.
         self.num_bytes = 0
         self._columns: dict[str, Column] = {}
@@ -105,14 +106,14 @@ class TensorCache:
         """
         if step <= self.step:
             raise RuntimeError(f"step {step} cannot begin after step {self.step}")
-        kept = set(keep)
+        self._carried = frozenset(keep)
         self.num_bytes = 0
         for name, entries in self._entries.items():
             column = self._columns[name]
             self._entries[name] = {
                 key: {version: self._alone(column, part) for version, part in parts.items()}
                 for key, parts in entries.items()
-                if key in kept
+                if key in self._carried
             }
         self.step = step
 
@@ -134,7 +135,8 @@ class TensorCache:
             versions: Version of the weights that each sample comes from.
 
         Raises:
-            RuntimeError: A sample has this tensor already, or belongs to a step that has not begun.
+            RuntimeError: A sample has this tensor already, or is neither of the present step nor
+                carried over into it.
         """
         moved = _as_kept(column, values.to(self.device, column.dtype))
         sizes = (length * column.width for length in lengths)
@@ -157,6 +159,11 @@ class TensorCache:
         for key, version, part in zip(keys, versions, parts, strict=True):
             if key.step > self.step:
                 raise RuntimeError(f"{_name(column, key)}: step {key.step} has not begun")
+            if key.step < self.step and key not in self._carried:
+                raise RuntimeError(
+                    f"{_name(column, key)} is written too late: it was not carried over into step "
+                    f"{self.step}"
+                )
             entry = entries.get(key)
             if entry is None:
                 entries[key] = {version: part}

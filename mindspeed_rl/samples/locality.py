@@ -13,7 +13,7 @@ from itertools import islice
 
 import numpy as np
 
-from mindspeed_rl.samples.placement import MicroBatchPlan
+from mindspeed_rl.samples.balance import MicroBatchPlan
 from mindspeed_rl.samples.routes import Ints
 
 Assignment = tuple[tuple[tuple[int, ...], ...], ...]

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl.samples.balance import padded
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TRAINING_COLUMNS
-from mindspeed_rl.samples.placement import padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +224,8 @@ def _row_of(
     num_prompt = of_samples([s.num_prompt_tokens for s in samples])
     owner = torch.repeat_interleave(length, output_size=total)
     position = torch.arange(total, device=device) - (length.cumsum(0) - length)[owner]
-    goes_on = of_samples([s.token_after is not None for s in samples])
-    has_target = position < (real - 1 + goes_on)[owner]
+    continues = of_samples([s.token_after is not None for s in samples])
+    has_target = position < (real - 1 + continues)[owner]
     token_ids = torch.zeros(padded_length, dtype=torch.int64, device=device)
     token_ids[:total][position < real[owner]] = _cat([s.token_ids for s in samples], device).to(
         torch.int64

@@ -54,9 +54,9 @@ class RolloutInfo:
         group: Engine ranks that have its tokens: see ``EngineLayout.group_of``.
         reward: Reward; NaN when the reward abstained.
         parts: Scores of the single reward functions, NaN where one abstained.
-        verdicts: Further numbers that its group determined about it.
+        judgements: Numbers that an evaluation found about it: see ``RolloutWorker.run``.
         key: Key under which the ranks of its group keep its tokens.
-        spans: (version, tokens) of what earlier passes of generation sampled, from the start of the
+        earlier_versions: (version, tokens) of what earlier passes of generation sampled, from the start of the
             response; the rest is of ``weights_version``.
     """
 
@@ -69,11 +69,11 @@ class RolloutInfo:
     group: int
     reward: float
     parts: tuple[float, ...] = ()
-    verdicts: tuple[float, ...] = ()
+    judgements: tuple[float, ...] = ()
     key: SampleKey = UNCACHED
-    spans: tuple[tuple[int, int], ...] = ()
+    earlier_versions: tuple[tuple[int, int], ...] = ()
 
-    def goes_on(self, limit: int) -> bool:
+    def is_incomplete(self, limit: int) -> bool:
         """Tell whether the response neither stopped nor reached the limit of responses."""
         return not self.stopped and self.num_tokens < limit
 
@@ -81,21 +81,21 @@ class RolloutInfo:
         """Count tokens at the start of the response that other weights than ``version`` sampled."""
         if self.weights_version != version:
             return self.num_tokens
-        return sum(tokens for sampled_by, tokens in self.spans if sampled_by != version)
+        return sum(tokens for sampled_by, tokens in self.earlier_versions if sampled_by != version)
 
     @property
     def versions(self) -> list[int]:
         """The version of the weights that sampled each token."""
-        earlier = [version for version, tokens in self.spans for _ in range(tokens)]
+        earlier = [version for version, tokens in self.earlier_versions for _ in range(tokens)]
         return earlier + [self.weights_version] * (self.num_tokens - len(earlier))
 
     def grown_from(self, before: RolloutInfo | None) -> RolloutInfo:
-        """Add the spans of the sample as it was before its last pass of generation."""
+        """Add the versions of the sample as it was before its last pass of generation."""
         if before is None:
             return self
-        known = sum(tokens for _, tokens in before.spans)
+        known = sum(tokens for _, tokens in before.earlier_versions)
         span = (before.weights_version, before.num_tokens - known)
-        return replace(self, spans=(*before.spans, span))
+        return replace(self, earlier_versions=(*before.earlier_versions, span))
 
 
 def exchange_table(
@@ -104,8 +104,8 @@ def exchange_table(
     part_names: Sequence[str],
     num_samples: int,
     key_of: SampleKey,
-    verdicts: Mapping[int, Sequence[float]] | None = None,
-    num_verdicts: int = 0,
+    judgements: Mapping[int, Sequence[float]] | None = None,
+    num_judgements: int = 0,
     *,
     copies: Sequence[Rollout] = (),
     num_copies: int = 1,
@@ -121,8 +121,8 @@ def exchange_table(
         part_names: Names of the reward functions, equal on all ranks.
         num_samples: Number of samples that there must be in all.
         key_of: Key of sample 0; the numbers of the others follow it.
-        verdicts: Further numbers of each of ``rollouts``, by sample id.
-        num_verdicts: Number of verdicts of each sample, equal on all ranks.
+        judgements: Judgements of each of ``rollouts``, by sample id.
+        num_judgements: Number of judgements of each sample, equal on all ranks.
         copies: The same rollouts, on the other ranks of the engine.
         num_copies: Number of ranks of an engine that have each sample.
 
@@ -130,11 +130,11 @@ def exchange_table(
         RuntimeError: A sample is missing or there twice, or the ranks of an engine have different
             tokens or log-probs for it.
     """
-    width = _INTEGERS + 1 + len(part_names) + num_verdicts
+    width = _INTEGERS + 1 + len(part_names) + num_judgements
     rows = torch.zeros(num_samples + 1, width, dtype=torch.int64)
     if rollouts:
         scores = [
-            [*_scores(r, part_names), *(verdicts[r.sample_id] if verdicts else ())]
+            [*_scores(r, part_names), *(judgements[r.sample_id] if judgements else ())]
             for r in rollouts
         ]
         bits = torch.tensor(scores, dtype=torch.float32).view(torch.int32)
@@ -183,7 +183,7 @@ def _samples_of(rows: torch.Tensor, key_of: SampleKey, num_parts: int) -> list[R
             group=facts[5],
             reward=numbers[0],
             parts=tuple(numbers[1:end]),
-            verdicts=tuple(numbers[end:]),
+            judgements=tuple(numbers[end:]),
             key=SampleKey(key_of.step, key_of.number + i),
         )
         for i, (facts, numbers) in enumerate(zip(rows[:-1].tolist(), floats, strict=True))

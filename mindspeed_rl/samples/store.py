@@ -17,12 +17,12 @@ import torch.distributed as dist
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.types import Prompt, Rollout
 from mindspeed_rl.metrics.metric_set import Max, MetricSet, Total
+from mindspeed_rl.samples.balance import MicroBatchPlan
 from mindspeed_rl.samples.batching import BatchRules
 from mindspeed_rl.samples.columns import LOSS_MASK, TOKEN_IDS, Column
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.exchange import GroupWire, Redistribution, num_words
 from mindspeed_rl.samples.packing import MicroBatch, TrainSample
-from mindspeed_rl.samples.placement import MicroBatchPlan
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 from mindspeed_rl.samples.routes import Hop, OwnerRanks, copies_moved, plan_gather, plan_hops
 
@@ -128,17 +128,11 @@ class SampleStore:
         """Return the number of a sample's tokens in the loss, as all ranks know it. Local."""
         return 0 if self.drop_truncated and not sample.stopped else sample.num_sampled
 
-    def place(
-        self, samples: Sequence[RolloutInfo], cache: TensorCache | None = None
-    ) -> PlacedSamples:
+    def place(self, samples: Sequence[RolloutInfo]) -> PlacedSamples:
         """Decide which rank trains on what, and move the tokens. Collective: the training grid.
 
         Balance has priority; among balanced placements few bytes are moved. All optimizer steps of
         the RL step move together.
-
-        Args:
-            samples: Samples of the step.
-            cache: Cache that has their tokens, if not that of this store.
         """
         size = self.samples_per_update
         lengths = [self.num_prompt_tokens(s) + s.num_tokens for s in samples]
@@ -159,7 +153,7 @@ class SampleStore:
         hops = plan_hops(
             owner_ranks, destinations, self.parallel, self.stages, self.rank, one_node=self.one_node
         )
-        moved, metrics = self._move(samples, hops, cache or self.cache, self.columns)
+        moved, metrics = self._move(samples, hops, self.columns)
         moved.keep()
         return PlacedSamples(samples, plans, destinations, moved, metrics)
 
@@ -182,20 +176,16 @@ class SampleStore:
         known = self.owner_ranks(samples)
         first = [0 if s.key in there else at for s, at in zip(samples, known.first, strict=True)]
         hops = plan_gather(OwnerRanks(first, known.count), 0, self.parallel.world, self.rank)
-        moved, _ = self._move(samples, hops, self.cache, wanted)
+        moved, _ = self._move(samples, hops, wanted)
         if self.rank:
             return []
         found = responses_in(moved, range(len(samples)), samples, wanted)
         return [{name: values.cpu() for name, values in r.items()} for r in found]
 
     def _move(
-        self,
-        samples: Sequence[RolloutInfo],
-        hops: Sequence[Hop],
-        cache: TensorCache,
-        columns: Sequence[Column],
+        self, samples: Sequence[RolloutInfo], hops: Sequence[Hop], columns: Sequence[Column]
     ) -> tuple[Redistribution, MetricSet]:
-        moved = Redistribution(cache, samples, columns, hops)
+        moved = Redistribution(self.cache, samples, columns, hops)
         wire = GroupWire(self.group_along)
         moved.run(wire)
         metrics = MetricSet(

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -25,8 +26,8 @@ from mindspeed_rl.algorithms.losses import LossSettings, policy_loss
 from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES, SurrogateSettings
 from mindspeed_rl.algorithms.selection import CovarianceSettings
 from mindspeed_rl.algorithms.token_advantages import generalized_advantages, rewards_to_tokens
-from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs
-from mindspeed_rl.algorithms.value_loss import ValueLossSettings
+from mindspeed_rl.algorithms.types import Denominators
+from mindspeed_rl.algorithms.value_loss import ValueLossSettings, value_loss
 from mindspeed_rl.config import ModelConfig, ParallelConfig, RLRunConfig, TrainConfig
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.metric_set import reduce_metrics
@@ -40,11 +41,11 @@ from mindspeed_rl.rl.build_models import (
     load_value_model,
     value_engine,
 )
-from mindspeed_rl.rl.critic import empty_value_metrics, value_loss_function, values_of_rows
+from mindspeed_rl.rl.critic import empty_value_metrics, values_of_rows
 from mindspeed_rl.rl.update import empty_loss_metrics, with_covariance_mask
 from mindspeed_rl.samples.packing import MicroBatch, TrainSample, pack
 from mindspeed_rl.trainer import parallel_state
-from mindspeed_rl.trainer.train_engine import LossFunction, TrainEngine
+from mindspeed_rl.trainer.train_engine import TrainEngine
 from mindspeed_rl.weights.executor import Resharder
 from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
 from mindspeed_rl.weights.transports import AllToAllTransport
@@ -384,11 +385,12 @@ def _outcome(
     if case.loss == VALUE:
         critic, settings = models.critic, ValueLossSettings(0.2, case.aggregation, LONGEST)
         batches = _with_targets(critic, batches, reduce or critic.all_reduce_cp)
-        value_loss = value_loss_function(settings, counts)
-        metrics = empty_value_metrics(value_loss)
-        metrics = metrics.merge(critic.forward_backward(batches, value_loss))
+        critic_loss = partial(value_loss, settings=settings, denominators=counts)
+        metrics = empty_value_metrics(critic_loss)
+        metrics = metrics.merge(critic.forward_backward(batches, critic_loss))
         return Outcome(reduce_metrics(metrics), models.critic_gradients())
-    engine, loss = models.policy, make_loss(case, counts)
+    engine = models.policy
+    loss = partial(policy_loss, settings=case.settings, denominators=counts)
     if (choice := POLICY_LOSSES[case.loss]).selects:
         chosen = CovarianceSettings(0.1, choice.selection == "largest", lower=-9.0, upper=9.0)
         current = engine.logprobs(batches)
@@ -397,15 +399,6 @@ def _outcome(
             batches = with_covariance_mask(batches, current, chosen, total)
     metrics = empty_loss_metrics(loss).merge(engine.forward_backward(batches, loss))
     return Outcome(reduce_metrics(metrics), models.policy_gradients())
-
-
-def make_loss(case: Case, denominators: Denominators) -> LossFunction:
-    """Return the loss function of a case."""
-
-    def loss(inputs: LossInputs) -> LossOutputs:
-        return policy_loss(inputs, case.settings, denominators)
-
-    return loss
 
 
 def _annotated(micro: MicroBatch) -> MicroBatch:

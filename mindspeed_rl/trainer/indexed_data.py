@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import subprocess
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import torch.distributed as dist
+from megatron.core.datasets.utils import compile_helpers
 
 from mindspeed_rl.config.indexed_data import data_bytes, parse_blend
 from mindspeed_rl.config.sft import IndexedDataConfig
@@ -147,7 +147,7 @@ class IndexedSamples:
 
 
 class _Rows(Sequence[TrainSample]):
-    """A range of rows of a source, each read on access."""
+    """A range of rows of a source, each read from disk on access."""
 
     def __init__(self, source: IndexedSamples, indices: range) -> None:
         self._source, self._indices = source, indices
@@ -155,15 +155,7 @@ class _Rows(Sequence[TrainSample]):
     def __len__(self) -> int:
         return len(self._indices)
 
-    @overload
-    def __getitem__(self, index: int) -> TrainSample: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[TrainSample]: ...
-
-    def __getitem__(self, index: int | slice) -> TrainSample | Sequence[TrainSample]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: Any) -> Any:
         return self._source.read(self._indices[index], index)
 
 
@@ -232,30 +224,19 @@ def _provide_helpers(local_rank: int) -> None:
     Collective: the world.
 
     Raises:
-        UsageError: They are missing and cannot be compiled.
+        UsageError: They are missing and cannot be compiled; make prints why.
     """
-    spec = importlib.util.find_spec("megatron.core.datasets")
-    folder = Path(next(iter((spec and spec.submodule_search_locations) or ["."])))
-    problem = ""
+    failed = False
     if importlib.util.find_spec(_HELPERS) is None and local_rank == 0:
-        problem = _compile(folder)
-    problems = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
+        try:
+            compile_helpers()
+        except (OSError, SystemExit):  # there is no make, or it failed
+            failed = True
+    anywhere = torch.tensor(int(failed))
+    dist.all_reduce(anywhere)
     importlib.invalidate_caches()
-    problem = next((text for text in problems if text), "")
-    if problem:
+    if anywhere:
         raise UsageError(
             f"--data-path: megatron-core's compiled helpers ({_HELPERS}) are missing and could "
-            f"not be made: {problem}; install megatron-core from a wheel, or g++, make and pybind11"
+            "not be made; install megatron-core from a wheel, or g++, make and pybind11"
         )
-
-
-def _compile(folder: Path) -> str:
-    """Run megatron-core's own Makefile and return its error, or an empty string."""
-    if not (folder / "Makefile").is_file():
-        return f"{folder} has no Makefile"
-    try:
-        done = subprocess.run(["make", "-C", str(folder)], capture_output=True, text=True)
-    except OSError as error:
-        return str(error)
-    return "" if done.returncode == 0 else done.stderr.strip()[-500:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,8 +198,7 @@ def _train(
 
     from mindspeed_rl.algorithms.losses import supervised_loss
     from mindspeed_rl.algorithms.types import Denominators
-    from mindspeed_rl.algorithms.value_loss import ValueLossSettings
-    from mindspeed_rl.rl.critic import value_loss_function
+    from mindspeed_rl.algorithms.value_loss import ValueLossSettings, value_loss
 
     counts = Denominators.of(s.num_trained for s in samples)
     given = []
@@ -209,7 +209,9 @@ def _train(
                 "returns", places.cos()
             )
         given.append(prepared)
-    critic.forward_backward(given, value_loss_function(ValueLossSettings(0.5), counts))
+    critic.forward_backward(
+        given, partial(value_loss, settings=ValueLossSettings(0.5), denominators=counts)
+    )
     critic.step()
     policy.forward_backward(given, lambda inputs: supervised_loss(inputs, counts.tokens))
     policy.step()

@@ -129,7 +129,7 @@ def make_run(
             timer=timer,
             profiler=cast(Any, None),
             ledger=cast(Any, SimpleNamespace(metrics=MetricSet)),
-            logger=RunLogger(output, world.rank == 0, ("jsonl",)),
+            logger=RunLogger(output, world.rank == 0),
             dump=RolloutDump(output / "rollouts.jsonl", 1, world.rank == 0),
         ),
         scheduler=SimpleNamespace(require=lambda phase, what: None),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from support.training_worlds import make_job
 
+from mindspeed_rl.algorithms.losses import policy_loss
 from mindspeed_rl.algorithms.types import Denominators
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.core.types import Prompt
@@ -83,7 +85,9 @@ def gradients(models: Any, batches: Sequence[MicroBatch], update: int) -> Any:
         b = b.with_column("ref_logprobs", known)
         marked.append(b.with_column("advantages", of_sample[b.sequence_of]))
     counts = Denominators.of(LENGTHS[update * PER_UPDATE : (update + 1) * PER_UPDATE])
-    case_loss = loss.make_loss(loss.Case("ppo", "token-mean"), counts)
+    case_loss = partial(
+        policy_loss, settings=loss.Case("ppo", "token-mean").settings, denominators=counts
+    )
     models.policy.forward_backward(marked, case_loss)
     return models.policy_gradients()
 

@@ -444,7 +444,7 @@ def make_run(
             timer=timer,
             profiler=profiler,
             ledger=MemoryLedger({}, job.platform.memory, None, 0),
-            logger=RunLogger(output, True, ("jsonl",)),
+            logger=RunLogger(output, True),
             dump=RolloutDump(output / "rollouts.jsonl", config.logging.log_rollouts, True),
         ),
     )

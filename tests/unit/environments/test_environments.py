@@ -26,8 +26,8 @@ from mindspeed_rl.metrics.metric_set import Mean
 from mindspeed_rl.parallel.conversations import Continuation, exchange_continuations
 from mindspeed_rl.rewards import RewardError
 from mindspeed_rl.rl import multi_turn
-from mindspeed_rl.rl.carryover import carryover_state, restored_carryover
 from mindspeed_rl.rl.multi_turn import Environments
+from mindspeed_rl.rl.resume import carryover_state, restored_carryover
 from mindspeed_rl.rl.rollouts import RolloutBatch
 from mindspeed_rl.samples.packing import TrainSample, pack
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mindspeed_rl.core.files import atomic_path, write_text_atomic
 from mindspeed_rl.metrics.jsonl import JsonlWriter, encode_json, read_jsonl, write_summary
-from mindspeed_rl.metrics.loggers import RunLogger
+from mindspeed_rl.metrics.loggers import RunLogger, TensorBoardBackend
 from mindspeed_rl.metrics.progress import RunProgress
 from mindspeed_rl.metrics.rollout_dump import RolloutDump, RolloutRow
 
@@ -146,16 +147,21 @@ def test_damaged_line_is_named(tmp_path: Path, line: str) -> None:
 # ---- RunLogger
 
 
+def boarded(output: Path, events: Path | None = None) -> RunLogger:
+    """A logger that writes to TensorBoard as well."""
+    return RunLogger(output, True, [TensorBoardBackend(events or output / "tensorboard")])
+
+
 def _tensorboard(output_dir: Path, name: str) -> list[tuple[int, float]]:
     events = EventAccumulator(str(output_dir / "tensorboard")).Reload()
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 
 def test_resumed_run_has_every_step_once_in_every_backend(tmp_path: Path) -> None:
-    with RunLogger(tmp_path, True) as first:
+    with closing(boarded(tmp_path)) as first:
         for step in (1, 2, 3, 4):
             first.log(step, {"reward/mean": float(step)})
-    with RunLogger(tmp_path, True) as resumed:
+    with closing(boarded(tmp_path)) as resumed:
         resumed.truncate_after(2)
         for step in (3, 4, 5):
             resumed.log(step, {"reward/mean": 10.0 * step})
@@ -167,7 +173,7 @@ def test_resumed_run_has_every_step_once_in_every_backend(tmp_path: Path) -> Non
 
 def test_evaluations_are_logged_under_their_own_step(tmp_path: Path) -> None:
     """Before the first step, beside a step, and again after a resume: each point once."""
-    with RunLogger(tmp_path, True) as first:
+    with closing(boarded(tmp_path)) as first:
         first.log_evaluation(0, {"eval/accuracy": 0.0})
         for step in (1, 2, 3):
             first.log(step, {"reward/mean": float(step)})
@@ -179,7 +185,7 @@ def test_evaluations_are_logged_under_their_own_step(tmp_path: Path) -> None:
     expected = [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0)]
     assert _tensorboard(tmp_path, "eval/accuracy") == expected
     # The checkpoint of step 2 was saved before the evaluation of step 2.
-    with RunLogger(tmp_path, True) as resumed:
+    with closing(boarded(tmp_path)) as resumed:
         resumed.truncate_after(2)
         resumed.log_evaluation(2, {"eval/accuracy": 2.0})
         resumed.log(3, {"reward/mean": 3.0})
@@ -194,7 +200,7 @@ def test_a_fresh_run_hides_the_events_of_another_one(tmp_path: Path) -> None:
     """In a --tensorboard-dir of the user's; the other run's files stay."""
     events = tmp_path / "mine" / "tensorboard"
     for output, value in (("a", 1.0), ("b", 2.0)):
-        with RunLogger(tmp_path / output, True, tensorboard_dir=events) as logger:
+        with closing(boarded(tmp_path / output, events)) as logger:
             logger.log(1, {"reward/mean": value})
     assert _tensorboard(tmp_path / "mine", "reward/mean") == [(1, 2.0)]
     assert len(list(events.glob("events.out.tfevents.*"))) == 2
@@ -203,14 +209,14 @@ def test_a_fresh_run_hides_the_events_of_another_one(tmp_path: Path) -> None:
 
 def test_an_evaluation_logs_only_its_own_metrics(tmp_path: Path) -> None:
     with (
-        RunLogger(tmp_path, True, ("jsonl",)) as logger,
+        closing(RunLogger(tmp_path, True)) as logger,
         pytest.raises(ValueError, match=r"reward/mean.*must begin with eval/"),
     ):
         logger.log_evaluation(0, {"reward/mean": 1.0})
 
 
 def test_only_the_writer_touches_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with RunLogger(tmp_path / "run", is_writer=False) as logger:
+    with closing(RunLogger(tmp_path / "run", is_writer=False)) as logger:
         logger.truncate_after(0)
         logger.log(1, {"reward/mean": 1.0})
     dump = RolloutDump(tmp_path / "run" / "rollouts.jsonl", 4, is_writer=False)
@@ -222,13 +228,13 @@ def test_only_the_writer_touches_files(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("step", [3, 2])
 def test_step_logged_twice_is_refused(tmp_path: Path, step: int) -> None:
-    with RunLogger(tmp_path, True, ("jsonl",)) as logger:
+    with closing(RunLogger(tmp_path, True)) as logger:
         logger.log(3, {})
         with pytest.raises(RuntimeError, match=r"after step 3.*truncate_after"):
             logger.log(step, {})
     # A new process in an old folder must say whether it resumes.
     with (
-        RunLogger(tmp_path, True, ("jsonl",)) as logger,
+        closing(RunLogger(tmp_path, True)) as logger,
         pytest.raises(RuntimeError, match="truncate_after"),
     ):
         logger.log(step, {})

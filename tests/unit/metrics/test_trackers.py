@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -61,12 +62,12 @@ def test_every_metric_reaches_both_once_also_after_a_resume(
 ) -> None:
     output = tmp_path / "seed0"
     others = make_trackers(BOTH, output, {"train": {"lr": 1e-6}})
-    with RunLogger(output, True, ("jsonl",), others=others) as logger:
+    with closing(RunLogger(output, True, others)) as logger:
         logger.log_evaluation(0, {"eval/accuracy": 0.1})
         for step in (1, 2, 3):
             logger.log(step, {"reward/mean": float(step), "loss": math.nan})
     again = make_trackers(BOTH, output, {})
-    with RunLogger(output, True, ("jsonl",), others=again) as logger:
+    with closing(RunLogger(output, True, again)) as logger:
         logger.truncate_after(2)
         logger.log(3, {"reward/mean": 30.0})
     for several in runs.values():
@@ -87,9 +88,9 @@ def test_every_metric_reaches_both_once_also_after_a_resume(
 
 def test_a_run_that_logs_nothing_makes_no_run(runs: dict[str, list[Run]], tmp_path: Path) -> None:
     others = make_trackers(replace(BOTH, wandb_exp_name="mine"), tmp_path, {})
-    with RunLogger(tmp_path / "a", True, ("jsonl",), others=others):
+    with closing(RunLogger(tmp_path / "a", True, others)):
         pass
-    with RunLogger(tmp_path / "b", False, ("jsonl",), others=others) as logger:
+    with closing(RunLogger(tmp_path / "b", False, others)) as logger:
         logger.log(1, {"reward/mean": 1.0})
     assert runs == {"wandb": [], "swanlab": []}
     assert make_trackers(TrackerConfig(), tmp_path, {}) == []

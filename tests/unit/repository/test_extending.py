@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import redirect_stdout
+from contextlib import closing, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -126,12 +126,12 @@ def test_tracker(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def logger() -> RunLogger:
         arguments = {**tracker.arguments, "config": {}}
         backend = TrackerBackend(tracker.package, arguments, tracker.name or "run")
-        return RunLogger(reader / "out", True, ("jsonl",), others=[backend])
+        return RunLogger(reader / "out", True, [backend])
 
-    with logger() as first:
+    with closing(logger()) as first:
         for step in (1, 2, 3):
             first.log(step, {"reward/mean": step / 2, "loss": math.nan})
-    with logger() as resumed:
+    with closing(logger()) as resumed:
         resumed.truncate_after(2)
         resumed.log(3, {"reward/mean": 9.0})
 

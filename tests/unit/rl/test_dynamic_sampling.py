@@ -19,10 +19,9 @@ from support.table_engine import response_of
 from mindspeed_rl.algorithms.overlong import overlong_penalty
 from mindspeed_rl.metrics.metric_set import Mean
 from mindspeed_rl.rl.advantages import shaped_rewards
-from mindspeed_rl.rl.carryover import carryover_state, restored_carryover
 from mindspeed_rl.rl.dynamic_sampling import FilledStep, Group, fill_step
 from mindspeed_rl.rl.report import sample_metrics
-from mindspeed_rl.rl.resume import restore_carryover
+from mindspeed_rl.rl.resume import carryover_state, restore_carryover, restored_carryover
 from mindspeed_rl.samples.columns import response_columns
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 from mindspeed_rl.samples.store import ResponseTensors

@@ -17,9 +17,8 @@ from support.table_engine import STOP, TableEngine
 
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.metrics.metric_set import MetricSet
-from mindspeed_rl.rl.carryover import carryover_state, restored_carryover
 from mindspeed_rl.rl.logprobs import check_on_policy
-from mindspeed_rl.rl.resume import restore_carryover
+from mindspeed_rl.rl.resume import carryover_state, restore_carryover, restored_carryover
 from mindspeed_rl.rl.rollouts import RolloutBatch, generate_rollouts
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings
 from mindspeed_rl.samples.columns import experts_column, response_columns
@@ -94,7 +93,7 @@ def test_every_group_is_trained_on_once_and_whole(tmp_path: Path) -> None:
             assert s.stopped or s.num_tokens == LIMIT, "what is trained on is complete"
             assert not math.isnan(s.reward)
         trained += [s.prompt_index for s in rollouts.samples[::3]]
-        stale += sum(bool(s.spans) for s in rollouts.samples)
+        stale += sum(bool(s.earlier_versions) for s in rollouts.samples)
     assert stale, "some responses must have gone on"
     carried = [
         group[0].prompt_index for group in (*run.state.carried_groups, *run.state.partial_groups)
@@ -130,9 +129,9 @@ def test_a_response_is_scored_once_when_it_is_whole(tmp_path: Path) -> None:
     run = partial_run(tmp_path)
     trained = [s for step in range(1, 6) for s in step_of(run, step)[0].samples]
     carried = [s for group in (*run.state.carried_groups, *run.state.partial_groups) for s in group]
-    whole = [s for s in (*trained, *carried) if not s.goes_on(LIMIT)]
+    whole = [s for s in (*trained, *carried) if not s.is_incomplete(LIMIT)]
     assert run.pool.num_scored == len(whole)
-    assert all(math.isnan(s.reward) for s in carried if s.goes_on(LIMIT))
+    assert all(math.isnan(s.reward) for s in carried if s.is_incomplete(LIMIT))
 
 
 def test_a_step_ends_when_enough_is_complete(tmp_path: Path) -> None:
@@ -247,7 +246,7 @@ def test_dynamic_sampling_goes_on_with_what_is_open(tmp_path: Path) -> None:
 
 
 def test_on_policy_batches_have_no_older_tokens() -> None:
-    old = RolloutInfo(4, 0, 9, 9, True, 0, 0, 1.0, spans=((-1, 2),))
+    old = RolloutInfo(4, 0, 9, 9, True, 0, 0, 1.0, earlier_versions=((-1, 2),))
     with pytest.raises(RuntimeError, match=r"samples \[4\] were sampled by other weights"):
         check_on_policy([old], 0)
 

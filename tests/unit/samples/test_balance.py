@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl.samples.balance import SequenceCost, fill_rows, partition, rows_for_ranks
-from mindspeed_rl.samples.placement import plan_micro_batches
+from mindspeed_rl.samples.batching import BatchRules
 
 COSTS = st.lists(st.integers(0, 1000), max_size=40)
 
@@ -94,7 +94,9 @@ def heavy_tail(mean: float, most: int, count: int = 8192) -> list[int]:
 def test_a_large_step_is_even_and_full(mean: int, most: int, dp: int) -> None:
     """8192 samples, rows as long as the longest: the limits of the issue."""
     lengths = heavy_tail(mean, most)
-    plan = plan_micro_batches(lengths, dp=dp, micro_batch_size=1, max_tokens=most, multiple=1)
+    plan = BatchRules(dp=dp, dp_rank=0, micro_batch_size=1, max_tokens=most, row_multiple=1).plan(
+        lengths
+    )
     tokens = [sum(lengths[i] for row in rank for i in row) for rank in plan.assignment]
     assert max(tokens) <= 1.03 * sum(tokens) / dp
     num_rows = dp * plan.num_micro_batches
@@ -104,9 +106,9 @@ def test_a_large_step_is_even_and_full(mean: int, most: int, dp: int) -> None:
 def test_work_that_grows_with_the_square_is_what_is_even() -> None:
     lengths = heavy_tail(7000, 32768, 1024)
     cost = SequenceCost(1.0, 1 / 4096)
-    plan = plan_micro_batches(
-        lengths, dp=8, micro_batch_size=1, max_tokens=32768, multiple=1, cost=cost
-    )
+    plan = BatchRules(
+        dp=8, dp_rank=0, micro_batch_size=1, max_tokens=32768, row_multiple=1, cost=cost
+    ).plan(lengths)
     work = [sum(cost.of(lengths[i]) for row in rank for i in row) for rank in plan.assignment]
     assert max(work) <= 1.03 * sum(work) / 8
     assert cost.of(4096) == 2 * 4096
@@ -114,7 +116,7 @@ def test_work_that_grows_with_the_square_is_what_is_even() -> None:
 
 def test_micro_batches_of_a_number_of_samples_have_equal_work_too() -> None:
     lengths = heavy_tail(1500, 3072, 512)
-    plan = plan_micro_batches(lengths, dp=4, micro_batch_size=16, max_tokens=0, multiple=8)
+    plan = BatchRules(dp=4, dp_rank=0, micro_batch_size=16, row_multiple=8).plan(lengths)
     assert plan.num_micro_batches == 8
     assert all(len(row) == 16 for rank in plan.assignment for row in rank)
     tokens = [sum(lengths[i] for row in rank for i in row) for rank in plan.assignment]

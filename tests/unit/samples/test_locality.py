@@ -18,15 +18,18 @@ from support.rl_run import make_run
 from support.sample_world import layout_of
 
 from mindspeed_rl.core.layout import EngineLayout
+from mindspeed_rl.samples.balance import MicroBatchPlan
+from mindspeed_rl.samples.batching import BatchRules
 from mindspeed_rl.samples.locality import best_assignment, bytes_moved, minimize_moves
-from mindspeed_rl.samples.placement import MicroBatchPlan, plan_micro_batches
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 from mindspeed_rl.samples.routes import OwnerRanks, copies_moved
 from mindspeed_rl.samples.store import SampleStore
 
 
 def placed(lengths: list[int], dp: int, max_tokens: int = 12) -> MicroBatchPlan:
-    return plan_micro_batches(lengths, dp=dp, micro_batch_size=2, max_tokens=max_tokens, multiple=1)
+    return BatchRules(
+        dp=dp, dp_rank=0, micro_batch_size=2, max_tokens=max_tokens, row_multiple=1
+    ).plan(lengths)
 
 
 def balance_of(plan: MicroBatchPlan, lengths: list[int]) -> Counter[Any]:

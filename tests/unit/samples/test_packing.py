@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindspeed_rl.samples.batching import BatchRules
 from mindspeed_rl.samples.packing import TrainSample, pack
-from mindspeed_rl.samples.placement import plan_micro_batches
 
 lengths_lists = st.lists(st.integers(2, 30), max_size=20)
 
@@ -39,9 +39,9 @@ def sample(sample_id: int, length: int, num_prompt: int, supervised: bool = Fals
 def test_every_sample_is_planned_once(
     lengths: list[int], dp: int, size: int, max_tokens: int, multiple: int
 ) -> None:
-    plan = plan_micro_batches(
-        lengths, dp=dp, micro_batch_size=size, max_tokens=max_tokens, multiple=multiple
-    )
+    plan = BatchRules(
+        dp=dp, dp_rank=0, micro_batch_size=size, max_tokens=max_tokens, row_multiple=multiple
+    ).plan(lengths)
     placed = [i for rank in plan.assignment for batch in rank for i in batch]
     assert sorted(placed) == list(range(len(lengths)))
     assert len(plan.assignment) == dp
@@ -57,10 +57,14 @@ def test_every_sample_is_planned_once(
 
 
 def test_packing_by_tokens_fills_rows() -> None:
-    plan = plan_micro_batches([4, 4, 4, 9, 1], dp=1, micro_batch_size=1, max_tokens=10, multiple=4)
+    plan = BatchRules(dp=1, dp_rank=0, micro_batch_size=1, max_tokens=10, row_multiple=4).plan(
+        [4, 4, 4, 9, 1]
+    )
     assert plan.assignment == (((0, 1, 4), (2,), (3,)),)
     assert plan.padded_length == 12
-    even = plan_micro_batches([4, 4, 4, 9, 1], dp=2, micro_batch_size=1, max_tokens=20, multiple=1)
+    even = BatchRules(dp=2, dp_rank=0, micro_batch_size=1, max_tokens=20, row_multiple=1).plan(
+        [4, 4, 4, 9, 1]
+    )
     assert sorted(sum(len(row) for row in rank) for rank in even.assignment) == [2, 3]
     assert even.padded_length == 12, "as short as one row for each rank allows, not 20"
 
@@ -69,11 +73,11 @@ def test_a_sample_that_fits_no_row_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"--max-tokens-per-micro-batch 10 .* 11 tokens; raise it to at least"
     ):
-        plan_micro_batches([3, 11], dp=1, micro_batch_size=1, max_tokens=10, multiple=1)
+        BatchRules(dp=1, dp_rank=0, micro_batch_size=1, max_tokens=10, row_multiple=1).plan([3, 11])
 
 
 def test_no_samples_make_one_empty_micro_batch() -> None:
-    plan = plan_micro_batches([], dp=2, micro_batch_size=4, max_tokens=0, multiple=8)
+    plan = BatchRules(dp=2, dp_rank=0, micro_batch_size=4, row_multiple=8).plan([])
     assert plan.assignment == (((),), ((),))
     row = pack([], plan.padded_length)
     assert row.num_tokens == 8

@@ -56,15 +56,15 @@ def assert_same(sample: RolloutInfo, rollout: Rollout, group: int) -> None:
     expected = [rollout.reward, *(rollout.reward_parts.get(name) for name in PARTS)]
     found = [None if value != value else value for value in (sample.reward, *sample.parts)]
     assert found == expected
-    assert sample.verdicts == (float(rollout.sample_id), 0.5)
+    assert sample.judgements == (float(rollout.sample_id), 0.5)
 
 
 @given(rollouts(), st.integers(0, 2**20))
 @settings(deadline=None)
 def test_tables_and_tensors_say_what_the_engine_said(batch: list[Rollout], group: int) -> None:
     """Ids beyond fp32's integers, empty responses, rewards and parts that abstained, masks."""
-    verdicts = {r.sample_id: (float(r.sample_id), 0.5) for r in batch}
-    samples = exchange_table(batch, group, PARTS, len(batch), FIRST, verdicts, 2)
+    judgements = {r.sample_id: (float(r.sample_id), 0.5) for r in batch}
+    samples = exchange_table(batch, group, PARTS, len(batch), FIRST, judgements, 2)
     cache = TensorCache(torch.device("cpu"))
     cache.begin_step(3)
     keep_rollouts(cache, COLUMNS, batch, samples)

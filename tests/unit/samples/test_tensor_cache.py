@@ -120,6 +120,9 @@ def test_a_new_step_drops_all_but_what_is_carried_over() -> None:
     assert cache.read(TOKEN_IDS, KEYS[2], 9).tolist() == [2, 3, 4], (
         "numbers begin anew in every step"
     )
+    cache.put(TOKEN_IDS, [SampleKey(1, 99)], VALUES[:1], (1,), (9,))  # it comes from another rank
+    with pytest.raises(RuntimeError, match=r"sample 1 of step 1 is written too late"):
+        cache.put(TOKEN_IDS, [KEYS[1]], VALUES[:1], (1,), (8,))
     cache.begin_step(3)
     assert cache.num_bytes == 0
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindspeed_rl.samples.batching import BatchRules
 from mindspeed_rl.samples.packing import MicroBatch, TrainSample, context_index, pack, split_context
-from mindspeed_rl.samples.placement import plan_micro_batches
 
 SIZES = st.lists(st.integers(2, 9), min_size=1, max_size=4)
 
@@ -27,14 +27,9 @@ def make_row(sizes: list[int], cp: int, tail: int = 0) -> MicroBatch:
         )
         for i, n in enumerate(sizes)
     ]
-    plan = plan_micro_batches(
-        sizes,
-        dp=1,
-        micro_batch_size=len(sizes),
-        max_tokens=0,
-        multiple=2 * cp,
-        sequence_multiple=2 * cp,
-    )
+    plan = BatchRules(
+        dp=1, dp_rank=0, micro_batch_size=len(sizes), row_multiple=2 * cp, sequence_multiple=2 * cp
+    ).plan(sizes)
     return pack(samples, plan.padded_length + 2 * cp * tail, 2 * cp)
 
 
