@@ -37,7 +37,8 @@ class TrackerConfig:
     """Trackers.
 
     Metrics always go to metrics.jsonl and TensorBoard; naming a project sends them to Weights &
-    Biases or SwanLab as well, with the flags of the run. Keys, hosts and offline modes are set as
+    Biases or SwanLab as well, and naming a module to a logger of your own, with the flags of the
+    run. Keys, hosts and offline modes are set as
     their packages have it (``wandb login``, ``WANDB_MODE=offline``, ``swanlab login``,
     ``SWANLAB_MODE=offline``). A resumed run is a run of its own there, in the group of the name.
 
@@ -52,8 +53,12 @@ class TrackerConfig:
     swanlab_exp_name: str = flag("", "Name of the run there; empty takes the name of --output-dir.")
     swanlab_save_dir: str = flag("", "Folder of its local files; empty takes OUTPUT_DIR/swanlog.")
 
+    tracker: tuple[str, ...] = flag(
+        (), "Modules of your own that log metrics as well (docs/extending.md).", nargs="*"
+    )
+
     def trackers(self, output_dir: str = "") -> tuple[Tracker, ...]:
-        """The trackers that were asked for. A new package needs its flags above and a row here."""
+        """The trackers that were asked for: those of the packages, then the user's own."""
         wandb, swanlab = self.wandb_project, self.swanlab_project
         found = (
             Tracker(
@@ -76,7 +81,8 @@ class TrackerConfig:
                 },
             ),
         )
-        return tuple(tracker for tracker in found if tracker.arguments["project"])
+        own = (Tracker(m, "--tracker", "", {"output_dir": output_dir}) for m in self.tracker)
+        return (*(tracker for tracker in found if tracker.arguments["project"]), *own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +130,13 @@ def check_trackers(config: TrackerConfig, installed: Mapping[str, bool] | None =
     """
     for tracker in config.trackers():
         package = tracker.package
-        there = find_spec(package) is not None if installed is None else installed[package]
+        top = package.partition(".")[0]
+        there = find_spec(top) is not None if installed is None else installed[package]
         if not there:
             raise UsageError(
-                f"{tracker.flag} {tracker.arguments['project']} needs the package {package}, which "
-                f"is not installed; run pip install {package}, or remove the flag"
+                f"{tracker.flag} {tracker.arguments.get('project', package)} needs the package "
+                f"{package}, which cannot be found; run pip install {package}, put it on "
+                "PYTHONPATH, or remove the flag"
             )
 
 

@@ -56,8 +56,8 @@ class RolloutInfo:
         parts: Scores of the single reward functions, NaN where one abstained.
         judgements: Numbers that an evaluation found about it: see ``RolloutWorker.run``.
         key: Key under which the ranks of its group keep its tokens.
-        earlier_versions: (version, tokens) of what earlier passes of generation sampled, from the start of the
-            response; the rest is of ``weights_version``.
+        earlier_versions: (version, tokens) of what earlier passes of generation sampled, from the
+            start of the response; the rest is of ``weights_version``.
     """
 
     sample_id: int

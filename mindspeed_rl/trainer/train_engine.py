@@ -90,8 +90,6 @@ class TrainEngine:
         self.layout = layout
         self.spec = layout.spec
         self.platform = platform
-        self.temperature = temperature
-        self._train = train
         self.is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         config = build_transformer_config(
             layout, model, parallel, train, kernels, platform.transformer_features()

@@ -19,10 +19,11 @@ from make_tiny_model import build_tokenizer
 from support.architecture import ROOT
 from support.pages import python_files
 
+from mindspeed_rl.config.diagnostics import TrackerConfig, check_trackers
 from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.environments import LocalRunner, Observation, resolve_environment
 from mindspeed_rl.metrics.loggers import RunLogger
-from mindspeed_rl.metrics.trackers import TrackerBackend
+from mindspeed_rl.metrics.trackers import make_trackers
 from mindspeed_rl.rewards import RewardRequest, RewardSpec, WeightedReward, score_sample
 
 FILES = python_files("extending.md")
@@ -119,14 +120,11 @@ def test_policy_loss(with_algorithms: dict[str, Any]) -> None:
 def test_tracker(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package of the page behind the logger of a run, which is stopped and resumed."""
     monkeypatch.syspath_prepend(str(reader / "my"))
-    names: dict[str, Any] = {}
-    exec("from mindspeed_rl.config.diagnostics import Tracker", names)
-    tracker = eval(FILES["mindspeed_rl/config/diagnostics.py"].split("\n", 1)[1], names)
+    config = TrackerConfig(tracker=("csv_tracker",))
+    check_trackers(config)
 
     def logger() -> RunLogger:
-        arguments = {**tracker.arguments, "config": {}}
-        backend = TrackerBackend(tracker.package, arguments, tracker.name or "run")
-        return RunLogger(reader / "out", True, [backend])
+        return RunLogger(reader / "run", True, make_trackers(config, reader / "run", {}))
 
     with closing(logger()) as first:
         for step in (1, 2, 3):
@@ -136,7 +134,7 @@ def test_tracker(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         resumed.log(3, {"reward/mean": 9.0})
 
     def rows(name: str) -> list[list[str]]:
-        with (reader / "csv" / name).open(newline="") as file:
+        with (reader / "run" / "csv" / name).open(newline="") as file:
             return list(csv.reader(file))
 
     assert rows("run.csv") == [[str(s), "reward/mean", str(s / 2)] for s in (1, 2, 3)]
