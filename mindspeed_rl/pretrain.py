@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import PretrainRunConfig
@@ -53,7 +54,7 @@ def main(job: SftJob) -> None:
         job.config.logging, job.config.checkpoint.load, job.world.local_rank, loaded.step
     )
     timer, profiler = open_timer(job)
-    with open_logger(job.config, job.world.rank) as logger:
+    with closing(open_logger(job.config, job.world.rank)) as logger:
         logger.truncate_after(loaded.step)
         progress = open_progress(job.config, loaded.step, job.config.sft.stage, job.world.rank)
         timer.restart()

@@ -154,13 +154,12 @@ def _check_schema(schema: Sequence[str]) -> None:
     """
     digest = hashlib.sha256("\n".join(schema).encode()).digest()[:8]
     digests = gather_rows(torch.from_numpy(np.frombuffer(digest, np.int64).copy()))
-    if len(digests.unique()) == 1:
+    if len(set(digests.flatten().tolist())) == 1:
         return
-    schemas: list[Sequence[str]] = [()] * dist.get_world_size()
-    dist.all_gather_object(schemas, schema)
-    by_rank = [set(names) for names in schemas]
+    by_rank: list[set[str]] = [set()] * dist.get_world_size()
+    dist.all_gather_object(by_rank, set(schema))
     lines = []
-    for name in sorted(set.union(*by_rank) - set.intersection(*by_rank)):
+    for name in sorted(by_rank[0].union(*by_rank) - by_rank[0].intersection(*by_rank)):
         holders = [rank for rank, names in enumerate(by_rank) if name in names]
         lines.append(f"  {name}: only on {len(holders)} of {len(by_rank)} ranks: {holders[:8]}")
     raise RuntimeError(

@@ -8,6 +8,7 @@ product's: configuration, plan, exchange, advantages, packing, loss, phases.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from support.scoring import OneByOne
+from support.scoring import InlinePool, OneByOne
 from support.table_engine import (
     STOP,
     VOCAB,
@@ -33,8 +34,7 @@ from mindspeed_rl.colocation.scheduler import DeviceScheduler
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
-from mindspeed_rl.core.types import Prompt
-from mindspeed_rl.data.prompts import PromptDataset
+from mindspeed_rl.core.types import Completion, Prompt
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.job import Job
@@ -55,6 +55,7 @@ from mindspeed_rl.rl.rollouts import RolloutBatch, generate_rollouts
 from mindspeed_rl.rl.scoring import RewardFunctions
 from mindspeed_rl.rl.sync import sync_weights
 from mindspeed_rl.rl.update import update
+from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings
 from mindspeed_rl.samples.columns import LOSS_MASK, ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.packing import MicroBatch
@@ -394,9 +395,17 @@ def response(
 
 
 def make_run(
-    folder: Path, flags: str = "", rewards: Mapping[int, float | None] | None = None
+    folder: Path,
+    flags: str = "",
+    rewards: Mapping[int, float | None] | None = None,
+    *,
+    world: World | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> TableRun:
-    """A run of 2 prompts x 3 samples per step in ``folder``, before its first weight update."""
+    """A run of 2 prompts x 3 samples per step in ``folder``, before its first weight update.
+
+    Every rank of ``world``, by default one, has an engine of its own.
+    """
     (folder / "config.json").write_text(json.dumps(HF_CONFIG))
     for name in ("model.safetensors", "tokenizer.json"):
         (folder / name).touch()
@@ -407,20 +416,18 @@ def make_run(
         f"--rollout-max-response-length 8 --reward-function format --output-dir {folder}/out "
     )
     parsed = parse(RLRunConfig, (defaults + flags).split(), "test")
-    config, world = parsed.config, World(0, 1, 0, 1)
-    job = Job(config, check_rl(config, 1), world, CpuPlatform(), cast(Any, NoWatchdog()), ())
+    config, world = parsed.config, world or World(0, 1, 0, 1)
+    plan = check_rl(config, world.size)
+    job = Job(config, plan, world, CpuPlatform(), cast(Any, NoWatchdog()), ())
     policy, engine = TablePolicy(first_table()), TableEngine()
     output = Path(config.logging.output_dir)
     profiler = StepProfiler(config.profiler, job.platform, job.world.rank, output)
-    timer = PhaseTimer(mark=profiler.phase)
+    timer = PhaseTimer(clock=clock, mark=profiler.phase)
     scheduler = DeviceScheduler(cast(Any, engine), timer)
     scheduler.to_train()
     tokenizer, cache = cast(Any, Characters()), TensorCache(job.platform.device)
     known = rewards or {}
-    prompts, pool = (
-        cast(PromptDataset, PROMPTS),
-        TableRewards(lambda r: known.get(r.sample_id, 0.0)),
-    )
+    prompts, pool = cast(Any, PROMPTS), TableRewards(lambda r: known.get(r.sample_id, 0.0))
     in_conversation = bool(config.environment.rl_environment)
     functions = RewardFunctions(("format",), cast(Any, pool), tokenizer, in_conversation)
     parts = Components(
@@ -444,8 +451,65 @@ def make_run(
             timer=timer,
             profiler=profiler,
             ledger=MemoryLedger({}, job.platform.memory, None, 0),
-            logger=RunLogger(output, True),
-            dump=RolloutDump(output / "rollouts.jsonl", config.logging.log_rollouts, True),
+            logger=RunLogger(output, world.rank == 0),
+            dump=RolloutDump(
+                output / "rollouts.jsonl", config.logging.log_rollouts, world.rank == 0
+            ),
         ),
     )
     return TableRun(parts, RunState(kl_beta=config.rl.grpo_kl_beta))
+
+
+class Answers(TableEngine):
+    """An engine that answers every prompt from a table, in two seconds of its own clock."""
+
+    def __init__(self, rows: Sequence[tuple[str, str, str]]) -> None:
+        super().__init__()
+        self.rows, self.now_s = rows, 100.0
+
+    def clock(self) -> float:
+        """Stands still while nothing is generated."""
+        return self.now_s
+
+    def generate(self, *arguments: Any, **options: Any) -> dict[int, Completion]:
+        self.now_s += 2.0
+        self.stats.steps += 1
+        return super().generate(*arguments, **options)
+
+    def completion(
+        self, request: GenerationRequest, settings: SamplingSettings, version: int
+    ) -> Completion:
+        text, why, _ = self.rows[request.token_ids[0]]
+        ids = (*map(ord, text), *((STOP,) if why == "stop" else ()))
+        return Completion(ids, (-0.5,) * len(ids), why, version)
+
+
+def answering_run(
+    output: Path,
+    rows: Sequence[tuple[str, str, str]],
+    rewards: Sequence[str] = ("math",),
+    flags: str = "",
+    world: World | None = None,
+) -> Components:
+    """A run in its rollouts, with prompts and answers of its own and the rewards of the product.
+
+    Its prompts, held-out ones as well, are ``rows`` of response, finish reason and answer; a step
+    has each of them once, in order.
+    """
+    engine, folder = Answers(rows), output / "inputs"
+    folder.mkdir(parents=True, exist_ok=True)
+    defaults = (
+        f"--output-dir {output} --log-rollouts 1 --rollout-max-response-length 48 "
+        "--rl-advantage-estimator reinforce_plus_plus --grpo-group-size 1 --micro-batch-size 1 "
+        f"--grpo-prompts-per-step {len(rows)} "
+    )
+    run = make_run(folder, defaults + flags, world=world, clock=engine.clock)
+    run.set_engine(engine)
+    own, names = run.parts.rollouts.rewards, tuple(r.partition("=")[0] for r in rewards)
+    run.set_rollouts(rewards=replace(own, names=names, pool=InlinePool(rewards)))
+    prompts = cast(Any, [Prompt(i, (i,), f"q{i}", row[2]) for i, row in enumerate(rows)])
+    sampler = cast(Any, SimpleNamespace(next=lambda count: list(range(count))))
+    data = replace(run.parts.data, train=prompts, held_out={"": prompts}, sampler=sampler)
+    run.parts = replace(run.parts, data=data, samples=replace(run.parts.samples, prompts=prompts))
+    run.to_rollout()
+    return run.parts

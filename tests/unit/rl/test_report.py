@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from support.answering_run import Answers, make_run
+from support.rl_run import Answers, answering_run
 
 from mindspeed_rl.metrics.constant_rewards import ConstantRewards
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
@@ -21,7 +21,6 @@ from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.evaluate import evaluate, is_right
 from mindspeed_rl.rl.report import RunReporter, check_computation, check_mismatch, worse_mismatch
 from mindspeed_rl.rl.rollouts import generate_rollouts
-from mindspeed_rl.rollout.engine import SamplingSettings
 from mindspeed_rl.samples.store import PlacedSamples
 
 
@@ -38,7 +37,7 @@ ROWS = (
 
 
 def test_evaluation_reports_the_reward_of_the_run(tmp_path: Path) -> None:
-    run = make_run(tmp_path, ROWS, ["math=0.9", "format=0.1"])
+    run = answering_run(tmp_path, ROWS, ["math=0.9", "format=0.1"])
     result = evaluate(run, RunState(), run.data.held_out[""], 3)
     assert result.reward == pytest.approx((1.0 + 1.0 + 0.1 + 0.9) / 4)
     assert result.accuracy == 1 / 4
@@ -48,22 +47,22 @@ def test_evaluation_reports_the_reward_of_the_run(tmp_path: Path) -> None:
 
 
 def test_without_a_verdict_the_last_number_counts(tmp_path: Path) -> None:
-    run = make_run(tmp_path, ROWS, ["format"])
+    run = answering_run(tmp_path, ROWS, ["format"])
     result = evaluate(run, RunState(), run.data.held_out[""], 3)
     assert result.reward == 3 / 4
     assert (result.accuracy, result.accuracy_lenient) == (1 / 4, 2 / 4)
 
 
 def test_an_unscored_response_is_left_out_of_the_mean(tmp_path: Path) -> None:
-    run = make_run(tmp_path, ROWS, ["abstains"])
+    run = answering_run(tmp_path, ROWS, ["abstains"])
     result = evaluate(run, RunState(), run.data.held_out[""], 3)
     assert math.isnan(result.reward) and result.num_unscored == 4
 
 
 def test_every_set_has_its_metrics_and_every_sample_counts_once(tmp_path: Path) -> None:
     """Greedy and three samples per prompt, with seeds of their own."""
-    flags = ["--rl-eval-samples", "3", "--rl-eval-temperature", "0.7"]
-    run = make_run(tmp_path, ROWS, ["math"], flags)
+    flags = "--rl-eval-samples 3 --rl-eval-temperature 0.7"
+    run = answering_run(tmp_path, ROWS, ["math"], flags)
     run.data.held_out["hard"] = cast(Any, run.data.train[2:])
     report = RunReporter(run, RunState())
     report.evaluate_if_due(0)
@@ -74,34 +73,29 @@ def test_every_set_has_its_metrics_and_every_sample_counts_once(tmp_path: Path) 
     assert record["eval/pass@2"] == record["eval/pass@3"] == 3 / 4
     assert record["eval/hard/sampled_reward"] == record["eval/hard/reward"] == 1 / 2
     asked = cast(Answers, run.rollouts.engine).asked
-    assert [len(requests) for requests in asked] == [4, 12, 2, 6]
-    assert len({r.seed for r in asked[1]}) == 12
+    assert [len(requests) for requests, _ in asked] == [4, 12, 2, 6]
+    assert len({r.seed for r in asked[1][0]}) == 12
     again = RunReporter(
-        make_run(tmp_path, ROWS, ["math"], flags), RunState(), 1, report.state_dict()
+        answering_run(tmp_path, ROWS, ["math"], f"{flags} --load {tmp_path}"),
+        RunState(),
+        1,
+        report.state_dict(),
     )
     assert again.state_dict()["evaluations"] == report.state_dict()["evaluations"]
 
 
-def test_sampled_evaluations_have_seeds_and_a_temperature_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampled_evaluations_have_seeds_and_a_temperature_of_their_own(tmp_path: Path) -> None:
     """No sample of an evaluation draws the random numbers of a sample that was trained on."""
-    flags = ["--rl-eval-samples", "2", "--rl-eval-temperature", "0.6"]
-    run = make_run(tmp_path, ROWS, ["math"], flags)
-    engine, temperatures = cast(Answers, run.rollouts.engine), list[float]()
-    generate = engine.generate
-
-    def noted(requests: Any, settings: SamplingSettings, *rest: Any) -> Any:
-        temperatures.append(settings.temperature)
-        return generate(requests, settings, *rest)
-
-    monkeypatch.setattr(engine, "generate", noted)
+    flags = "--rl-eval-samples 2 --rl-eval-temperature 0.6"
+    run = answering_run(tmp_path, ROWS, ["math"], flags)
+    engine = cast(Answers, run.rollouts.engine)
     for step in (1, 2):
         generate_rollouts(run, RunState(), step)
-    trained = {r.seed for requests in engine.asked for r in requests}
+    trained = {r.seed for requests, _ in engine.asked for r in requests}
     for step in (1, 2):
         evaluate(run, RunState(), run.data.held_out[""], step)
-    evaluated = {r.seed for requests in engine.asked[2:] for r in requests}
+    evaluated = {r.seed for requests, _ in engine.asked[2:] for r in requests}
+    temperatures = [settings.temperature for _, settings in engine.asked]
     assert temperatures == [run.config.rl.rl_default_temperature] * 2 + [0.0, 0.6] * 2
     assert len(trained) == 2 * 4 and len(evaluated) >= 2 * 8
     assert not trained & evaluated
@@ -124,7 +118,7 @@ def log(run: Components, report: RunReporter, step: int, mismatch: float) -> Non
 
 
 def test_an_evaluation_has_its_own_step_and_no_share_in_the_time(tmp_path: Path) -> None:
-    run = make_run(tmp_path, ROWS, flags=["--eval-interval", "2", "--rl-prompts-per-eval", "2"])
+    run = answering_run(tmp_path, ROWS, flags="--eval-interval 2 --rl-prompts-per-eval 2")
     report = RunReporter(run, RunState())
     for step in (1, 2):
         report.evaluate_if_due(step - 1)
@@ -143,7 +137,7 @@ def test_an_evaluation_has_its_own_step_and_no_share_in_the_time(tmp_path: Path)
 
 
 def test_a_rollout_row_has_no_empty_fields(tmp_path: Path) -> None:
-    run = make_run(tmp_path, ROWS)
+    run = answering_run(tmp_path, ROWS)
     log(run, RunReporter(run, RunState()), 1, 0.0)
     (row,) = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
     assert None not in row.values() and row["reward"] == 1.0
@@ -159,7 +153,7 @@ def test_a_rollout_row_has_no_empty_fields(tmp_path: Path) -> None:
 def test_a_step_with_a_wrong_mismatch_is_logged_and_ends_the_run(
     tmp_path: Path, limit: str, mismatch: float, told: str
 ) -> None:
-    run = make_run(tmp_path, ROWS, flags=["--rl-max-logprob-diff", limit])
+    run = answering_run(tmp_path, ROWS, flags=f"--rl-max-logprob-diff {limit}")
     report = RunReporter(run, RunState())
     log(run, report, 1, 0.5)
     with pytest.raises(RuntimeError, match=told):
@@ -181,20 +175,20 @@ def test_the_brake_on_drift(limit: float) -> None:
             check_mismatch(3, mismatch, limit)
 
 
-def test_a_run_warns_of_rewards_that_never_differ(tmp_path: Path) -> None:
+def test_a_run_warns_of_rewards_that_never_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By the flag, in the run."""
-    run = make_run(tmp_path, ROWS[2:3], flags=["--reward-constant-steps", "2"])
-    said: list[str] = []
-    cast(Any, run.job).log_rank0 = said.append
+    run = answering_run(tmp_path, ROWS[2:3], flags="--reward-constant-steps 2")
     report = RunReporter(run, RunState())
     for step in (1, 2):
         log(run, report, step, 0.0)
-    assert len(said) == 1 and said[0].startswith("warning: step 2: rewards: in each of the last 2")
+    assert capsys.readouterr().out.count("warning: step 2: rewards: in each of the last 2") == 1
 
 
 def test_the_probe_goes_on_with_the_samples_of_verified_steps(tmp_path: Path) -> None:
     """Weights derived wrongly after a proof show in what the engine computes."""
-    run = make_run(tmp_path, ROWS, flags=["--reshard-verify-interval", "2"])
+    run = answering_run(tmp_path, ROWS, flags="--reshard-verify-interval 2")
     report = RunReporter(run, RunState())
     mismatch = {"mismatch/max_abs_logprob": Max(0.1), "mismatch/mean_abs_logprob": Mean(0.1, 1.0)}
     for step in (2, 3):
@@ -213,30 +207,31 @@ def test_the_worst_mismatch_keeps_a_nan() -> None:
 
 
 def test_a_fresh_run_replaces_old_results_only_when_told(tmp_path: Path) -> None:
-    run = make_run(tmp_path, ROWS)
+    run = answering_run(tmp_path, ROWS)
     log(run, RunReporter(run, RunState()), 1, 0.0)
     run.telemetry.logger.close()
     (tmp_path / "summary.json").write_text("{}")
     # --load was given, so that nothing was refused at start, and had no checkpoint
     (tmp_path / "empty").mkdir()
-    load = ["--load", str(tmp_path / "empty")]
+    load = f"--load {tmp_path}/empty"
     with pytest.raises(ValueError, match=r"holds the results.*--load .*empty has no checkpoint"):
-        RunReporter(make_run(tmp_path, ROWS, flags=load), RunState())
+        RunReporter(answering_run(tmp_path, ROWS, flags=load), RunState())
     assert len(metrics_of(tmp_path)) == 1 and (tmp_path / "summary.json").exists()
-    again = make_run(tmp_path, ROWS, flags=["--overwrite-output-dir"])
+    again = answering_run(tmp_path, ROWS, flags="--overwrite-output-dir")
     log(again, RunReporter(again, RunState()), 1, 0.5)
     assert [r["mismatch/max_abs_logprob"] for r in metrics_of(tmp_path)] == [0.5]
     assert not (tmp_path / "summary.json").exists()
 
 
 def test_a_resumed_run_keeps_the_steps_and_drops_the_old_summary(tmp_path: Path) -> None:
-    run = make_run(tmp_path, ROWS)
+    run = answering_run(tmp_path, ROWS)
     report = RunReporter(run, RunState())
     for step in (1, 2):
         log(run, report, step, 0.0)
     run.telemetry.logger.close()
     (tmp_path / "summary.json").write_text("{}")
-    RunReporter(make_run(tmp_path, ROWS), RunState(), 1, report.state_dict())
+    again = answering_run(tmp_path, ROWS, flags=f"--load {tmp_path}")
+    RunReporter(again, RunState(), 1, report.state_dict())
     assert [r["step"] for r in metrics_of(tmp_path)] == [1]
     assert not (tmp_path / "summary.json").exists()
 
