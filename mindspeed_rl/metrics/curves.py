@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -138,22 +139,12 @@ def _draw_accuracy(axes: Axes, records: Sequence[Record]) -> None:
     axes.legend(frameon=False, loc="best")
 
 
-def _draw_length(axes: Axes, records: Sequence[Record]) -> None:
-    _draw_from_zero(axes, records, names.RESPONSE_LENGTH, "C3")
-
-
-def _draw_speed(axes: Axes, records: Sequence[Record]) -> None:
-    if _draw_from_zero(axes, records, names.TOKENS_PER_S, "C5"):
-        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-
-
-def _draw_from_zero(axes: Axes, records: Sequence[Record], name: str, color: str) -> bool:
+def _draw_from_zero(axes: Axes, records: Sequence[Record], name: str, color: str) -> None:
     series = Series.of(records, name)
-    if _says_missing(axes, name, series):
-        return False
-    _line(axes, series, color=color)
-    axes.set_ylim(bottom=0)
-    return True
+    if not _says_missing(axes, name, series):
+        _line(axes, series, color=color)
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
 
 
 def _draw_mismatch(axes: Axes, records: Sequence[Record]) -> None:
@@ -201,9 +192,17 @@ class Panel(NamedTuple):
 _PANELS = (
     Panel("Reward", "mean reward per sample", _draw_reward),
     Panel("Held-out accuracy", "correct answers", _draw_accuracy),
-    Panel("Response length", "mean tokens per response", _draw_length),
+    Panel(
+        "Response length",
+        "mean tokens per response",
+        partial(_draw_from_zero, name=names.RESPONSE_LENGTH, color="C3"),
+    ),
     Panel("Train/rollout mismatch", "max |log-prob difference| (nats)", _draw_mismatch),
-    Panel("Throughput", "tokens per second", _draw_speed),
+    Panel(
+        "Throughput",
+        "tokens per second",
+        partial(_draw_from_zero, name=names.TOKENS_PER_S, color="C5"),
+    ),
     Panel("Time per step, by phase", "seconds", _draw_phases),
 )
 
@@ -240,12 +239,7 @@ def _says_missing(axes: Axes, metrics: str, *series: Series) -> bool:
     if any(not one.is_empty for one in series):
         return False
     reason = "no finite value" if any(len(one.steps) for one in series) else "not logged"
-    centered: dict[str, Any] = {
-        "transform": axes.transAxes,
-        "ha": "center",
-        "va": "center",
-        "color": "gray",
-    }
-    axes.text(0.5, 0.5, f"{reason}\n({metrics})", **centered)
+    text = f"{reason}\n({metrics})"
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color="gray")
     axes.set_yticks([])
     return True

@@ -65,7 +65,9 @@ def compute_advantages(
         return batches
     rewards = torch.tensor(shaped_rewards(run.config, samples, step))
     penalties: list[torch.Tensor] | None = None
-    tokens = _Tokens.of(batches, run.models.policy, samples, run.job.platform.device)
+    micro, position = batches.micro_batches, {s.sample_id: i for i, s in enumerate(samples)}
+    owners = [sample_of_token(m, position) for m in micro]
+    tokens = _Tokens(micro, owners, run.models.policy, position, run.job.platform.device)
     if kl_in_reward and run.models.policy.is_last_stage:
         kl = [_kl(run.config, m) for m in tokens.micro]
         batches = batches.with_metrics(MetricSet({"reward/kl": tokens.mean(kl)}))
@@ -118,19 +120,6 @@ class _Tokens:
     policy: TrainEngine
     position: dict[int, int]
     device: torch.device
-
-    @classmethod
-    def of(
-        cls,
-        batches: StepBatches,
-        policy: TrainEngine,
-        samples: Sequence[RolloutInfo],
-        device: torch.device,
-    ) -> _Tokens:
-        """Collect the tokens of the batches of a step."""
-        micro, position = batches.micro_batches, {s.sample_id: i for i, s in enumerate(samples)}
-        owners = [sample_of_token(m, position) for m in micro]
-        return cls(micro, owners, policy, position, device)
 
     def spread(self, of_sample: torch.Tensor) -> list[torch.Tensor]:
         """Give every token the value of its sample: [samples] -> [N] for each micro-batch."""

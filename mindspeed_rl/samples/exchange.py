@@ -17,38 +17,6 @@ from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.routes import Hop
 
 
-class GroupWire:
-    """All-to-all-v over process groups of this rank, with counters.
-
-    Args:
-        group_of: Function that returns this rank's process group along an axis.
-    """
-
-    def __init__(self, group_of: Callable[[str], dist.ProcessGroup | None]) -> None:
-        self._group_of = group_of
-        #: Bytes sent to other ranks, and number of collectives, from the beginning.
-        self.sent_bytes = 0
-        self.num_collectives = 0
-
-    def exchange(
-        self, hop: Hop, outgoing: torch.Tensor, sent: Sequence[int], received: Sequence[int]
-    ) -> torch.Tensor:
-        """Return the messages of all peers of a hop, concatenated. Collective: the peers.
-
-        Args:
-            hop: The hop.
-            outgoing: [words] int32, the messages to all peers, concatenated.
-            sent: Words for each peer.
-            received: Words from each peer.
-        """
-        incoming = outgoing.new_empty(sum(received))
-        group = self._group_of(hop.axis)
-        dist.all_to_all_single(incoming, outgoing, list(received), list(sent), group=group)
-        self.sent_bytes += WORD_BYTES * sum(sent)
-        self.num_collectives += 1
-        return incoming
-
-
 class Redistribution:
     """The part of one rank in a redistribution.
 
@@ -70,17 +38,27 @@ class Redistribution:
         self._samples = samples
         self._columns = columns
         self.hops = hops
+        #: Bytes sent to other ranks.
+        self.sent_bytes = 0
         #: For each column, the samples that have arrived.
         self._arrived: dict[str, dict[int, SamplePart]] = {column.name: {} for column in columns}
         sizes = {n: num_words(columns, n) for n in {s.num_tokens for s in samples}}
         self._num_words = [sizes[s.num_tokens] for s in samples]
 
-    def run(self, wire: GroupWire) -> None:
-        """Carry out all hops. Collective: the groups of the hops."""
+    def run(self, group_of: Callable[[str], dist.ProcessGroup | None]) -> None:
+        """Carry out all hops, each as one all-to-all-v. Collective: the groups of the hops.
+
+        Args:
+            group_of: Function that returns this rank's process group along an axis.
+        """
         for hop in self.hops:
             outgoing, sent = self.outgoing(hop)
             received = self._sizes(hop, hop.receives)
-            self.take(hop, wire.exchange(hop, outgoing, sent, received))
+            incoming = outgoing.new_empty(sum(received))
+            group = group_of(hop.axis)
+            dist.all_to_all_single(incoming, outgoing, received, sent, group=group)
+            self.sent_bytes += WORD_BYTES * sum(sent)
+            self.take(hop, incoming)
 
     def outgoing(self, hop: Hop) -> tuple[torch.Tensor, list[int]]:
         """Return the messages to all peers, and the words of each. Local.

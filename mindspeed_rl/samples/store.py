@@ -21,7 +21,7 @@ from mindspeed_rl.samples.balance import MicroBatchPlan
 from mindspeed_rl.samples.batching import BatchRules
 from mindspeed_rl.samples.columns import LOSS_MASK, TOKEN_IDS, Column
 from mindspeed_rl.samples.device_cache import TensorCache
-from mindspeed_rl.samples.exchange import GroupWire, Redistribution, num_words
+from mindspeed_rl.samples.exchange import Redistribution, num_words
 from mindspeed_rl.samples.packing import MicroBatch, TrainSample
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 from mindspeed_rl.samples.routes import Hop, OwnerRanks, copies_moved, plan_gather, plan_hops
@@ -186,12 +186,11 @@ class SampleStore:
         self, samples: Sequence[RolloutInfo], hops: Sequence[Hop], columns: Sequence[Column]
     ) -> tuple[Redistribution, MetricSet]:
         moved = Redistribution(self.cache, samples, columns, hops)
-        wire = GroupWire(self.group_along)
-        moved.run(wire)
+        moved.run(self.group_along)
         metrics = MetricSet(
             {
-                "exchange/sent_bytes": Total(float(wire.sent_bytes)),
-                "exchange/collectives": Max(float(wire.num_collectives)),
+                "exchange/sent_bytes": Total(float(moved.sent_bytes)),
+                "exchange/collectives": Max(float(len(hops))),
             }
         )
         return moved, metrics

@@ -7,6 +7,7 @@ tokens of a micro-batch, N trained tokens in it.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -209,19 +210,11 @@ class TrainEngine:
     def logprobs_and_entropy(
         self, batches: Sequence[MicroBatch]
     ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-        """Return log p and entropy of the trained tokens, each [N] fp32 per micro-batch.
-
-        ``None`` off the last stage. Collective over the pipeline and tensor-parallel groups. No
-        gradients, dropout off.
-        """
+        """Return log p and entropy of the trained tokens, as :meth:`logprobs` returns log p."""
         return self._pass(batches)  # type: ignore[return-value]
 
     def values(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor | None]:
-        """Return the value before each trained token, [N] fp32 per micro-batch.
-
-        ``None`` off the last stage. Collective over the pipeline and tensor-parallel groups. No
-        gradients, dropout off.
-        """
+        """Return the value before each trained token, as :meth:`logprobs` returns log p."""
         return [None if r is None else r[0] for r in self._pass(batches)]
 
     def _pass(self, batches: Sequence[MicroBatch]) -> list[Outputs | None]:
@@ -298,7 +291,7 @@ class TrainEngine:
             group["lr"] = learning_rate
         updated, grad_norm, _ = self.optimizer.step()
         self._accumulating = False
-        if not updated or not _finite(grad_norm):
+        if not updated or not math.isfinite(grad_norm):
             raise FloatingPointError(
                 f"{self.role}: gradient norm {grad_norm} at update {self.schedule.num_updates}; "
                 f"lower {'--critic-lr' if self.role == 'critic' else '--lr'} or look at the "
@@ -363,10 +356,6 @@ def _ddp_config(
         grad_reduce_in_fp32=train.bf16,
         check_for_nan_in_grad=True,
     )
-
-
-def _finite(value: float | torch.Tensor) -> bool:
-    return bool(torch.isfinite(torch.as_tensor(value)).all())
 
 
 def _collect_metrics(outputs: Sequence[LossOutputs]) -> MetricSet:

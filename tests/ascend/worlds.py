@@ -215,7 +215,7 @@ def exchange(world: World, num_samples: int) -> list[tuple[object, ...]]:
     from mindspeed_rl.core.types import Rollout as Finished
     from mindspeed_rl.samples.columns import experts_column, response_columns
     from mindspeed_rl.samples.device_cache import TensorCache
-    from mindspeed_rl.samples.exchange import GroupWire, Redistribution
+    from mindspeed_rl.samples.exchange import Redistribution
     from mindspeed_rl.samples.rollout_info import SampleKey, exchange_table
     from mindspeed_rl.samples.routes import OwnerRanks, plan_hops
     from mindspeed_rl.samples.store import keep_rollouts, responses_in
@@ -238,7 +238,7 @@ def exchange(world: World, num_samples: int) -> list[tuple[object, ...]]:
     layout = ParallelLayout.build(world=world.size, stages=even_stages(1))
     hops = plan_hops(OwnerRanks([s.group for s in table]), wanted, layout, (0,), world.rank)
     moved = Redistribution(cache, table, columns, hops)
-    moved.run(GroupWire(lambda axis: None))
+    moved.run(lambda axis: None)
     moved.keep()
     found = []
     items = [i for i, rank in enumerate(wanted) if rank == world.rank]

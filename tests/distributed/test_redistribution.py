@@ -23,7 +23,7 @@ def exchange_world(world: World) -> tuple[int, int]:
     import torch.distributed as dist
     from support.sample_world import COLUMNS, Case, layout_of
 
-    from mindspeed_rl.samples.exchange import GroupWire, Redistribution
+    from mindspeed_rl.samples.exchange import Redistribution
     from mindspeed_rl.samples.routes import AXES
 
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -49,14 +49,13 @@ def exchange_world(world: World) -> tuple[int, int]:
         for ranks in {hop.peers for of_rank in hops for hop in of_rank} - groups.keys():
             groups[ranks] = dist.new_group(list(ranks))
         mine = {hop.axis: groups[hop.peers] for hop in hops[world.rank]}
-        wire = GroupWire(mine.__getitem__)
         cache = case.cache(world.rank)
         part = Redistribution(cache, case.samples, COLUMNS, hops[world.rank])
-        part.run(wire)
-        moved += wire.sent_bytes
+        part.run(mine.__getitem__)
+        moved += part.sent_bytes
         sent = [i for hop in hops[world.rank] for items in hop.sends.values() for i in items]
-        assert wire.sent_bytes == 4 * case.words(sent)
-        assert wire.num_collectives == len(hops[world.rank]) <= len(AXES)
+        assert part.sent_bytes == 4 * case.words(sent)
+        assert len(hops[world.rank]) <= len(AXES)
         parts.append((case, part))
         held.append(
             {

@@ -36,7 +36,7 @@ from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.parallel.small_collectives import sum_over_ranks
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.device_cache import TensorCache
-from mindspeed_rl.samples.exchange import GroupWire, Redistribution
+from mindspeed_rl.samples.exchange import Redistribution
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 from mindspeed_rl.samples.routes import OwnerRanks, plan_hops
 
@@ -99,7 +99,7 @@ class Worker:
             for i, (n, maker) in enumerate(zip(self._lengths, makers, strict=True))
         ]
         moved = Redistribution(self._cache, samples, COLUMNS, hops)
-        moved.run(GroupWire(lambda axis: None))
+        moved.run(lambda axis: None)
         ids = range(self._before, NUM_SAMPLES, self._workers)
         return [torch.cat([moved.read(i, column) for i in ids]) for column in COLUMNS]
 
