@@ -11,10 +11,10 @@ from faults.planting import Fault, gives, takes
 _STEP = "tests/unit/rl/test_step.py::"
 _ADVANTAGES = "tests/unit/algorithms/test_advantages.py::"
 _LOSSES = "tests/unit/algorithms/test_policy_losses.py::"
-_WHOLE = "tests/unit/algorithms/test_losses.py::test_loss_equals_an_independent_formula"
+_KL_AND_ENTROPY = "tests/unit/algorithms/test_losses.py::test_kl_and_entropy_share_the_aggregation"
 _VALUE = "tests/unit/algorithms/test_value_loss.py::test_value_and_gradient"
 _ALGORITHMS = "tests/unit/rl/test_algorithms.py::"
-_ONE_TOKEN = _LOSSES + "test_clipped_objective_of_one_token"
+_SOURCE = _LOSSES + "test_value_and_gradient_are_those_of_the_source"
 
 
 def _negated(value: Any) -> Any:
@@ -86,16 +86,16 @@ LOSSES = (
           _ADVANTAGES + "test_whitening_is_over_all_counted_tokens_of_all_ranks",
           "Advantages would depend on the number of ranks."),
     Fault("clip-bounds-swapped-in-the-loss", "mindspeed_rl.algorithms.policy_losses:_clipped",
-          takes(s=_bounds_swapped), _ONE_TOKEN,
+          takes(s=_bounds_swapped), _SOURCE,
           "Clip-higher would become clip-lower."),
     Fault("clip-takes-the-larger-side", "mindspeed_rl.algorithms.policy_losses:_clipped",
-          _larger_side, _ONE_TOKEN,
+          _larger_side, _SOURCE,
           "The loss would hold back the wrong tokens."),
     Fault("kl-with-the-sign-turned", "mindspeed_rl.algorithms.kl:kl_estimate",
-          _turned_kl, _WHOLE,
+          _turned_kl, _KL_AND_ENTROPY,
           "The policy would be pushed away from its reference."),
     Fault("entropy-bonus-is-a-penalty", "mindspeed_rl.algorithms.losses:policy_loss",
-          takes(settings=lambda s: replace(s, entropy_weight=-s.entropy_weight)), _WHOLE,
+          takes(settings=lambda s: replace(s, entropy_weight=-s.entropy_weight)), _KL_AND_ENTROPY,
           "Exploration would end sooner, not later."),
     Fault("importance-ratio-turned", "mindspeed_rl.algorithms.losses:correct",
           lambda original: lambda trainer, engine, *rest: original(engine, trainer, *rest),

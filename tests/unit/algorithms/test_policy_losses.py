@@ -260,37 +260,6 @@ def test_a_selection_must_have_been_made(name: str) -> None:
         policy_loss(inputs, replace(BASE, policy_loss=name), denominators(step))
 
 
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "objective", "slope"),
-    [
-        # slope is d objective / d log p: ratio x advantage where the unclipped side is taken
-        (1.0, 2.0, 2.0, 2.0),
-        (1.25, 2.0, 2.5, 2.5),
-        (1.5, 2.0, 2.6, 0.0),  # above 1 + 0.3: no reason to go further up
-        (0.5, 2.0, 1.0, 1.0),  # below 1 - 0.1, but the reward pulls back
-        (1.5, -2.0, -3.0, -3.0),
-        (0.95, -2.0, -1.9, -1.9),
-        (0.5, -2.0, -1.8, 0.0),  # below 1 - 0.1: no reason to go further down
-    ],
-)
-def test_clipped_objective_of_one_token(
-    ratio: float, advantage: float, objective: float, slope: float
-) -> None:
-    """min(r A, clip(r, 0.9, 1.3) A): the two bounds are not the same."""
-    old = torch.tensor([-2.0])
-    logprobs = (old + math.log(ratio)).requires_grad_()
-    inputs = LossInputs(
-        logprobs, torch.zeros(1), old, old, None, torch.tensor([advantage]),
-        Sequences(torch.zeros(1, dtype=torch.int64), torch.ones(1)),
-    )  # fmt: skip
-    settings = LossSettings(surrogate=SurrogateSettings(eps_lower=0.1, eps_upper=0.3))
-    outputs = policy_loss(inputs, settings, Denominators(4, 1))
-    assert outputs.loss.item() == pytest.approx(-objective / 4, rel=1e-6)
-    (gradient,) = torch.autograd.grad(outputs.loss, logprobs)
-    assert float(gradient) == pytest.approx(-slope / 4, rel=1e-5)
-    assert means(outputs.terms)["policy/clip_fraction"] == float(not 0.9 <= ratio <= 1.3)
-
-
 def sequences_of(lengths: Sequence[int]) -> Sequences:
     counts = torch.tensor(lengths)
     return Sequences(torch.repeat_interleave(counts), counts.float())

@@ -89,6 +89,8 @@ REFUSED = {
         --rl-routing-replay rollout --grpo-filter-groups-with-same-reward --rl-resample-factor 2 \
             --old-logprob rollout -> not with --rl-resample-factor 2
         --rl-routing-replay rollout --rl-environment calculator -> not with --rl-environment
+        --partial-rollout-tokens 3 -> --partial-rollout-tokens 3 carries tokens of older
+        --rl-resample-factor 2 --old-logprob rollout -> factor 2 has no effect without
         --rl-clip-ratio-c 0.5 -> --rl-clip-ratio-c 0.5 & above 1
         --rl-clip-ratio-c 1 -> --rl-clip-ratio-c 1 & above 1
         --rl-policy-loss sapo --rl-sapo-tau-pos 0 -> --rl-sapo-tau-pos & more than 0
@@ -107,6 +109,11 @@ REFUSED = {
         --rl-rejection k1 --old-logprob rollout -> --old-logprob rollout & ratio
     """,
     "rl": """
+        --partial-rollout-tokens 3 --old-logprob rollout --rl-environment calculator \
+            --reward-function environment -> --partial-rollout-tokens 3: not with --rl-environment
+        --rollout-rebalance all --rl-environment calculator --reward-function environment \
+            -> --rollout-rebalance all: not with --rl-environment
+        --rollout-rebalance-interval 9 -> no effect with --rollout-rebalance off
         --tensor-model-parallel-size 8 --pipeline-model-parallel-size 1 -> 12 attention heads
         --tensor-model-parallel-size 3 -> world size 8 & --tensor-model-parallel-size 3 & torchrun
         --pipeline-model-parallel-size 8 --tensor-model-parallel-size 1 -> 4 layers & allowed

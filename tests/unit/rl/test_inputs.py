@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-from mindspeed_rl.checkpoint.hf import load_hf
 from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.rl.build import refuse_overlap, stop_token_ids
-from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
-
-Weights = dict[str, torch.Tensor]
-NORM = "model.norm.weight"
 
 
 class Prompts(list[Prompt]):
@@ -60,42 +51,3 @@ def test_a_run_needs_an_end_token_within_the_vocabulary() -> None:
     told = r"end-of-sequence id 307 \(tokenizer: '<end>'\) is outside the vocabulary of 307"
     with pytest.raises(ValueError, match=told):
         stop_ids((1,), 307)
-
-
-def without_norm(weights: Weights) -> None:
-    del weights[NORM]
-
-
-def short_norm(weights: Weights) -> None:
-    weights[NORM] = weights[NORM][:-1].clone()
-
-
-def more(weights: Weights) -> None:
-    weights["adapter"] = torch.zeros(1)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "told"),
-    [
-        (
-            without_norm,
-            r"--hf-checkpoint .*: weights do not .*1 of \d+ tensors are missing: model\.norm",
-        ),
-        (short_norm, r"model\.norm\.weight has shape \(127,\), config\.json implies \(128,\)"),
-        (more, r"--hf-checkpoint .*: weights do not match config\.json; 1 unknown: adapter"),
-    ],
-)
-def test_weights_must_be_those_of_the_config(
-    tiny_model: Path, tmp_path: Path, spoil: Callable[[Weights], None], told: str
-) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_model, folder)
-    weights = load_file(folder / "model.safetensors")
-    layout = HfFileLayout({n: tuple(w.shape) for n, w in weights.items()}, range(1))
-    params = {name: torch.empty_like(w) for name, w in weights.items()}
-    load_hf(folder, layout, 0, params)
-    assert all(torch.equal(params[name], weights[name]) for name in weights)
-    spoil(weights)
-    save_file(weights, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=told):
-        load_hf(folder, layout, 0, params)

@@ -249,25 +249,3 @@ def test_on_policy_batches_have_no_older_tokens() -> None:
     old = RolloutInfo(4, 0, 9, 9, True, 0, 0, 1.0, earlier_versions=((-1, 2),))
     with pytest.raises(RuntimeError, match=r"samples \[4\] were sampled by other weights"):
         check_on_policy([old], 0)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--partial-rollout-tokens 3", "--partial-rollout-tokens 3 carries tokens of older"),
-        ("--rl-resample-factor 2 --old-logprob rollout", "factor 2 has no effect without"),
-        (
-            "--partial-rollout-tokens 3 --old-logprob rollout --rl-environment calculator "
-            "--reward-function environment",
-            "--partial-rollout-tokens 3: not with --rl-environment",
-        ),
-        (
-            "--rollout-rebalance all --rl-environment calculator --reward-function environment",
-            "--rollout-rebalance all: not with --rl-environment",
-        ),
-        ("--rollout-rebalance-interval 9", "no effect with --rollout-rebalance off"),
-    ],
-)
-def test_flags_that_contradict_each_other(tmp_path: Path, flags: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_run(tmp_path, flags)
