@@ -92,7 +92,7 @@ LOSSES = (
           _larger_side, _SOURCE,
           "The loss would hold back the wrong tokens."),
     Fault("kl-with-the-sign-turned", "mindspeed_rl.algorithms.kl:kl_estimate",
-          _turned_kl, _KL_AND_ENTROPY,
+          _turned_kl, "tests/unit/algorithms/test_kl.py::test_value_and_gradient",
           "The policy would be pushed away from its reference."),
     Fault("entropy-bonus-is-a-penalty", "mindspeed_rl.algorithms.losses:policy_loss",
           takes(settings=lambda s: replace(s, entropy_weight=-s.entropy_weight)), _KL_AND_ENTROPY,
