@@ -280,11 +280,6 @@ def test_megatron_before_the_adaptor_is_refused(stubs: Path) -> None:
     assert done.returncode and "MindSpeed must be applied before megatron.core" in done.stderr
 
 
-def test_torch_before_the_environment_is_refused(stubs: Path) -> None:
-    done = start(stubs, before="import torch")
-    assert done.returncode and "torch was imported before the environment" in done.stderr
-
-
 def test_patches_that_are_not_in_force_are_found(stubs: Path) -> None:
     """Such as those of an adaptor for another megatron-core."""
     file = stubs / "mindspeed" / "megatron_adaptor.py"

@@ -22,17 +22,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 START_S = 120.0  # of a job, on a busy machine
 LIMIT_S = 60.0
-PHASE_TIMEOUT_S = 4
-# Flags of phases that a run may lack.
-NEEDED = {
-    "evaluate": ("--eval-prompt-data", "heldout.jsonl", "--eval-interval", "1"),
-    "save": ("--save", "save", "--save-interval", "1"),
-}
-
-
+PHASE_TIMEOUT_S = 8
+# One phase of each kind: inside vLLM's constructor, while the peer generates, waits for reward
+# workers or for a file, is inside a collective of samples, of gradients, of weights, or leaves.
 KILLED = (
-    "0:build engine:1", "1:wake:2", "0:generate:2", "1:reward:2", "0:evaluate:2", "1:save:1",
-    "1:exchange:2", "0:sleep:2", "1:train:2", "0:export:1", "1:wait:2", "0:log:2",
+    "0:build engine:1:kill", "0:generate:2:kill", "1:reward:2:kill", "1:save:1:kill",
+    "1:exchange:2:kill", "1:train:2:kill", "1:reshard:3:kill-in-rounds", "0:export:1:kill",
 )  # fmt: skip
 
 
@@ -40,7 +35,7 @@ KILLED = (
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, prompts and a reward."""
     folder = tmp_path_factory.mktemp("faults")
-    write_inputs(folder, 16, heldout=4)
+    write_inputs(folder, 16)
     return folder
 
 
@@ -97,13 +92,13 @@ def test_a_rank_that_raises_is_named_once(world: Path, port: int) -> None:
 @pytest.mark.parametrize(
     ("fault", "timeout_s", "cause"),
     [
-        ("1:train:1:sleep", PHASE_TIMEOUT_S, "exceeded --phase-timeout-s 4 "),
+        ("1:train:1:sleep", PHASE_TIMEOUT_S, f"exceeded --phase-timeout-s {PHASE_TIMEOUT_S} "),
         pytest.param(
-            *("0:export:1:stop", 600, "rank 0 in phase export: no heartbeat for 5 s"),
+            *("0:export:1:stop", 600, "rank 0 in phase export: no heartbeat for"),
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            *("1:build engine:1:native", 600, "rank 1 in phase build engine: no heartbeat for 5 s"),
+            *("1:build engine:1:native", 600, "rank 1 in phase build engine: no heartbeat for"),
             marks=pytest.mark.slow,
         ),
     ],
@@ -118,7 +113,7 @@ def test_a_rank_that_hangs_ends_the_job_with_all_stacks(
     culprit = int(fault[0])
     assert f"stacks of rank {1 - culprit}:" in ended.output
     if fault.endswith("sleep"):
-        assert "train for 4 s: rank 0-1" in told[0]
+        assert re.search(r"train for \d+ s: rank 0-1", told[0])
         assert "stacks of rank 1:" in ended.output
     else:  # its neighbour aborts it, which prints its stacks even without Python's lock
         assert "Fatal Python error: Aborted" in ended.output
@@ -157,16 +152,14 @@ def test_nothing_outlives_the_launcher(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fault", [f"{where}:kill" for where in KILLED] + ["1:reshard:3:kill-in-rounds"]
-)
+@pytest.mark.parametrize("fault", KILLED)
 def test_a_killed_rank_of_a_real_run(world: Path, port: int, fault: str) -> None:
     rank, phase, *_ = fault.split(":")
     before = shared_memory()
     real = {"DRIVER_MAIN": "train_rl", "DRIVER_FAULT": fault}
     rounds = [
         *flags(600), "--reshard-bucket-mb", "0.25", "--reward-function", "reward.py:differing",
-        *NEEDED.get(phase, ()),
+        "--save", "save", "--save-interval", "1",
     ]  # fmt: skip
     with TorchrunJob(world, [DRIVER], rounds, port=port, environment=real) as job:
         job.wait_for_text("fault planted", START_S)

@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from support.rl_driver import wait_until_told
+
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.errors import UsageError
@@ -31,19 +33,9 @@ def _mistake() -> None:
     raise UsageError("--lr 7: too large")
 
 
-def _stop() -> None:
-    time.sleep(1.0)  # its phase gets into a heartbeat
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _kill() -> None:
-    time.sleep(1.0)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 ACTIONS: dict[str, Callable[[], object]] = {
-    "kill": _kill,
-    "stop": _stop,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "raise": _raise,
     "mistake": _mistake,
     "sleep": lambda: time.sleep(3600),
@@ -62,6 +54,7 @@ def rehearsal(job: Job[RLRunConfig, RLPlan]) -> None:
             with job.watchdog.phase(name):
                 if (where, phase, step) == (str(job.world.rank), name, 2):
                     print("fault planted", flush=True)
+                    wait_until_told(job.watchdog, job.world.rank, name)
                     ACTIONS[action]()
                 dist.all_reduce(torch.ones(1))
 

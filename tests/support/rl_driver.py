@@ -98,6 +98,12 @@ ACTIONS: dict[str, Callable[[], object]] = {
 }
 
 
+def wait_until_told(watchdog: Any, rank: int, phase: str) -> None:
+    """Return when the other ranks can read in which phase this one is."""
+    while watchdog._store.beats([rank])[rank].phase != phase:
+        time.sleep(0.02)
+
+
 class FaultyWatchdog:
     """The job's watchdog; a fault happens on the n-th entry of a phase."""
 
@@ -113,9 +119,7 @@ class FaultyWatchdog:
                 self._entries += 1
                 if self._entries == self._fault.entry:
                     print("fault planted", flush=True)
-                    time.sleep(
-                        0.5
-                    )  # a fault in the middle of a phase, not at its first instruction
+                    wait_until_told(self._watchdog, self._fault.rank, name)
                     ACTIONS[self._fault.action]()
             yield
 
@@ -155,6 +159,6 @@ def main(job: Job[RLRunConfig, RLPlan]) -> None:
 
 
 if __name__ == "__main__":
-    quick = WatchdogSettings(interval_s=0.4, silence_s=5.0, cause_timeout_s=1.6, exit_grace_s=1.2)
+    quick = WatchdogSettings(interval_s=0.4, silence_s=8.0, cause_timeout_s=1.6, exit_grace_s=1.2)
     settings = quick if os.environ.get("DRIVER_QUICK") else WatchdogSettings()
     run_entry("rl_driver", RLRunConfig, check_rl, main, settings=settings)

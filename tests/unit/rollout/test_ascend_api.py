@@ -57,7 +57,12 @@ FAULTS = [
     (VLLM, "vllm:SamplingParams", ("skip_clone=", "skip_copy="), "argument 'skip_clone'"),
     (ASCEND, f"{WORKER}.wake_up", ("tags=", "names="), "argument 'tags'"),
     (ASCEND, SYNC, (", is_draft_model=False", ""), "patched for ('self', 'num_tokens', 'is"),
-    (VLLM, "vllm.inputs.engine:tokens_input", ("prompt_token_ids, ", ""), "argument 'prompt_token_ids'"),
+    (
+        VLLM,
+        "vllm.inputs.engine:tokens_input",
+        ("prompt_token_ids, ", ""),
+        "argument 'prompt_token_ids'",
+    ),
     # reached through arguments, by names in strings, or on objects that no run on CPU has
     (ASCEND, f"{CAMEM}:create_and_map", None, "is not there"),
     (ASCEND, f"{CAMEM}:unmap_and_release", None, "is not there"),
