@@ -159,7 +159,7 @@ def test_a_killed_rank_of_a_real_run(world: Path, port: int, fault: str) -> None
     real = {"DRIVER_MAIN": "train_rl", "DRIVER_FAULT": fault}
     rounds = [
         *flags(600), "--reshard-bucket-mb", "0.25", "--reward-function", "reward.py:differing",
-        "--save", "save", "--save-interval", "1",
+        "--save", f"save-{phase}", "--save-interval", "1",
     ]  # fmt: skip
     with TorchrunJob(world, [DRIVER], rounds, port=port, environment=real) as job:
         job.wait_for_text("fault planted", START_S)

@@ -103,11 +103,16 @@ class TorchrunJob:
         return time.monotonic() - start
 
     def wait_for_text(self, text: str, timeout_s: float) -> None:
-        self.wait_for(lambda: text in self.output(), timeout_s)
+        """Return when the job has said ``text``; an ``AssertionError`` when it ends without."""
+        self.wait_for(lambda: text in self.output() or self._ended(), timeout_s)
+        assert text in self.output(), self.output()
+
+    def _ended(self) -> bool:
+        return all(agent.poll() is not None for agent in self.agents)
 
     def end(self, timeout_s: float) -> Ended:
         """Wait for all agents, then until nothing of the job is left."""
-        seconds = self.wait_for(lambda: all(a.poll() is not None for a in self.agents), timeout_s)
+        seconds = self.wait_for(self._ended, timeout_s)
         self.wait_for(lambda: not processes_of(self.marker), LEFTOVER_S)
         return Ended(tuple(a.returncode for a in self.agents), self.output(), seconds)
 
