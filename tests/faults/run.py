@@ -114,13 +114,17 @@ def check(fault: Fault, table: str) -> tuple[str, str]:
     return "killed", ""
 
 
-def green(faults: Sequence[Fault], pool: ThreadPoolExecutor) -> str:
+def green(faults: Sequence[Fault], jobs: int) -> str:
     """What the named tests say that fail without a fault; empty when all pass."""
     files: dict[str, set[str]] = {}
     for fault in faults:
         files.setdefault(fault.test.partition("::")[0], set()).add(fault.test)
-    ended = pool.map(lambda tests: run_tests(sorted(tests), GREEN_TIMEOUT_S, {}), files.values())
-    return "".join(output[-4000:] for status, output in ended if status != 0)
+    groups: list[list[str]] = [[] for _ in range(min(jobs, len(files)))]
+    for tests in sorted(files.values(), key=len, reverse=True):  # those of a file together
+        min(groups, key=len).extend(sorted(tests))
+    with ThreadPoolExecutor(jobs) as pool:
+        ended = pool.map(lambda tests: run_tests(tests, GREEN_TIMEOUT_S, {}), groups)
+        return "".join(output[-4000:] for status, output in ended if status != 0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,10 +145,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     start = time.perf_counter()
     counts: Counter[str] = Counter()
+    if problem := green(faults, options.jobs):
+        print(f"red without a fault:\n{problem}")
+        return 1
     with ThreadPoolExecutor(options.jobs) as pool:
-        if problem := green(faults, pool):
-            print(f"red without a fault:\n{problem}")
-            return 1
         verdicts = pool.map(lambda fault: check(fault, options.table), faults)
         for fault, (verdict, why) in zip(faults, verdicts, strict=True):
             counts[verdict] += 1
