@@ -205,13 +205,11 @@ def _problem(use: Use, interface: Mapping[str, str | None]) -> str:
     if use.key not in interface:
         return f"{use.key} is not there"
     parameters = interface[use.key]
-    if parameters is None:
-        return ""
-    signature = signature_of(parameters)
+    signature = None if parameters is None else signature_of(parameters)
     if use.exact is not None:
-        found = tuple(signature.parameters)
+        found = tuple(signature.parameters) if signature else None
         return "" if found == use.exact else f"{use.key} takes {found}, patched for {use.exact}"
-    if not use.call:
+    if signature is None or not use.call:
         return ""
     unpacked = use.positional < 0 or "**" in use.keywords
     bind = signature.bind_partial if unpacked else signature.bind
