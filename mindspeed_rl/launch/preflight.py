@@ -143,7 +143,7 @@ class Preflight:
             guard.cancel()
             if visit.error:
                 break
-        return self._tell()
+        return self._report()
 
     def _make_groups(self) -> None:
         # The guard must act first, whatever a backend does at its own timeout.
@@ -173,10 +173,10 @@ class Preflight:
     def _give_up(self, axis: str) -> None:
         """End the process from a timer thread; the main thread is stuck in a collective."""
         self._account.visits[axis] = Visit(self._limit_s, 0, f"no answer in {self._limit_s:g} s")
-        print("\n".join(lines(self._tell())), file=sys.stderr, flush=True)
+        print("\n".join(lines(self._report())), file=sys.stderr, flush=True)
         os._exit(1)
 
-    def _tell(self) -> list[DoctorRow]:
+    def _report(self) -> list[DoctorRow]:
         """Send this rank's report; rank 0 turns all reports into rows while the others wait."""
         rank, store = self._world.rank, self._store
         store.set(f"account/{rank}", json.dumps(asdict(self._account)))

@@ -65,10 +65,12 @@ def address() -> Iterator[str]:
     from ray.cluster_utils import Cluster  # type: ignore[import-not-found]
 
     node: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
-    cluster.add_node(**node)
-    yield cluster.address
-    cluster.shutdown()
+    with pytest.MonkeyPatch.context() as environ:
+        environ.setenv("RAY_worker_niceness", "0")  # as in a local Ray of the driver
+        cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
+        cluster.add_node(**node)
+        yield cluster.address
+        cluster.shutdown()
 
 
 def flags(output: str) -> list[str]:

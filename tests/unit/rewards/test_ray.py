@@ -40,7 +40,7 @@ def test_order_timeouts_errors_and_lost_actors(cluster: Any) -> None:
         assert [r.sample_id for r in results] == list(range(100, 124))
         assert [r.status for r in results] == ["timeout" if "bad" in r else "ok" for r in responses]
         assert {r.reward for r in results if r.status == "timeout"} == {-0.5}
-        cluster.kill(cast(RayWorker, pool.workers[0]).actor)
+        cluster.kill(cast(RayWorker, pool.workers[0]).actor, no_restart=False)
         assert {r.status for r in pool.score(make_requests(*["good"] * 9))} == {"ok"}
     with pytest.raises(RuntimeError):
         pool.score(make_requests("good"))
