@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from mindspeed_rl.config.reward_spec import (
@@ -14,9 +14,16 @@ from mindspeed_rl.config.reward_spec import (
     check_specs,
 )
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.flag import Needs, flag
+from mindspeed_rl.core.flag import Needs, flag, flag_names
 
 REMOTE_BACKOFF_S = 0.2  # first pause before --reward-url is asked again; later ones double
+# How the fields begin that only one built-in reward reads.
+_READ_BY = {
+    "code": "reward_code_",
+    "format": "reward_format_",
+    "length": "reward_length_",
+    "remote": "reward_url",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +148,7 @@ def check_rewards(
         UsageError: The message names the flag, its value and the fix.
     """
     names = _check_functions(flags.reward_function, files)
+    _check_readers(flags, names)
     sample_s = flags.reward_timeout_s
     if sample_s > phase_timeout_s:
         raise UsageError(
@@ -172,6 +180,18 @@ def check_rewards(
         raise UsageError(
             "--reward-function environment needs --rl-environment: a name or FILE.py:NAME"
         )
+
+
+def _check_readers(flags: RewardConfig, names: set[str]) -> None:
+    """Refuse a flag of a built-in reward that the run does not have."""
+    for field in fields(flags):
+        value = getattr(flags, field.name)
+        for reward, prefix in _READ_BY.items():
+            if field.name.startswith(prefix) and value != field.default and reward not in names:
+                raise UsageError(
+                    f"{flag_names(field)[0]} {value} has no effect without --reward-function "
+                    f"{reward}; add the reward, or remove the flag"
+                )
 
 
 def _check_functions(texts: tuple[str, ...], files: bool) -> set[str]:

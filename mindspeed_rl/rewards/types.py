@@ -50,19 +50,6 @@ class RewardRequest:
     num_response_tokens: int
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
-    def __reduce__(self) -> tuple[type[RewardRequest], tuple[Any, ...]]:
-        # Any Mapping becomes a dict (a mappingproxy cannot be pickled), and a constructor call
-        # pickles about three times faster than the state protocol of slotted dataclasses.
-        return RewardRequest, (
-            self.sample_id,
-            self.prompt,
-            self.response,
-            self.answer,
-            self.finish_reason,
-            self.num_response_tokens,
-            dict(self.metadata),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
@@ -83,9 +70,6 @@ class RewardResult:
     parts: dict[str, float]
     status: RewardStatus
     detail: str
-
-    def __reduce__(self) -> tuple[type[RewardResult], tuple[Any, ...]]:
-        return RewardResult, (self.sample_id, self.reward, self.parts, self.status, self.detail)
 
 
 RewardFunction = Callable[[RewardRequest], float | None]

@@ -22,7 +22,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 START_S = 120.0  # of a job, on a busy machine
 LIMIT_S = 60.0
-PHASE_TIMEOUT_S = 4
+PHASE_TIMEOUT_S = 10
+SILENT = "rank {} in phase {}: no heartbeat for 15 s"
 # Flags of phases that a run may lack.
 NEEDED = {
     "evaluate": ("--eval-prompt-data", "heldout.jsonl", "--eval-interval", "1"),
@@ -97,14 +98,10 @@ def test_a_rank_that_raises_is_named_once(world: Path, port: int) -> None:
 @pytest.mark.parametrize(
     ("fault", "timeout_s", "cause"),
     [
-        ("1:train:1:sleep", PHASE_TIMEOUT_S, "exceeded --phase-timeout-s 4 "),
+        ("1:train:1:sleep", PHASE_TIMEOUT_S, "exceeded --phase-timeout-s 10 "),
+        pytest.param("0:export:1:stop", 600, SILENT.format(0, "export"), marks=pytest.mark.slow),
         pytest.param(
-            *("0:export:1:stop", 600, "rank 0 in phase export: no heartbeat for 5 s"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *("1:build engine:1:native", 600, "rank 1 in phase build engine: no heartbeat for 5 s"),
-            marks=pytest.mark.slow,
+            "1:build engine:1:native", 600, SILENT.format(1, "build engine"), marks=pytest.mark.slow
         ),
     ],
 )
@@ -118,7 +115,7 @@ def test_a_rank_that_hangs_ends_the_job_with_all_stacks(
     culprit = int(fault[0])
     assert f"stacks of rank {1 - culprit}:" in ended.output
     if fault.endswith("sleep"):
-        assert "train for 4 s: rank 0-1" in told[0]
+        assert "train for 10 s: rank 0-1" in told[0]
         assert "stacks of rank 1:" in ended.output
     else:  # its neighbour aborts it, which prints its stacks even without Python's lock
         assert "Fatal Python error: Aborted" in ended.output
@@ -151,7 +148,7 @@ def test_nothing_outlives_the_launcher(
         job.wait_for_text("rehearsal starts", START_S)
         assert len(processes_of(job.marker)) == 5, "the launcher, two ranks, a worker each"
         os.kill(job.agents[0].pid, number)
-        ended = job.end(20.0)
+        ended = job.end(LIMIT_S)
     told = causes(ended)
     assert len(told) == 1 and cause in told[0], ended.output
 

@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = str(ROOT / "tests" / "support" / "rl_driver.py")
 MARKER = "MINDSPEED_RL_TEST_JOB"
-LEFTOVER_S = 10.0
+LEFTOVER_S = 30.0
 
 
 def free_port() -> int:

@@ -71,7 +71,7 @@ def main() -> None:
     parsed = parse(RLRunConfig, sys.argv[1:], PROG)
     checked = check_run(parsed, check_rl, parsed.config.launch.num_ranks)
     settings = WatchdogSettings(
-        interval_s=0.4, silence_s=5.0, cause_timeout_s=1.6, exit_grace_s=1.2
+        interval_s=0.4, silence_s=15.0, cause_timeout_s=1.6, exit_grace_s=1.2
     )
     sys.exit(drive(PROG, checked, sys.argv[1:], settings, "support.ray_driver:rehearsal"))
 

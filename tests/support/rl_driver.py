@@ -155,6 +155,6 @@ def main(job: Job[RLRunConfig, RLPlan]) -> None:
 
 
 if __name__ == "__main__":
-    quick = WatchdogSettings(interval_s=0.4, silence_s=5.0, cause_timeout_s=1.6, exit_grace_s=1.2)
+    quick = WatchdogSettings(interval_s=0.4, silence_s=15.0, cause_timeout_s=1.6, exit_grace_s=1.2)
     settings = quick if os.environ.get("DRIVER_QUICK") else WatchdogSettings()
     run_entry("rl_driver", RLRunConfig, check_rl, main, settings=settings)

@@ -34,7 +34,7 @@ def test_order_timeouts_errors_and_lost_actors(cluster: Any) -> None:
     """As `RewardPool`; a lost actor costs no sample."""
     responses = ["good"] * 24
     responses[3] = responses[17] = "bad"
-    flags = settings(":hangs_on_bad", workers=2, timeout_s=0.5, timeout_score=-0.5)
+    flags = settings(":hangs_on_bad", workers=2, timeout_s=1.0, timeout_score=-0.5)
     with RayRewardPool(flags) as pool:
         results = pool.score(make_requests(*responses))
         assert [r.sample_id for r in results] == list(range(100, 124))
