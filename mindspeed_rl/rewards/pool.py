@@ -16,14 +16,11 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from mindspeed_rl.config.reward_spec import RewardSpec, check_specs
 from mindspeed_rl.rewards.types import RewardError, RewardRequest, RewardResult, RewardSettings
 from mindspeed_rl.rewards.worker_process import WorkerProcess
-
-if TYPE_CHECKING:
-    from mindspeed_rl.config import RLRunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -177,21 +174,6 @@ class RewardPool:
                 f"--reward-max-error-rate {limit:g}; fix the reward function or the data. First "
                 f"failure, sample {errors[0].sample_id}:\n{errors[0].detail}"
             )
-
-
-def make_reward_pool(config: RLRunConfig) -> RewardPool:
-    """Start the reward processes or actors of this rank's engine.
-
-    Raises:
-        UsageError: ``--reward-pool ray`` without ray.
-    """
-    pool = RewardPool
-    if config.rewards_in_ray:
-        from mindspeed_rl.rewards.ray_pool import RayRewardPool
-
-        pool = RayRewardPool
-    limit = config.rollout.rollout_max_response_length
-    return pool(RewardSettings(config.rewards, limit), config.logging.phase_timeout_s)
 
 
 class Scoring:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from typing import Any
 
+from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.installed import import_ray
 from mindspeed_rl.rewards.pool import RewardPool, Worker
 from mindspeed_rl.rewards.types import RewardError, RewardRequest, RewardResult, RewardSettings
@@ -136,3 +137,14 @@ class RayRewardPool(RewardPool):
         super().close()
         if self._started_ray and self._ray.is_initialized():
             self._ray.shutdown()
+
+
+def make_reward_pool(config: RLRunConfig) -> RewardPool:
+    """Start the reward processes or actors of this rank's engine.
+
+    Raises:
+        UsageError: ``--reward-pool ray`` without ray.
+    """
+    pool = RayRewardPool if config.rewards_in_ray else RewardPool
+    limit = config.rollout.rollout_max_response_length
+    return pool(RewardSettings(config.rewards, limit), config.logging.phase_timeout_s)

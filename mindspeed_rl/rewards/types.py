@@ -79,11 +79,11 @@ RewardFunction = Callable[[RewardRequest], float | None]
 class BuiltInReward:
     """The declaration ``REWARD`` of a module of ``rewards/builtin``.
 
-    The reward has the module's name; the first line of the module's docstring describes it.
+    The reward has the module's name; the first line of the module's docstring describes it. Its
+    flags are the fields of `RewardConfig` that begin with ``reward_NAME_``.
 
     Attributes:
         make: Makes the function of a run.
-        flags: Fields of `RewardConfig` that the reward reads.
         columns: Columns of a data row that it reads, besides prompt and answer.
         verdict: Rank of the reward as a verdict, of which full marks mean a right response; the
             smallest rank that scored is believed; 0: it is no verdict.
@@ -91,7 +91,6 @@ class BuiltInReward:
     """
 
     make: Callable[[RewardSettings], RewardFunction]
-    flags: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     verdict: int = 0
     warm_up: Callable[[], None] | None = None

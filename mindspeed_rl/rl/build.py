@@ -19,7 +19,7 @@ from mindspeed_rl.metrics.rollout_dump import RolloutDump
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rewards import RewardSpec
-from mindspeed_rl.rewards.pool import make_reward_pool
+from mindspeed_rl.rewards.ray_pool import make_reward_pool
 from mindspeed_rl.rewards.scoring import check_row_rewards
 from mindspeed_rl.rl.assignment import EngineAssignment, rebalance_rules
 from mindspeed_rl.rl.build_engine import (

@@ -150,15 +150,4 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-REWARD = BuiltInReward(
-    lambda settings: CodeReward(settings.flags),
-    flags=(
-        "reward_code_time_limit_s",
-        "reward_code_memory_gb",
-        "reward_code_processes",
-        "reward_code_score",
-        "reward_code_network",
-    ),
-    columns=(TESTS_KEY,),
-    verdict=2,
-)
+REWARD = BuiltInReward(lambda settings: CodeReward(settings.flags), columns=(TESTS_KEY,), verdict=2)
