@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from itertools import chain
@@ -188,9 +187,12 @@ class Preflight:
 
 def wait_for(store: Store, keys: Sequence[str], seconds: float) -> list[str]:
     """Return the ``keys`` that exist after some seconds, or as soon as all exist."""
-    with suppress(dist.DistStoreError):
-        store.wait(list(keys), timedelta(seconds=seconds))
-    return [key for key in keys if store.check([key])]
+    deadline = time.monotonic() + seconds
+    while True:
+        present = [key for key in keys if store.check([key])]
+        if len(present) == len(keys) or time.monotonic() > deadline:
+            return present
+        time.sleep(0.05)
 
 
 def preflight_rows(
