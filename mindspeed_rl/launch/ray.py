@@ -41,7 +41,6 @@ from mindspeed_rl.rewards.worker_process import worker_environment
 if TYPE_CHECKING:
     from mindspeed_rl.launch.failure_store import FailureStore
 
-MAIN = "mindspeed_rl.train_rl:main"
 START_LIMIT_S = 300.0  # limit for all bundles to start: other jobs of the cluster may end
 POLL_S = 0.2  # longest delay until a failure is noticed
 EXIT_S = 20.0  # limit of the ranks' exit handlers
@@ -72,17 +71,15 @@ class Command:
     """The command line that every rank runs.
 
     Attributes:
-        prog: Name of the entry, for messages.
+        prog: Module of the entry; its ``main`` does the work.
         arguments: Arguments as typed.
         folder: Working directory, the base of relative paths.
-        main: ``module:function`` of the work.
         settings: Settings of the ranks' watchdogs.
     """
 
     prog: str
     arguments: tuple[str, ...]
     folder: str
-    main: str
     settings: WatchdogSettings
 
 
@@ -123,7 +120,8 @@ class RankActor:
 
             publish_usage_error(world, str(error), command.settings)
             return
-        run_job(command.prog, checked, world, pkgutil.resolve_name(command.main), command.settings)
+        main = pkgutil.resolve_name(f"{command.prog}:main")
+        run_job(command.prog, checked, world, main, command.settings)
 
 
 def _enter(folder: str) -> None:
@@ -144,20 +142,18 @@ def drive(
     checked: Checked[RLRunConfig, RLPlan],
     arguments: Sequence[str],
     settings: WatchdogSettings | None = None,
-    main: str = MAIN,
 ) -> int:
     """Run a command line in Ray and return the exit code.
 
     Args:
-        prog: Name of the entry, for messages.
+        prog: Module of the entry.
         checked: Checked command line.
         arguments: Arguments as typed.
         settings: Settings of the ranks' watchdogs.
-        main: ``module:function`` of the work.
     """
     config = checked.parsed.config
     settings = replace(settings or WatchdogSettings(), driver_reports=True, exit_s=EXIT_S)
-    command = Command(prog, tuple(arguments), os.getcwd(), main, settings)
+    command = Command(prog, tuple(arguments), os.getcwd(), settings)
     try:
         with cluster(config.launch, local_cpus(config, checked.plan)) as ray:
             try:

@@ -15,7 +15,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.jobs import DRIVER, Ended, TorchrunJob, free_port, processes_of, shared_memory
+from support.jobs import (
+    DRIVER,
+    Ended,
+    TorchrunJob,
+    free_port,
+    planted,
+    processes_of,
+    shared_memory,
+)
 from support.whole_runs import COMMON, write_inputs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.alone]
@@ -66,16 +74,15 @@ def flags(phase_timeout_s: float) -> list[str]:
 def rehearse(
     world: Path, port: int, fault: str, *, nodes: int = 1, timeout_s: float = 600.0
 ) -> TorchrunJob:
-    environment = {"DRIVER_MAIN": "rehearsal", "DRIVER_FAULT": fault, "DRIVER_QUICK": "1"}
     return TorchrunJob(
         world, [DRIVER], flags(timeout_s), num_ranks=2 // nodes, num_nodes=nodes, port=port,
-        environment=environment,
+        environment=planted(fault),
     )  # fmt: skip
 
 
 def causes(ended: Ended) -> list[str]:
     """What the ranks say about the end, torchrun's report left out."""
-    return re.findall(r"^rl_driver: (.*)$", ended.output, re.MULTILINE)
+    return re.findall(r"^support\.rl_driver: (.*)$", ended.output, re.MULTILINE)
 
 
 def end_after_start(job: TorchrunJob) -> Ended:
@@ -160,11 +167,11 @@ def test_nothing_outlives_the_launcher(
 def test_a_killed_rank_of_a_real_run(world: Path, port: int, fault: str) -> None:
     rank, phase, *_ = fault.split(":")
     before = shared_memory()
-    real = {"DRIVER_MAIN": "train_rl", "DRIVER_FAULT": fault}
     rounds = [
         *flags(600), "--reshard-bucket-mb", "0.25", "--reward-function", "reward.py:differing",
         *NEEDED.get(phase, ()),
     ]  # fmt: skip
+    real = planted(fault, "train_rl")
     with TorchrunJob(world, [DRIVER], rounds, port=port, environment=real) as job:
         job.wait_for_text("fault planted", START_S)
         ended = job.end(LIMIT_S)
@@ -186,8 +193,8 @@ def test_a_killed_rank_of_a_real_run(world: Path, port: int, fault: str) -> None
 )
 def test_wrong_weights_never_generate(world: Path, port: int, fault: str, where: str) -> None:
     """A flipped bit, a dropped tensor: all ranks end, with tensor, rank and element."""
-    real = {"DRIVER_MAIN": "train_rl", "DRIVER_FAULT": fault}
     learning = [*flags(600), "--reward-function", "reward.py:differing"]
+    real = planted(fault, "train_rl")
     with TorchrunJob(world, [DRIVER], learning, port=port, environment=real) as job:
         job.wait_for_text("fault planted", START_S)
         ended = job.end(LIMIT_S)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from compare_runs import measures_machine
 from make_task_data import generate_task, write_jsonl
-from support.jobs import DRIVER, ROOT, run_to_end
+from support.jobs import DRIVER, ROOT, planted, run_to_end
 from support.whole_runs import write_inputs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -48,7 +48,7 @@ def torchrun(
          "--train-iters", "4", "--save-interval", "2", "--use-distributed-optimizer",
          "--lr", "1e-3", "--lr-warmup-iters", "1", "--lr-decay-style", "linear", *flags],
         TIMEOUT_S,
-        {"PYTHONPATH": str(ROOT), "DRIVER_MAIN": entry, "DRIVER_FAULT": fault},
+        {"PYTHONPATH": str(ROOT)} | planted(fault, entry),
         folder,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.jobs import DRIVER, TorchrunJob, free_port
+from support.jobs import DRIVER, TorchrunJob, free_port, planted
 from support.plain_trainer import (
     CriticRecipe,
     Recipe,
@@ -71,7 +71,7 @@ def flags() -> list[str]:
 def run_job(folder: Path, *more: str, fault: str = "") -> str:
     """Train, or resume; what the job said. With a fault it must end by it."""
     target = [DRIVER] if fault else TRAIN_RL
-    environment = {"DRIVER_MAIN": "train_rl", "DRIVER_FAULT": fault}
+    environment = planted(fault, "train_rl")
     with TorchrunJob(
         folder, target, [*flags(), *more], num_ranks=2, port=free_port(), environment=environment
     ) as job:

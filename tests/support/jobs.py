@@ -20,6 +20,11 @@ MARKER = "MINDSPEED_RL_TEST_JOB"
 LEFTOVER_S = 30.0
 
 
+def planted(fault: str, main: str = "rehearsal") -> dict[str, str]:
+    """The environment of the driver; see `rl_driver`."""
+    return {"MINDSPEED_RL_TEST_MAIN": main, "MINDSPEED_RL_TEST_FAULT": fault}
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -39,7 +39,7 @@ def test_a_mistake_that_one_node_sees_is_published(
     for name in environment:  # which the rank sets
         monkeypatch.setenv(name, "")
     settings = WatchdogSettings(exit_grace_s=0.0)
-    command = Command("train_rl", (), str(tmp_path / "gone"), "nowhere:main", settings)
+    command = Command("train_rl", (), str(tmp_path / "gone"), settings)
     RankActor(1).run(command, environment)
     failure = published.published()
     assert failure is not None and failure.kind == "usage" and failure.failed.rank == 1

@@ -135,16 +135,6 @@ def test_where_namespaces_are_forbidden_tcp_is_denied_instead(code: CodeReward) 
     assert "no TCP, but other protocols are open" in restrictions.describe()
 
 
-def test_the_notice_says_what_is_open() -> None:
-    nothing = Restrictions(counted=False, namespaces=False, files=False, deny_tcp=False)
-    assert "THE NETWORK IS OPEN; FILES ARE OPEN" in nothing.describe()
-    assert "NUMBER OF PROCESSES IS NOT LIMITED" in nothing.describe()
-    all_of_it = Restrictions(counted=True, namespaces=True, files=True, deny_tcp=False)
-    assert all_of_it.describe() == (
-        "programs run with no network; files outside its folder are closed"
-    )
-
-
 def test_isolation_can_be_required(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = Restrictions(counted=False, namespaces=False, files=False, deny_tcp=False)
     monkeypatch.setattr("mindspeed_rl.rewards.sandbox.probe", lambda limits: nothing)
