@@ -61,7 +61,7 @@ def import_ray(flag: str, otherwise: str) -> Any:
         import ray
     except ImportError as error:
         raise UsageError(
-            f"{flag} needs the package ray: install the extra, "
-            f"pip install 'mindspeed-rl-megatron[ray]', or {otherwise}"
+            f"{flag} needs the package ray: install it with pretrain_scripts/setup_env.sh --ray, "
+            f"or {otherwise}"
         ) from error
     return ray
