@@ -135,7 +135,8 @@ def test_a_rank_that_fails_ends_the_run_with_its_cause(
 ) -> None:
     """The ranks are on two nodes; the peer of the one that fails is inside a collective."""
     marker = f"ray-{os.getpid()}-{fault}"
-    limits = ["--phase-timeout-s", "15", "--reward-timeout-s", "3"]
+    limit = "15" if fault.endswith("sleep") else "300"
+    limits = ["--phase-timeout-s", limit, "--reward-timeout-s", "3"]
     ended = run(folder, [*joining(address), *limits], **planted(fault), **{MARKER: marker})
     output = ended.stdout + ended.stderr
     assert ended.returncode == code and "fault planted" in output, output
