@@ -17,7 +17,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = str(ROOT / "tests" / "support" / "rl_driver.py")
 MARKER = "MINDSPEED_RL_TEST_JOB"
-LEFTOVER_S = 10.0
+LEFTOVER_S = 30.0
+
+
+def planted(fault: str, main: str = "rehearsal") -> dict[str, str]:
+    """The environment of the driver; see `rl_driver`."""
+    return {"MINDSPEED_RL_TEST_MAIN": main, "MINDSPEED_RL_TEST_FAULT": fault}
 
 
 def free_port() -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from make_task_data import generate_task, write_jsonl
 from make_tiny_model import write_tiny_model
-from support.jobs import DRIVER, Ended, TorchrunJob, free_port
+from support.jobs import DRIVER, Ended, TorchrunJob, free_port, planted
 
 TRAIN_RL = ("-m", "mindspeed_rl.train_rl")
 COMMON = (
@@ -62,9 +62,13 @@ def run_entry(
     With a fault it is the entry of ``support/rl_driver.py``, which says what a fault is.
     """
     target = [DRIVER] if fault else ["-m", f"mindspeed_rl.{entry}"]
-    environment = {"DRIVER_MAIN": entry, "DRIVER_FAULT": fault}
     with TorchrunJob(
-        folder, target, flags, num_ranks=num_ranks, port=free_port(), environment=environment
+        folder,
+        target,
+        flags,
+        num_ranks=num_ranks,
+        port=free_port(),
+        environment=planted(fault, entry),
     ) as job:
         return job.end(limit_s)
 
