@@ -74,8 +74,9 @@ class Use:
 def uses_of(package: Path) -> Iterator[Use]:
     """All uses in a package of ours."""
     for file in sorted(package.rglob("*.py")):
-        name = file.relative_to(package).as_posix()
-        yield from _File(name, ast.parse(file.read_text())).uses()
+        name, text = file.relative_to(package).as_posix(), file.read_text()
+        if name in _ARRIVES or any(top in text for top in TOPS):
+            yield from _File(name, ast.parse(text)).uses()
 
 
 def packages_of(file: str, module: str) -> tuple[str, ...]:
