@@ -70,7 +70,9 @@ def run_entry(
         port=free_port(),
         environment=planted(fault, entry),
     ) as job:
-        return job.end(limit_s)
+        ended = job.end(limit_s)
+    assert not fault or "fault planted" in ended.output, ended.output
+    return ended
 
 
 def train_rl(
