@@ -37,7 +37,6 @@ import torch.multiprocessing as mp
 
 from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.models.registry import spec_from_hf_config
-from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.executor import Resharder, wire_dtype
 from mindspeed_rl.weights.layouts.base import Piece, Shard, ShardLayout, locate, pieces_of
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
@@ -46,7 +45,7 @@ from mindspeed_rl.weights.transports import make_transport
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from layout_texts import rollout_from_text, training_from_text
+from layout_texts import layouts_from_texts
 from reshard_figures import rank_floor
 
 CONFIGS = Path(__file__).resolve().parents[2] / "pretrain_scripts" / "models" / "configs"
@@ -105,10 +104,7 @@ def layouts_of(name: str, num_ranks: int) -> tuple[MegatronLayout, ShardLayout]:
     for key in {"num_experts", "n_routed_experts"} & config.keys():
         config[key] = case.experts_per_rank * num_ranks
     spec = spec_from_hf_config(config)
-    return (
-        training_from_text(spec, case.train[num_ranks], num_ranks),
-        rollout_from_text(spec, case.rollout[num_ranks], num_ranks, VllmLayout),
-    )
+    return layouts_from_texts(spec, case.train[num_ranks], case.rollout[num_ranks], num_ranks)
 
 
 # --- weights whose every element follows from its place ------------------------------
