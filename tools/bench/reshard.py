@@ -21,21 +21,19 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from mindspeed_rl.core.boxes import Box
+from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.weights.executor import Resharder, wire_dtype
 from mindspeed_rl.weights.layouts.base import Piece, Shard, ShardLayout, locate, pieces_of
@@ -48,10 +46,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from layout_texts import layouts_from_texts
 from reshard_figures import rank_floor
 
-CONFIGS = Path(__file__).resolve().parents[2] / "pretrain_scripts" / "models" / "configs"
+from bench.jobs import ROOT, parser_of, print_result, spawn
+
+CONFIGS = ROOT / "pretrain_scripts" / "models" / "configs"
 DTYPE = torch.bfloat16
 _BITS = {2: torch.int16, 4: torch.int32}
-LIMIT = timedelta(minutes=10)
 Params = Mapping[str, torch.Tensor]
 
 
@@ -352,54 +351,44 @@ def race(name: str, num_ranks: int, repeats: int, bucket_bytes: int) -> dict[str
 
 def table(record: Mapping[str, Any]) -> str:
     """Format the figures of one case."""
-    ours = record["ways"]["direct"]["median_s"]
-    lines = [
-        f"{record['case']}: {record['train']} -> {record['rollout']}, {record['ranks']} ranks, "
-        f"{record['weights_bytes'] / 1e6:.1f} MB",
-        f"{'way':8}{'seconds':>9}{'x ours':>8}{'all MB':>10}{'busiest MB':>12}{'floor MB':>10}",
-    ]
+    ours, floor = record["ways"]["direct"]["median_s"], f"{record['floor_bytes'] / 1e6:.1f}"
+    rows = [["way", "seconds", "x ours", "all MB", "busiest MB", "floor MB"]]
     for name, way in record["ways"].items():
-        lines.append(
-            f"{name:8}{way['median_s']:9.3f}{way['median_s'] / ours:8.2f}"
-            f"{way['received_bytes'] / 1e6:10.1f}{way['busiest_bytes'] / 1e6:12.1f}"
-            f"{record['floor_bytes'] / 1e6:10.1f}"
-        )
-    return "\n".join([*lines, ""])
+        seconds, ratio = f"{way['median_s']:.3f}", f"{way['median_s'] / ours:.2f}"
+        moved = (f"{way[key] / 1e6:.1f}" for key in ("received_bytes", "busiest_bytes"))
+        rows.append([name, seconds, ratio, *moved, floor])
+    title = (
+        f"{record['case']}: {record['train']} -> {record['rollout']}, {record['ranks']} ranks, "
+        f"{record['weights_bytes'] / 1e6:.1f} MB"
+    )
+    return "\n".join([title, *aligned(rows), ""])
 
 
-def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
-    """Run one of the ranks; rank 0 prints."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", args.ranks)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks, timeout=LIMIT)
+def run(args: argparse.Namespace) -> None:
+    """Race all cases on this rank; rank 0 prints. Collective: the world."""
     records = []
     for name in args.cases:
         records.append(race(name, args.ranks, args.repeats, args.bucket_mb << 20))
-        if rank == 0:
+        if dist.get_rank() == 0:
             print(table(records[-1]), flush=True)
-    if rank == 0:
-        print("RESULT " + json.dumps({"bench": "reshard", "cases": records}), flush=True)
-    dist.destroy_process_group()
+    if dist.get_rank() == 0:
+        print_result("reshard", cases=records)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> None:
     """Start the ranks and wait for them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, choices=(4, 8), default=4, help="gloo ranks (4)")
     parser.add_argument(
         "--cases", nargs="+", choices=tuple(CASES), default=["qwen2.5-7b", "qwen3-30b-a3b"]
     )
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each way (3)")
     parser.add_argument("--bucket-mb", type=int, default=128, help="of a round, MiB (128)")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     if min(args.repeats, args.bucket_mb) < 1:
         parser.error("--repeats and --bucket-mb must be at least 1")
-    with tempfile.TemporaryDirectory(prefix="reshard-bench-") as folder:
-        mp.spawn(run_rank, (args, folder), args.ranks)  # type: ignore[attr-defined,no-untyped-call]
-    return 0
+    spawn(run, args, args.ranks)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
