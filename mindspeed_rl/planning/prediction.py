@@ -12,10 +12,9 @@ from mindspeed_rl.config.npu import group_buffers
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner, MemoryPhase, OffloadMode
 from mindspeed_rl.planning.activations import TrainingMemory, TrainPeak, Workload
-from mindspeed_rl.planning.communicators import Groups
+from mindspeed_rl.planning.communicators import Groups, groups_of_run
 from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.model_state import ModelState, model_state
-from mindspeed_rl.planning.run_groups import groups_of_run
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
 from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout

@@ -25,7 +25,7 @@ def lines(found: Findings) -> Iterator[str]:
 def _arithmetic(found: Findings) -> Iterator[str]:
     prediction = found.prediction
     plan, work = prediction.plan, prediction.workload
-    parallel, experts = plan.parallel, plan.spec.moe is not None
+    parallel, experts = plan.parallel, bool(plan.spec.expert_layers)
     sharded = prediction.config.parallel.shards_sequence
     layout = parallel.describe(experts=experts, sequence_parallel=sharded)
     yield f"layout: {parallel.world} ranks = {layout}"
