@@ -91,7 +91,12 @@ def all_device_groups(
     """Return the groups of all ranks: by name every group once, lowest ranks first. Pure."""
     result = {}
     for name, peers in _all_peers(parallel, engine, use).items():
-        groups = dict.fromkeys(peers(rank) for rank in range(parallel.world))
+        groups: list[tuple[int, ...]] = []
+        seen: set[int] = set()
+        for rank in range(parallel.world):
+            if rank not in seen:
+                groups.append(peers(rank))
+                seen.update(groups[-1])
         result[name] = tuple(group for group in groups if len(group) > 1)
     return {name: groups for name, groups in result.items() if groups}
 

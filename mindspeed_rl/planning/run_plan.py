@@ -220,11 +220,11 @@ def batch_arithmetic(config: RLRunConfig, dp: int) -> BatchArithmetic:
         what = f"--global-batch-size {per_update}"
         if not train.global_batch_size:
             what = (
-                f"--grpo-prompts-per-step {rl.grpo_prompts_per_step} x --grpo-group-size "
-                f"{rl.grpo_group_size} = {samples}"
+                f"the {samples} samples of --grpo-prompts-per-step {rl.grpo_prompts_per_step} x "
+                f"--grpo-group-size {rl.grpo_group_size}"
             )
         raise UsageError(
-            f"{what} is not a multiple of the data-parallel size {dp}; raise it to one, or raise a "
+            f"{what}: not a multiple of the data-parallel size {dp}; give a multiple, or raise a "
             "parallel size so that fewer replicas share the samples"
         )
     return BatchArithmetic(
