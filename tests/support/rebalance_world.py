@@ -46,8 +46,8 @@ class Shaker:
         """Half of the requests. Local."""
         chosen = [p for p in requests.progress() if self._draw.random() < 0.5]
         self.num_running_moved += sum(p.computed for p in chosen)
-        open_requests = requests.take([p.sample_id for p in chosen])
-        requests.add(p if self._streams else replace(p, stream=None) for p in open_requests)
+        taken = requests.take([p.sample_id for p in chosen])
+        requests.add(r if self._streams else replace(r, stream=None) for r in taken)
         return len(requests) > 0
 
 

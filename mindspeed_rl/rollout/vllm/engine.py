@@ -32,7 +32,7 @@ from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.rebalance import Rebalancer
 from mindspeed_rl.rollout.step_loop import StepStats, run_steps
 from mindspeed_rl.rollout.vllm.backend import Backend
-from mindspeed_rl.rollout.vllm.open_requests import OpenRequest, OpenRequests
+from mindspeed_rl.rollout.vllm.open_requests import OpenRequests
 from mindspeed_rl.rollout.vllm.patches import sampling_stream
 from mindspeed_rl.rollout.vllm.patches.derived_state import DERIVED_PARAMS
 from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
@@ -279,7 +279,7 @@ class VllmEngine:
         with preserved_rng(self._platform):
             port = self._port(settings, rebalancer is not None)
             self._open = OpenRequests(port, settings.max_response_tokens, self._experts)
-            self._open.add(OpenRequest(r, r.prefix_tokens, r.prefix_logprobs) for r in requests)
+            self._open.add(requests)
             for outputs in self._shared_steps(rebalancer):
                 self._open.note(outputs)
                 ended = {int(o.request_id): o for o in outputs if o.finished}

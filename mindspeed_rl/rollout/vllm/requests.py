@@ -147,5 +147,10 @@ def completion(output: Any, sample_id: int, version: int) -> Completion:
             f"generate: vLLM gave up sample {sample_id} after {len(tokens)} tokens ({reason!r}); "
             "it must neither be trained on nor left out, which would bias the batch"
         )
-    logprobs = tuple(entry[t].logprob for t, entry in zip(tokens, output.logprobs, strict=True))
-    return Completion(tokens, logprobs, reason, version)
+    return Completion(tokens, sampled_logprobs(output), reason, version)
+
+
+def sampled_logprobs(output: Any) -> tuple[float, ...]:
+    """Return the log-probs of the sampled tokens of one request, finished or not."""
+    pairs = zip(output.token_ids, output.logprobs, strict=True)
+    return tuple(entry[token].logprob for token, entry in pairs)
