@@ -323,19 +323,19 @@ def test_three_cycles_of_its_own_classes(
     engine = make(name)
     addresses = {n: p.data_ptr() for n, p in engine.model.named_parameters()}
     if case.experts:
-        assert len(engine._derived.experts.params) == 2 * sum(case.moe_layers)
+        assert len(engine._derived.params) == 2 * sum(case.moe_layers)
     for version in (1, 2, 3):
         turned.clear()
         sleep(engine)
         engine.wake(["weights"])
         if case.experts:
-            assert all(p.loadable for p in engine._derived.experts.params), "0.23 turns them"
+            assert all(p.loadable for p in engine._derived.params), "0.23 turns them"
         update(engine, version, by_loader=version == 2)
         engine.wake(["kv_cache"])
         assert engine.state is EngineState.AWAKE and engine.weights_version == version
         assert torch.count_nonzero(engine.cache.cpu()) == 0
         assert {n: p.data_ptr() for n, p in engine.model.named_parameters()} == addresses
-        layers = {id(p.module) for p in engine._derived.experts.params}
+        layers = {id(p.module) for p in engine._derived.params}
         assert len(layers) == sum(case.moe_layers if case.experts else ())
         assert sorted(map(id, turned)) == sorted(layers), "its method turns each layer once"
 
