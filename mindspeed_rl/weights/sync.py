@@ -44,39 +44,28 @@ class WeightReceiver(Protocol):
         ...
 
 
-class WeightTransfer(Protocol):
-    """A path of the trainer's weights into the engine."""
-
-    @property
-    def name(self) -> str:
-        """Name of the path in metrics."""
-        ...
-
-    def move(self, read: Mapping[str, torch.Tensor], engine: WeightReceiver) -> SyncTraffic:
-        """Write all weights, between begin and finish of an update. Collective: the world."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class ReshardTransfer:
-    """The direct path: each rank receives only the rectangles that its live parameters need."""
+class WeightPath:
+    """A path of the trainer's weights into the engine.
 
-    resharder: Resharder
-    name: str = "direct"
+    Attributes:
+        name: Name of the path in metrics.
+        move: Function that writes all weights, given the trainer's parameters and the engine,
+            between begin and finish of an update. Collective: the world.
+    """
 
-    def move(self, read: Mapping[str, torch.Tensor], engine: WeightReceiver) -> SyncTraffic:
-        return self.resharder.run(read, engine.weight_views())
+    name: str
+    move: Callable[[Mapping[str, torch.Tensor], WeightReceiver], SyncTraffic]
 
 
-@dataclass(frozen=True, slots=True)
-class StreamTransfer:
-    """The path of whole tensors through the engine's own loading code, on every rank."""
+def reshard_path(resharder: Resharder) -> WeightPath:
+    """Return the path on which a rank receives only the rectangles that its parameters need."""
+    return WeightPath("direct", lambda read, engine: resharder.run(read, engine.weight_views()))
 
-    stream: TensorStream
-    name: str = "stream"
 
-    def move(self, read: Mapping[str, torch.Tensor], engine: WeightReceiver) -> SyncTraffic:
-        return self.stream.run(read, engine.load_tensor)
+def stream_path(stream: TensorStream) -> WeightPath:
+    """Return the path of whole tensors through the engine's own loading code, on every rank."""
+    return WeightPath("stream", lambda read, engine: stream.run(read, engine.load_tensor))
 
 
 def sync_metrics(traffic: Mapping[str, SyncTraffic], seconds: float) -> MetricSet:
@@ -125,7 +114,7 @@ class WeightSync:
 
     def __init__(
         self,
-        path: WeightTransfer,
+        path: WeightPath,
         proof: WeightVerifier,
         read: Callable[[], Mapping[str, torch.Tensor]],
         verify_interval: int,

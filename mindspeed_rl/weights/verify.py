@@ -162,50 +162,6 @@ class Difference:
         )
 
 
-def first_difference(
-    source: ShardLayout,
-    target: ShardLayout,
-    hf_name: str,
-    rank: int,
-    read: Mapping[str, torch.Tensor],
-    write: Mapping[str, torch.Tensor],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Difference | None:
-    """Find the first element of a tensor that differs on any rank. Collective: the world.
-
-    Args:
-        source: Layout of ``read``; where several ranks own a rectangle, the first one is the
-            reference.
-        target: Layout of ``write``.
-        hf_name: Name of the tensor.
-        rank: Global rank.
-        read: Source parameters of this rank.
-        write: Target parameters of this rank.
-        dtype: Element type on the wire of tensors that declare none.
-        device: Device of the broadcast buffers.
-    """
-    dtype = wire_dtype(source.dtype_of(hf_name), dtype)
-    mine = [shard for shard in target.shards(hf_name) if rank in shard.owner_ranks]
-    first: Difference | None = None
-    for shard in source.shards(hf_name):
-        if shard.is_replica:
-            continue
-        whole = shard.piece.hf_box
-        parts = -(-whole.num_elements // _SLICE_ELEMENTS)
-        for box in (whole.slice(i, parts) for i in range(parts)):
-            values = torch.empty(box.size, dtype=dtype, device=device)
-            if shard.owner_ranks[0] == rank:
-                values.copy_(_values(shard, box, read))
-            dist.broadcast(values, shard.owner_ranks[0])
-            for held in mine:
-                found = _compare(held, box, values, write, rank)
-                first = min((d for d in (first, found) if d is not None), default=None)
-    everyone: list[Difference | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, first)
-    return min((d for d in everyone if d is not None), default=None)
-
-
 def _values(shard: Shard, box: Box, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return a rectangle of the HF tensor as a view of the parameter that holds it."""
     piece = shard.piece
@@ -289,8 +245,27 @@ class WeightVerifier:
         read: Mapping[str, torch.Tensor],
         write: Mapping[str, torch.Tensor],
     ) -> Difference | None:
-        """Locate the first differing element of a tensor: rank, parameter and index. Collective."""
+        """Locate the first element of a tensor that differs on any rank. Collective: the world.
+
+        Where several ranks own a rectangle of the source, the first one is the reference.
+        """
+        source, target = self._layouts
         device = next(iter((*write.values(), *read.values()))).device
-        return first_difference(
-            *self._layouts, hf_name, self._rank, read, write, self._dtype, device
-        )
+        dtype = wire_dtype(source.dtype_of(hf_name), self._dtype)
+        mine = [shard for shard in target.shards(hf_name) if self._rank in shard.owner_ranks]
+        found: list[Difference | None] = []
+        for shard in source.shards(hf_name):
+            if shard.is_replica:
+                continue
+            whole = shard.piece.hf_box
+            parts = -(-whole.num_elements // _SLICE_ELEMENTS)
+            for box in (whole.slice(i, parts) for i in range(parts)):
+                values = torch.empty(box.size, dtype=dtype, device=device)
+                if shard.owner_ranks[0] == self._rank:
+                    values.copy_(_values(shard, box, read))
+                dist.broadcast(values, shard.owner_ranks[0])
+                found += (_compare(held, box, values, write, self._rank) for held in mine)
+        first = min((d for d in found if d is not None), default=None)
+        everyone: list[Difference | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, first)
+        return min((d for d in everyone if d is not None), default=None)

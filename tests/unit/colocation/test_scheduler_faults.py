@@ -40,8 +40,7 @@ FILES = (
     vllm_engine,
 )
 # Between two actions, or after the last: not inside one.
-AROUND = ("_go", "to_sync", "to_rollout", "to_train", "require", "_onward", "_back", "onloaded",
-          "_finish_release")  # fmt: skip
+AROUND = ("_go", "to_sync", "to_rollout", "to_train", "require", "onloaded", "_finish_release")
 DROPPED = (MemoryOwner.GRAD_BUFFERS,)
 VISITORS = (MemoryOwner.REFERENCE, MemoryOwner.CRITIC)  # together, or not at all
 
