@@ -53,9 +53,9 @@ class RolloutLayout(TableLayout):
         rows, engine = self.rows, self.engine
         self.check_rows((r for r in rows if not isinstance(r, ExpertRow)), engine.tp)
         self.check_rows((r for r in rows if isinstance(r, ExpertRow)), engine.expert_tp)
-        if not self.spec.moe and engine.expert_parallel:
+        if not self.spec.expert_layers and engine.expert_parallel:
             raise UsageError(f"--rollout-ep {engine.ep}: the model has no experts; allowed is 1")
-        if not self.spec.moe and engine.dp > 1:
+        if not self.spec.expert_layers and engine.dp > 1:
             raise UsageError(
                 f"--rollout-dp {engine.dp}: a model without experts has nothing to share between "
                 "data-parallel ranks of an engine; allowed: 1 (every --rollout-tp ranks are an "
