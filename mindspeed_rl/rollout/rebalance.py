@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol, TypeVar, cast
+from typing import Protocol
 
-import torch.distributed as dist
-
+from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.rollout.engine import GenerationRequest
 from mindspeed_rl.rollout.rebalance_plan import (
     Load,
@@ -27,8 +26,6 @@ from mindspeed_rl.rollout.rebalance_plan import (
     plan_moves,
 )
 from mindspeed_rl.rollout.step_loop import StepStats
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,7 @@ class MovableRequests(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class RebalanceRules:
     """Rules of rebalancing, equal on all ranks.
 
     Attributes:
@@ -101,7 +98,7 @@ class Rebalancer:
     """
 
     def __init__(
-        self, rules: Rules, group: int, leads: bool, expected: Callable[[int, int], int]
+        self, rules: RebalanceRules, group: int, leads: bool, expected: Callable[[int, int], int]
     ) -> None:
         self.rules = rules
         self._group = group
@@ -116,13 +113,13 @@ class Rebalancer:
             Whether any engine has a request left.
         """
         start = time.perf_counter()
-        reports = _of_all_ranks(requests.progress() if self._leads else None)
+        reports = gather_objects(requests.progress() if self._leads else None)
         groups = [progress for progress in reports if progress is not None]
         plan = self.plan(groups)
         self.steps = self.steps_after(plan)
         if moves := plan.moves:
             leaving = self.take(requests, moves, stats)
-            arrived = _of_all_ranks(leaving if self._leads else [])
+            arrived = gather_objects(leaving if self._leads else [])
             self.deliver(requests, chain.from_iterable(arrived), moves)
         stats.settle_seconds += time.perf_counter() - start
         return any(groups)
@@ -180,10 +177,3 @@ class Rebalancer:
         if missing := awaited - {request.sample_id for request in mine}:
             raise RuntimeError(f"rebalance: samples {sorted(missing)[:8]} did not arrive")
         requests.add(sorted(mine, key=lambda request: request.sample_id))
-
-
-def _of_all_ranks(mine: T) -> list[T]:
-    """Gather one object from each rank, ordered by rank. Collective: the world."""
-    found: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return cast(list[T], found)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.core.boxes import Box
-from mindspeed_rl.parallel.small_collectives import sum_over_ranks
+from mindspeed_rl.parallel.small_collectives import gather_objects, sum_over_ranks
 from mindspeed_rl.weights.executor import wire_dtype
 from mindspeed_rl.weights.layouts.base import Piece, Shard, ShardLayout, pieces_of
 
@@ -90,7 +90,7 @@ def _chunk_checksum(
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
+class _HeldPiece:
     """A rectangle of this rank and its row in the table of HF tensors."""
 
     piece: Piece
@@ -99,11 +99,11 @@ class _Share:
     dtype: str
 
 
-def _shares(
+def _held_pieces(
     layout: ShardLayout, rank: int, rows: Mapping[str, int], *, primary_only: bool
-) -> tuple[_Share, ...]:
+) -> tuple[_HeldPiece, ...]:
     return tuple(
-        _Share(
+        _HeldPiece(
             shard.piece,
             rows[shard.piece.hf_name],
             layout.hf_shapes[shard.piece.hf_name],
@@ -114,16 +114,16 @@ def _shares(
     )
 
 
-def _sum_shares(
-    shares: Sequence[_Share], params: Mapping[str, torch.Tensor], dtype: torch.dtype, count: int
+def _sum_pieces(
+    pieces: Sequence[_HeldPiece], params: Mapping[str, torch.Tensor], dtype: torch.dtype, count: int
 ) -> torch.Tensor:
     found: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    for share in shares:
-        piece = share.piece
+    for held in pieces:
+        piece = held.piece
         shown = piece.view.of(params[piece.param].detach())[piece.param_box.slices]
-        wire = wire_dtype(share.dtype, dtype)
-        value = box_checksum(shown, piece.hf_box, share.shape, wire)
-        found.setdefault(value.device, []).append((share.row, value))
+        wire = wire_dtype(held.dtype, dtype)
+        value = box_checksum(shown, piece.hf_box, held.shape, wire)
+        found.setdefault(value.device, []).append((held.row, value))
     total = torch.zeros(count, dtype=torch.int64)
     for rows, values in (zip(*pairs, strict=True) for pairs in found.values()):
         # The values of a device are stacked first, so that each device needs one copy to the host.
@@ -208,8 +208,8 @@ class WeightVerifier:
         self._layouts, self._rank = (source, target), rank
         self._names = list(source.hf_shapes)
         rows = {name: i for i, name in enumerate(self._names)}
-        self._source = _shares(source, rank, rows, primary_only=True)
-        self._target = _shares(target, rank, rows, primary_only=False)
+        self._source = _held_pieces(source, rank, rows, primary_only=True)
+        self._target = _held_pieces(target, rank, rows, primary_only=False)
         self._copies = copies_held(target, self._names)
         self._dtype = dtype
 
@@ -223,7 +223,7 @@ class WeightVerifier:
         """
         sides = ((self._source, read), (self._target, write))
         count = len(self._names)
-        return torch.stack([_sum_shares(*side, self._dtype, count) for side in sides])
+        return torch.stack([_sum_pieces(*side, self._dtype, count) for side in sides])
 
     def differing_tensors(
         self,
@@ -266,6 +266,4 @@ class WeightVerifier:
                 dist.broadcast(values, shard.owner_ranks[0])
                 found += (_compare(held, box, values, write, self._rank) for held in mine)
         first = min((d for d in found if d is not None), default=None)
-        everyone: list[Difference | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, first)
-        return min((d for d in everyone if d is not None), default=None)
+        return min((d for d in gather_objects(first) if d is not None), default=None)

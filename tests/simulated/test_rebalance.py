@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.rollout.engine import GenerationRequest
-from mindspeed_rl.rollout.rebalance import Progress, Rebalancer, Rules
+from mindspeed_rl.rollout.rebalance import Progress, Rebalancer, RebalanceRules
 from mindspeed_rl.rollout.rebalance_plan import (
     Load,
     Move,
@@ -97,7 +97,7 @@ class World:
     def __init__(
         self,
         shares: Sequence[Sequence[GenerationRequest]],
-        rules: Rules,
+        rules: RebalanceRules,
         whims: random.Random | None = None,
     ) -> None:
         self.whims = whims
@@ -166,8 +166,8 @@ def shares_of(counts: Sequence[int], seed: int) -> list[list[GenerationRequest]]
     return shares
 
 
-def rules(interval: int, *, running: bool = True, capacity: int = 3) -> Rules:
-    return Rules(interval, 1, running, 0.01, COST, capacity, 10**6)
+def rules(interval: int, *, running: bool = True, capacity: int = 3) -> RebalanceRules:
+    return RebalanceRules(interval, 1, running, 0.01, COST, capacity, 10**6)
 
 
 @given(

@@ -13,7 +13,7 @@ from support.training_worlds import make_job
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
-from mindspeed_rl.rollout.rebalance import Rebalancer, Rules
+from mindspeed_rl.rollout.rebalance import Rebalancer, RebalanceRules
 from mindspeed_rl.rollout.rebalance_plan import StepCost
 from mindspeed_rl.rollout.step_loop import StepStats
 from mindspeed_rl.rollout.vllm.open_requests import OpenRequests
@@ -94,7 +94,7 @@ def rebalance_world(world: World, model: str, flags: Sequence[str]) -> dict[str,
     group = layout.group_of(world.rank)
     runs = {}
     for mode in MODES:
-        rules = Rules(
+        rules = RebalanceRules(
             4, layout.dp, mode == "all", 0.02, StepCost(1000.0, 100.0), engine.max_num_seqs, 10**6
         )
         rebalancer = Rebalancer(
