@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.core.types import Completion
+from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.rollout.engine import (
     EngineState,
@@ -367,10 +367,8 @@ def _check_agreement(digest: bytes, engine: EngineLayout, rank: int) -> None:
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group().cpu_group
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    everyone = [torch.empty_like(mine) for _ in range(engine.tp)]
-    dist.all_gather(everyone, mine, group=group)
-    different = [i for i, other in enumerate(everyone) if not torch.equal(other, everyone[0])]
+    everyone = gather_objects(digest, group)
+    different = [i for i, other in enumerate(everyone) if other != everyone[0]]
     if different:
         raise RuntimeError(
             f"generate: ranks {different} of engine {engine.replica_of(rank)} were given other "
