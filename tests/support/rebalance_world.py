@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-from support.training_worlds import make_job
+from support.rollout_worlds import loaded_engine
 
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.launch.bootstrap import World
@@ -79,17 +79,7 @@ def requests_of(group: int) -> list[GenerationRequest]:
 
 def rebalance_world(world: World, model: str, flags: Sequence[str]) -> dict[str, Run]:
     """Rank function: the same requests in every mode."""
-    from mindspeed_rl.rl.build_engine import build_rollout_engine
-    from mindspeed_rl.rl.build_models import load_weights
-    from mindspeed_rl.rollout.vllm.capabilities import installed_layout
-
-    job = make_job(world, model, ["--vllm-max-num-seqs", str(CAPACITY), *flags])
-    vllm = installed_layout(job.plan.rollout_layout, job.platform.name)
-    job = replace(job, plan=replace(job.plan, rollout_layout=vllm))
-    engine = build_rollout_engine(job)
-    engine.begin_update()
-    load_weights(job, vllm, engine.weight_views())
-    engine.finish_update(0)
+    job, engine = loaded_engine(world, model, ["--vllm-max-num-seqs", str(CAPACITY), *flags])
     layout = job.plan.engine
     group = layout.group_of(world.rank)
     runs = {}
