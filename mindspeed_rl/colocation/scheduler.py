@@ -204,14 +204,14 @@ class DeviceScheduler:
         need = self._engine.weight_bytes
         return [
             Action("room for engine weights", "wake", lambda: self._sharing.require_free(need)),
-            Action("engine weights", "wake", self._wake_weights, self._engine.free_weights),
+            Action("engine weights", "wake", self._engine.wake_weights, self._engine.free_weights),
         ]
 
     def _sync_to_idle(self) -> list[Action]:
         """Free the engine's weights; undo allocates them without their content."""
         if not self._sharing.free_engine_weights:
             return []
-        free, wake = self._engine.free_weights, self._wake_weights
+        free, wake = self._engine.free_weights, self._engine.wake_weights
         return [Action("free engine weights", "sleep", free, wake), *self._tidy("sleep")]
 
     def _sync_to_rollout(self) -> list[Action]:
@@ -221,13 +221,13 @@ class DeviceScheduler:
             *self._offload(MemoryOwner.PARAMETERS),
             *self._tidy("offload"),
             Action("room for the cache", "wake", lambda: self._sharing.require_free(need)),
-            Action("cache", "wake", self._wake_cache, self._engine.free_cache),
+            Action("cache", "wake", self._engine.wake_cache, self._engine.free_cache),
         ]
 
     def _rollout_to_sync(self) -> list[Action]:
         """Free the cache, then bring back parameters."""
         return [
-            Action("free cache", "sleep", self._engine.free_cache, self._wake_cache),
+            Action("free cache", "sleep", self._engine.free_cache, self._engine.wake_cache),
             *self._tidy("sleep"),
             *self._onload(MemoryOwner.PARAMETERS, wait=True),
         ]
@@ -271,9 +271,3 @@ class DeviceScheduler:
                 self.state = Phase.BROKEN
                 raise
             raise
-
-    def _wake_weights(self) -> None:
-        self._engine.wake(["weights"])
-
-    def _wake_cache(self) -> None:
-        self._engine.wake(["kv_cache"])

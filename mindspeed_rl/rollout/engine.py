@@ -138,8 +138,12 @@ class InferenceEngine(WeightReceiver, Protocol):
         """Free the weights after the cache; they need a whole update afterwards. Local."""
         ...
 
-    def wake(self, tags: Sequence[str]) -> None:
-        """Bring back ``"weights"``, then ``"kv_cache"``, each as a whole or not at all. Local."""
+    def wake_weights(self) -> None:
+        """Allocate the weights again, all or nothing; their content is undefined. Local."""
+        ...
+
+    def wake_cache(self) -> None:
+        """Allocate the key/value cache again after the weights, all or nothing. Local."""
         ...
 
     @property

@@ -33,18 +33,6 @@ _CACHED_ELEMENTS = 1 << 16
 _CHUNK_ELEMENTS = 1 << 20  # Elements hashed at a time; each needs 36 bytes with all temporaries.
 
 
-def _index_hash(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Hash each element's row-major global index with splitmix64, made odd: [box.size]."""
-    if box.num_elements <= _CACHED_ELEMENTS:
-        return _small_index_hash(box, shape, device)
-    return _hash_indices(box, shape, device)
-
-
-@lru_cache(maxsize=1024)
-def _small_index_hash(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return _hash_indices(box, shape, device)
-
-
 def _hash_indices(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     index = torch.zeros((), dtype=torch.int64, device=device)
     for dim, (lo, size) in enumerate(zip(box.lo, box.size, strict=True)):
@@ -54,6 +42,15 @@ def _hash_indices(box: Box, shape: tuple[int, ...], device: torch.device) -> tor
     value = (value ^ ((value >> 30) & ((1 << 34) - 1))) * _MULTIPLIER_1
     value = (value ^ ((value >> 27) & ((1 << 37) - 1))) * _MULTIPLIER_2
     return (value ^ ((value >> 31) & ((1 << 33) - 1))) | 1
+
+
+_cached_hashes = lru_cache(maxsize=1024)(_hash_indices)
+
+
+def _index_hash(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Hash each element's row-major global index with splitmix64, made odd: [box.size]."""
+    hashes = _cached_hashes if box.num_elements <= _CACHED_ELEMENTS else _hash_indices
+    return hashes(box, shape, device)
 
 
 def box_checksum(

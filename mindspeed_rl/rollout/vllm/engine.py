@@ -233,22 +233,22 @@ class VllmEngine:
         self._state = EngineState.ASLEEP
         self._weights.free()
 
-    def wake(self, tags: Sequence[str]) -> None:
-        """Bring back ``"weights"``, then ``"kv_cache"``, each as a whole or not at all. Local.
-
-        Raises:
-            RuntimeError: A tag is unknown, the weights are freed, or memory is short.
-        """
-        if unknown := set(tags) - {"weights", "kv_cache"}:
-            raise RuntimeError(f"wake: unknown tags {sorted(unknown)}")
-        if "weights" in tags and self._state is EngineState.ASLEEP:
+    def wake_weights(self) -> None:
+        if self._state is EngineState.ASLEEP:
             self._weights.bring_back()
             if not self._stable_addresses:
                 self._pointers = self._addresses()  # no graph has kept the old ones
             self._state = EngineState.WEIGHTS
-        if "kv_cache" in tags and self._state is not EngineState.AWAKE:
-            if self._state is EngineState.ASLEEP:
-                raise RuntimeError("wake: the weights come back before the key/value cache")
+
+    def wake_cache(self) -> None:
+        """Allocate the key/value cache again. Local.
+
+        Raises:
+            RuntimeError: The weights are freed, or memory is short.
+        """
+        if self._state is EngineState.ASLEEP:
+            raise RuntimeError("wake_cache: the weights come back before the key/value cache")
+        if self._state is EngineState.WEIGHTS:
             self._cache.bring_back()
             self._state = EngineState.AWAKE
 

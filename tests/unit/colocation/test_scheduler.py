@@ -152,7 +152,7 @@ class Machine:
 def test_a_cycle_wakes_weights_then_syncs_then_wakes_the_cache() -> None:
     machine = Machine()
     machine.step(5)
-    assert machine.engine.calls == ["begin", "finish", "wake kv_cache", "free cache"]
+    assert machine.engine.calls == ["begin", "finish", "wake cache", "free cache"]
     assert machine.engine.weights_version == 5
     assert machine.named == ["offload", "offload", "wake", "sleep"]
     assert machine.borders == ["idle", "sync", "rollout", "sync", "idle", "train"]
@@ -166,7 +166,7 @@ def test_the_order_with_everything_offloaded() -> None:
     machine = Machine(mode=OffloadMode.ALL, free_weights=True)
     machine.asked_for.clear()
     machine.to_rollout(0)
-    assert machine.engine.calls == ["wake weights", "begin", "finish", "wake kv_cache"]
+    assert machine.engine.calls == ["wake weights", "begin", "finish", "wake cache"]
     assert machine.named == ["offload", "wake", "offload", "wake"]
     machine.phases.to_train()
     assert machine.engine.calls[4:] == ["free cache", "free weights"]
@@ -332,7 +332,7 @@ def test_weights_that_differ_are_never_generated_from(monkeypatch: pytest.Monkey
         with pytest.raises(RuntimeError, match=r"in 1 tensors: table; table\[3.*\] on rank 0"):
             machine.to_rollout(1)
     assert (machine.phases.state, machine.engine.weights_version) == (Phase.SYNC, -1)
-    assert machine.engine.calls[-1] != "wake kv_cache"
+    assert machine.engine.calls[-1] != "wake cache"
     machine.to_rollout(1)
     assert machine.proof.num_calls == 3
     machine.check()
