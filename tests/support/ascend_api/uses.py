@@ -29,6 +29,7 @@ _VLLM_OF = (
 
 # What arrives as an argument, where nothing in the file says from where: our name -> what it is.
 _ARRIVES = {
+    "platforms/accelerator.py": {"self._api": ("torch_npu", "npu")},
     "rollout/vllm_ascend/memory.py": {
         "self._camem": ("vllm_ascend.device_allocator.camem", ""),
         "self._wake": ("vllm_ascend.worker.worker", "NPUWorker.wake_up"),
