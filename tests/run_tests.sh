@@ -29,7 +29,7 @@ part() {  # one red part does not hide the others
 tests() {  # of a tier: its marker expression
     echo "== tests: $1"
     part env PYTHON="$PYTHON" tests/ascend/run.sh --halves -m "$1"
-    part "$PYTHON" -m pytest -n 2 --dist worksteal -m "$1" tests/unit tests/simulated tests/test_*.py
+    part "$PYTHON" -m pytest -n 2 --dist worksteal --durations 15 -m "$1" tests/unit tests/simulated tests/test_*.py
     # ranks wait for each other much of the time: two files at once
     part "$PYTHON" -m pytest -n 2 --dist loadfile --durations 15 -m "$1 and not alone" \
         tests/distributed tests/e2e
@@ -40,7 +40,7 @@ first() {
     part "$PYTHON" -m ruff check .
     part "$PYTHON" -m ruff format --check .
     local types; types="$(mktemp)"
-    MYPYPATH=tools "$PYTHON" -m mypy -p mindspeed_rl -p bench > "$types" 2>&1 &
+    "$PYTHON" -m mypy > "$types" 2>&1 &
     tests "not slow"
     wait $! || { STATUS=1; echo "run_tests: failed: mypy" >&2; }
     cat "$types"; rm -f "$types"

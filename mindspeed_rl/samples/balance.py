@@ -53,11 +53,6 @@ class MicroBatchPlan:
         return len(self.assignment[0])
 
 
-def padded(size: int, multiple: int) -> int:
-    """Round ``size`` up to the next multiple."""
-    return -(-size // multiple) * multiple
-
-
 def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     """Split items into parts of nearly equal cost; their numbers of items differ by at most one.
 

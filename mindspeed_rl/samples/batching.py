@@ -6,13 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.samples.balance import (
-    MicroBatchPlan,
-    SequenceCost,
-    padded,
-    partition,
-    rows_for_ranks,
-)
+from mindspeed_rl.core.layout import round_up
+from mindspeed_rl.samples.balance import MicroBatchPlan, SequenceCost, partition, rows_for_ranks
 from mindspeed_rl.samples.locality import minimize_moves
 from mindspeed_rl.samples.packing import MicroBatch, TrainSample, pack
 from mindspeed_rl.samples.routes import Ints
@@ -60,19 +55,20 @@ class BatchRules:
                 f"--max-tokens-per-micro-batch {self.max_tokens} is smaller than a sample of "
                 f"{max(lengths)} tokens; raise it to at least the longest sequence"
             )
-        lengths = [padded(length, self.sequence_multiple) for length in lengths]
+        lengths = [round_up(length, self.sequence_multiple) for length in lengths]
         work, multiple = [self.cost.of(n) for n in lengths], self.dp * self.count_multiple
         if self.max_tokens:
             # A sample that is longer than the limit with its padding has a row of its own.
             capacity = max(self.max_tokens, max(lengths, default=0))
             rows = rows_for_ranks(lengths, capacity, multiple)
         else:
-            rows = partition(work, padded(max(1, -(-len(work) // self.micro_batch_size)), multiple))
+            count = max(1, -(-len(work) // self.micro_batch_size))
+            rows = partition(work, round_up(count, multiple))
         longest = max((sum(lengths[i] for i in row) for row in rows), default=1)
         of_rank = partition([sum(work[i] for i in row) for row in rows], self.dp)
         plan = MicroBatchPlan(
             tuple(tuple(tuple(rows[r]) for r in mine) for mine in of_rank),
-            padded(max(1, longest), self.row_multiple),
+            round_up(max(1, longest), self.row_multiple),
         )
         if moved is None:
             return plan
