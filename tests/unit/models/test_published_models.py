@@ -237,7 +237,7 @@ def test_variants_of_deepseek() -> None:
         "num_nextn_predict_layers": 0,
     }
     spec = spec_from_hf_config(published_config(DEEPSEEK) | change)
-    assert spec.latent is not None and spec.moe is not None
-    assert (spec.latent.compressed_query, spec.latent.plain_query) == (False, True)
+    assert isinstance(spec.attention, LatentAttention) and spec.moe is not None
+    assert (spec.attention.compressed_query, spec.attention.plain_query) == (False, True)
     assert (spec.moe.num_groups, spec.moe.shared_ffn_size) == (1, 3 * 2048)
     assert len(spec.expert_layers) == spec.num_layers and spec.num_mtp_layers == 0
