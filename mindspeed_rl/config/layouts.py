@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
-from mindspeed_rl.config.rl import RolloutConfig
+from mindspeed_rl.config.rollout import RolloutConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import StageLayout, accounted_stages, even_stages, listed_stages

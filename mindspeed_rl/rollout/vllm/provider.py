@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.engine_options import as_flag
-from mindspeed_rl.config.engine_tuning import EngineTuningConfig
+from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.models.spec import ModelSpec

@@ -14,7 +14,7 @@ from support.published import PUBLISHED
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config import npu as npu_flags
 from mindspeed_rl.config.arguments import parse
-from mindspeed_rl.config.modules import module_names
+from mindspeed_rl.config.kernels import module_names
 from mindspeed_rl.config.npu import REFUSED, check_npu, group_buffers, npu_setup
 from mindspeed_rl.core import installed
 from mindspeed_rl.core.errors import UsageError

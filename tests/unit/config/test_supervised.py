@@ -10,7 +10,7 @@ from support.indexed_corpus import write_corpus
 
 from mindspeed_rl.config import IndexedDataConfig, PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.arguments import parse
-from mindspeed_rl.config.indexed_data import Blend, check_indexed_data, data_bytes, parse_blend
+from mindspeed_rl.config.supervised import Blend, check_indexed_data, data_bytes, parse_blend
 from mindspeed_rl.pretrain import refuse_other_data
 
 
