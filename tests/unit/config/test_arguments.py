@@ -172,19 +172,6 @@ def test_help_is_grouped_and_fits_the_terminal(run_type, columns, monkeypatch):
             assert all(spelling in text for spelling in flag.spellings)
 
 
-def test_group_texts_teach_steps_batches_layouts_and_pass_through():
-    text = " ".join(build_parser(RLRunConfig, "mindspeed_rl.train_rl").format_help().split())
-    for lesson in (
-        "One RL step:",
-        "Samples of a step = prompts x group size",
-        "World size = tensor x pipeline x context x data parallelism",
-        "Example, 16 ranks: --rollout-tp 2 makes 8 engines",
-        "--vllm-max-num-seqs 512",
-        '"${GPT_ARGS[@]}"',
-    ):
-        assert lesson in text, lesson
-
-
 def test_worked_example_of_the_help_parses():
     for run_type, prog in PROGS.items():
         text = build_parser(run_type, prog).epilog
