@@ -280,10 +280,9 @@ def _add_flag(group: Any, flag: OwnFlag, columns: int) -> None:
         action = "store_false" if flag.default is True else "store_true"
         group.add_argument(*flag.spellings, action=action, **common)
         return
-    read = {int: _integer, float: _finite}.get(flag.kind)
     group.add_argument(
         *flag.spellings,
-        type=partial(read, info=flag.info) if read else str,
+        type=str if flag.kind is str else partial(_number, kind=flag.kind, info=flag.info),
         choices=flag.info.choices or None,
         nargs=flag.info.nargs,
         metavar=None if flag.info.choices else _METAVARS[flag.kind],
@@ -291,32 +290,19 @@ def _add_flag(group: Any, flag: OwnFlag, columns: int) -> None:
     )
 
 
-def _integer(text: str, info: FlagInfo) -> int:
+def _number(text: str, kind: type[int] | type[float], info: FlagInfo) -> float:
     try:
-        value = int(text)
-    except ValueError:
-        value = None
-    if value is None or not info.allows(value):
+        value = kind(text)
+        allowed = math.isfinite(value) and info.allows(value)
+    except (ValueError, OverflowError):
+        allowed = False
+    if not allowed:
+        what, like = ("whole", "1000") if kind is int else ("finite", "0.5 or 1e-6")
+        limits = f" of {info.limits}" if info.limits else ""
         raise argparse.ArgumentTypeError(
-            f"must be a whole number{_of(info.limits)}, written like 1000, got {text!r}"
+            f"must be a {what} number{limits}, written like {like}, got {text!r}"
         )
     return value
-
-
-def _finite(text: str, info: FlagInfo) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or not info.allows(value):
-        raise argparse.ArgumentTypeError(
-            f"must be a finite number{_of(info.limits)}, written like 0.5 or 1e-6, got {text!r}"
-        )
-    return value
-
-
-def _of(limits: str) -> str:
-    return f" of {limits}" if limits else ""
 
 
 def _inert(argv: Sequence[str], flags: Mapping[str, OwnFlag]) -> Iterator[str]:

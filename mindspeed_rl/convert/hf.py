@@ -13,7 +13,7 @@ from mindspeed_rl.checkpoint.hf_writer import config_text, side_files
 from mindspeed_rl.checkpoint.safetensors_files import StoredEntry, safetensors_entries
 from mindspeed_rl.convert.format import Format, Request
 from mindspeed_rl.convert.source import Scales, Source, StoredTensor, TensorPart
-from mindspeed_rl.convert.target import OutputTensor, Target, safetensors_file
+from mindspeed_rl.convert.target import SAFETENSORS_TYPES, OutputTensor, Target, safetensors_file
 from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.blocks import EMBED_NAME
@@ -25,13 +25,8 @@ from mindspeed_rl.weights.layouts.base import Piece
 SCALE = "_scale_inv"
 # Key of config.json that only a quantised checkpoint has.
 QUANTISATION = "quantization_config"
-_TYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
+_TYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
+_TYPES["F8_E4M3"] = torch.float8_e4m3fn
 
 
 def open_hf(directory: Path, spec: ModelSpec, extends_ep: bool) -> Source:
@@ -88,8 +83,8 @@ def _part(
         raise UsageError(
             f"{path}: {name} has the element type {entry.dtype}"
             + ("" if scaled else f" and no {name}{SCALE}")
-            + f"; allowed: {', '.join(list(_TYPES)[:4])}, or F8_E4M3 with such factors and "
-            "weight_block_size in config.json"
+            + f"; allowed: {', '.join(SAFETENSORS_TYPES.values())}, or F8_E4M3 with such factors "
+            "and weight_block_size in config.json"
         )
     box = Box.whole(entry.shape)
     stored = StoredTensor(path, entry.offset, dtype, entry.shape)
