@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import linear_regression
 
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.metrics.metric_set import Max, MetricSet
 from mindspeed_rl.platforms.base import DeviceMemory
 
 _MIB, _GIB = 2**20, 2**30
+_WINDOW = 20  # Steps whose residues show a leak.
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,34 +45,19 @@ class Border:
         return self.device.used_bytes - self.owned_bytes
 
 
-class Slope:
-    """Least-squares slope of the last values, one per step.
+def slope_per_step(values: Sequence[float]) -> tuple[float, float]:
+    """Return the least-squares slope of values, one per step, and its standard error. Pure.
 
-    Args:
-        window: Number of values that are kept.
+    (0, infinity) for fewer than 5 values. Source: simple linear regression, residual variance over
+    n - 2 degrees of freedom.
     """
-
-    def __init__(self, window: int = 20) -> None:
-        self._values: deque[float] = deque(maxlen=window)
-
-    def add(self, value: float) -> None:
-        """Add the value of one more step."""
-        self._values.append(value)
-
-    def per_step(self) -> tuple[float, float]:
-        """Return (slope, its standard error); (0, infinity) for fewer than 5 values.
-
-        Source: simple linear regression, residual variance over n - 2 degrees of freedom.
-        """
-        n = len(self._values)
-        if n < 5:
-            return 0.0, math.inf
-        mean_x, mean_y = (n - 1) / 2, math.fsum(self._values) / n
-        spread = math.fsum((x - mean_x) ** 2 for x in range(n))
-        slope = math.fsum((x - mean_x) * (y - mean_y) for x, y in enumerate(self._values)) / spread
-        residuals = (y - mean_y - slope * (x - mean_x) for x, y in enumerate(self._values))
-        variance = math.fsum(r * r for r in residuals) / (n - 2)
-        return slope, math.sqrt(variance / spread)
+    n = len(values)
+    if n < 5:
+        return 0.0, math.inf
+    slope, intercept = linear_regression(range(n), values)
+    variance = math.fsum((y - intercept - slope * x) ** 2 for x, y in enumerate(values)) / (n - 2)
+    spread = math.fsum((x - (n - 1) / 2) ** 2 for x in range(n))
+    return slope, math.sqrt(variance / spread)
 
 
 class MemoryLedger:
@@ -97,7 +84,7 @@ class MemoryLedger:
         self._budget_bytes = budget_bytes
         self._leak_bytes = leak_bytes
         self._predicted = predicted or {}
-        self._slope = Slope()
+        self._residues: deque[int] = deque(maxlen=_WINDOW)
         self._warned = False
         self.borders: dict[str, Border] = {}
 
@@ -132,8 +119,8 @@ class MemoryLedger:
             raise MemoryError(self._message(what, self._budget_bytes or device.total_bytes))
 
     def _watch(self, residue_bytes: int) -> None:
-        self._slope.add(residue_bytes)
-        slope, error = self._slope.per_step()
+        self._residues.append(residue_bytes)
+        slope, error = slope_per_step(self._residues)
         if self._leak_bytes and not self._warned and slope - 2 * error > self._leak_bytes:
             self._warned = True
             warnings.warn(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -59,7 +60,8 @@ def plan_packing(tensors: Sequence[torch.Tensor]) -> Packing:
         return storage.nbytes() % _ALIGNED_BYTES != 0, -items[identity(storage)]
 
     storages = tuple(sorted(storages_of(tensors), key=order))
-    starts = _starts(storages)
+    sizes = (storage.nbytes() for storage in storages)
+    starts = dict(zip(map(identity, storages), accumulate(sizes, initial=0), strict=False))
     places = []
     for tensor in tensors:
         start, item = starts[identity(tensor.untyped_storage())], tensor.element_size()
@@ -67,11 +69,3 @@ def plan_packing(tensors: Sequence[torch.Tensor]) -> Packing:
         offset = start // item + int(tensor.storage_offset())
         places.append(PackedPlace(tensor, offset, tensor.shape, tensor.stride()))
     return Packing(storages, tuple(places), num_bytes(storages))
-
-
-def _starts(storages: Sequence[torch.UntypedStorage]) -> Mapping[int, int]:
-    starts, end = {}, 0
-    for storage in storages:
-        starts[identity(storage)] = end
-        end += storage.nbytes()
-    return starts

@@ -112,7 +112,7 @@ class DeviceScheduler:
         Raises:
             RuntimeError: Called in another state.
         """
-        self._go(Phase.SYNC, self._onward)
+        self._go(Phase.SYNC, Phase.TRAIN, Phase.IDLE, Phase.SYNC)
 
     def to_rollout(self) -> None:
         """Hand the devices to the engine, whose weights are complete. Local.
@@ -125,7 +125,7 @@ class DeviceScheduler:
         self.require(Phase.SYNC, "to_rollout")
         if self._engine.weights_version < 0:
             raise RuntimeError("the engine has no complete weights; synchronise them first")
-        self._go(Phase.ROLLOUT, self._onward)
+        self._go(Phase.ROLLOUT, Phase.SYNC)
 
     def to_train(self) -> None:
         """Hand the devices back to the trainer. Local.
@@ -135,7 +135,7 @@ class DeviceScheduler:
         Raises:
             RuntimeError: Called in another state.
         """
-        self._go(Phase.TRAIN, self._back)
+        self._go(Phase.TRAIN, Phase.ROLLOUT, Phase.SYNC, Phase.IDLE)
 
     def require(self, phase: Phase, what: str) -> None:
         """Refuse work in a state in which its memory may be offloaded. Local.
@@ -163,39 +163,31 @@ class DeviceScheduler:
                 self._return(group)
             yield
 
-    def _go(self, target: Phase, actions_after: Mapping[Phase, Callable[[], list[Action]]]) -> None:
-        if self.state not in actions_after:
-            allowed = " or ".join(phase.value for phase in actions_after)
+    def _go(self, target: Phase, *sources: Phase) -> None:
+        """Follow the chain to ``target``, one edge after another, from one of ``sources``."""
+        if self.state not in sources:
+            allowed = " or ".join(phase.value for phase in sources)
             raise RuntimeError(
                 f"phase {target.value} is entered from {allowed} only, not from {self.state.value}"
             )
+        edges = {
+            (Phase.TRAIN, Phase.IDLE): self._train_to_idle,
+            (Phase.IDLE, Phase.SYNC): self._idle_to_sync,
+            (Phase.SYNC, Phase.ROLLOUT): self._sync_to_rollout,
+            (Phase.ROLLOUT, Phase.SYNC): self._rollout_to_sync,
+            (Phase.SYNC, Phase.IDLE): self._sync_to_idle,
+            (Phase.IDLE, Phase.TRAIN): self._idle_to_train,
+        }
         step = 1 if CHAIN.index(target) > CHAIN.index(self.state) else -1
         while self.state is not target:
+            following = CHAIN[CHAIN.index(self.state) + step]
             try:
-                perform(actions_after[self.state](), self._phase)
+                perform(edges[self.state, following](), self._phase)
             except UndoFailed:
                 self.state = Phase.BROKEN
                 raise
-            self.state = CHAIN[CHAIN.index(self.state) + step]
-            self._sharing.at_border(self.state.value)
-
-    @property
-    def _onward(self) -> dict[Phase, Callable[[], list[Action]]]:
-        """The edges towards ROLLOUT by the state in which they start."""
-        return {
-            Phase.TRAIN: self._train_to_idle,
-            Phase.IDLE: self._idle_to_sync,
-            Phase.SYNC: self._sync_to_rollout,
-        }
-
-    @property
-    def _back(self) -> dict[Phase, Callable[[], list[Action]]]:
-        """The edges towards TRAIN by the state in which they start."""
-        return {
-            Phase.ROLLOUT: self._rollout_to_sync,
-            Phase.SYNC: self._sync_to_idle,
-            Phase.IDLE: self._idle_to_train,
-        }
+            self.state = following
+            self._sharing.at_border(following.value)
 
     def _train_to_idle(self) -> list[Action]:
         """Offload the memory that only the update needs."""
@@ -212,14 +204,14 @@ class DeviceScheduler:
         need = self._engine.weight_bytes
         return [
             Action("room for engine weights", "wake", lambda: self._sharing.require_free(need)),
-            Action("engine weights", "wake", self._wake_weights, self._engine.free_weights),
+            Action("engine weights", "wake", self._engine.wake_weights, self._engine.free_weights),
         ]
 
     def _sync_to_idle(self) -> list[Action]:
         """Free the engine's weights; undo allocates them without their content."""
         if not self._sharing.free_engine_weights:
             return []
-        free, wake = self._engine.free_weights, self._wake_weights
+        free, wake = self._engine.free_weights, self._engine.wake_weights
         return [Action("free engine weights", "sleep", free, wake), *self._tidy("sleep")]
 
     def _sync_to_rollout(self) -> list[Action]:
@@ -229,13 +221,13 @@ class DeviceScheduler:
             *self._offload(MemoryOwner.PARAMETERS),
             *self._tidy("offload"),
             Action("room for the cache", "wake", lambda: self._sharing.require_free(need)),
-            Action("cache", "wake", self._wake_cache, self._engine.free_cache),
+            Action("cache", "wake", self._engine.wake_cache, self._engine.free_cache),
         ]
 
     def _rollout_to_sync(self) -> list[Action]:
         """Free the cache, then bring back parameters."""
         return [
-            Action("free cache", "sleep", self._engine.free_cache, self._wake_cache),
+            Action("free cache", "sleep", self._engine.free_cache, self._engine.wake_cache),
             *self._tidy("sleep"),
             *self._onload(MemoryOwner.PARAMETERS, wait=True),
         ]
@@ -279,9 +271,3 @@ class DeviceScheduler:
                 self.state = Phase.BROKEN
                 raise
             raise
-
-    def _wake_weights(self) -> None:
-        self._engine.wake(["weights"])
-
-    def _wake_cache(self) -> None:
-        self._engine.wake(["kv_cache"])

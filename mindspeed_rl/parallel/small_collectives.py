@@ -1,4 +1,4 @@
-"""Sums and gathers of small tensors, in one or two messages from rank to rank.
+"""Sums and gathers of small tensors, in one or two messages from rank to rank, and of objects.
 
 The collectives of gloo pass a tensor around a ring: their time is the number of ranks times that of
 a message, however small the tensor is. Small tensors are sent directly to all ranks instead.
@@ -6,8 +6,12 @@ a message, however small the tensor is. Small tensors are sent directly to all r
 
 from __future__ import annotations
 
+from typing import TypeVar, cast
+
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 # A tensor is sent whole to every rank where all its copies have at most this many bytes. A larger
 # sum sends one part per rank, twice; a larger gather takes the ring, which needs no copies.
@@ -55,6 +59,13 @@ def gather_rows(values: torch.Tensor, group: dist.ProcessGroup | None = None) ->
     rows = [torch.empty_like(values) for _ in range(world)]
     dist.all_gather(rows, values, group=group)
     return torch.stack(rows)
+
+
+def gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Gather one object of each rank of a group, in rank order. Collective: the group."""
+    found: list[T | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group)
+    return cast(list[T], found)
 
 
 def _from_all(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

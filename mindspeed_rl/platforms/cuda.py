@@ -2,47 +2,27 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from mindspeed_rl.config.npu import NpuSetup
-from mindspeed_rl.platforms.base import DeviceMemory, ProfileRequest
+from mindspeed_rl.platforms.accelerator import AcceleratorPlatform
+from mindspeed_rl.platforms.base import ProfileRequest
 from mindspeed_rl.platforms.features import TransformerFeatures
 from mindspeed_rl.platforms.torch_profiler import TorchProfiler
 
 
-class CudaPlatform:
+class CudaPlatform(AcceleratorPlatform):
     """The platform of one CUDA device per process, with gloo besides NCCL for host tensors."""
 
     name = "cuda"
     backend = "cpu:gloo,cuda:nccl"
-    shares_host_memory = False
 
     def __init__(self) -> None:
-        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        self._copy_stream: torch.cuda.Stream | None = None
-        self.taken_bytes = 0
-
-    def set_device(self) -> None:
-        torch.cuda.set_device(self.device)
-        self.taken_bytes = self.memory().used_bytes
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
-
-    def rng_state(self) -> torch.Tensor | None:
-        return torch.cuda.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor | None) -> None:
-        if state is not None:
-            torch.cuda.set_rng_state(state)
+        super().__init__(self.name, torch.cuda)
 
     def install(self, setup: NpuSetup | None = None) -> None:
         """megatron-core runs on CUDA without changes."""
@@ -62,24 +42,6 @@ class CudaPlatform:
             chooses_dispatcher=True,
         )
 
-    def memory(self) -> DeviceMemory:
-        """Ask the driver, because torch misses NCCL's buffers and memory that a pool has freed."""
-        free, total = torch.cuda.mem_get_info(self.device)
-        return DeviceMemory(total - free, free, total)
-
-    def reset_peak_memory(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-    def peak_memory(self) -> int:
-        """Return the peak bytes of tensors, without caches of the allocator."""
-        return int(torch.cuda.max_memory_allocated(self.device))
-
-    def release_cached_memory(self) -> None:
-        """Wait for streams, whose blocks cannot be freed, and empty the caching allocator."""
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-
     def profiler(self, request: ProfileRequest) -> TorchProfiler:
         return TorchProfiler(request, cuda=True)
 
@@ -92,17 +54,3 @@ class CudaPlatform:
             torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
             weakref.finalize(buffer, runtime.cudaHostUnregister, address).atexit = False
         return buffer
-
-    @contextmanager
-    def copies(self) -> Iterator[None]:
-        """Run the block on a stream for copies alone, which is created at first use."""
-        if self._copy_stream is None:
-            self._copy_stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._copy_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._copy_stream):
-            yield
-
-    def wait_for_copies(self) -> None:
-        """Let the current stream wait for the copy stream."""
-        if self._copy_stream is not None:
-            torch.cuda.current_stream().wait_stream(self._copy_stream)

@@ -13,7 +13,7 @@ from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.metrics.metric_set import Max, MetricSet, Total
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rollout.engine import SamplingSettings
-from mindspeed_rl.rollout.rebalance import Rebalancer, Rules
+from mindspeed_rl.rollout.rebalance import Rebalancer, RebalanceRules
 from mindspeed_rl.rollout.rebalance_plan import StepCost
 from mindspeed_rl.rollout.step_loop import StepStats
 from mindspeed_rl.samples.lengths import LengthHistory, assign_to_engines
@@ -38,7 +38,7 @@ class EngineAssignment:
     limit: int
     partial_tokens: int = 0
     by_length: bool = True
-    rules: Rules | None = None
+    rules: RebalanceRules | None = None
 
     @property
     def leads_engine(self) -> bool:
@@ -108,7 +108,7 @@ class EngineAssignment:
 
 def rebalance_rules(
     config: RLRunConfig, plan: RLPlan, max_num_seqs: int, item_bytes: int
-) -> Rules | None:
+) -> RebalanceRules | None:
     """Return when requests move, equal on all ranks as it follows from flags and layouts. Local.
 
     Args:
@@ -127,7 +127,7 @@ def rebalance_rules(
         weights / token_bytes,
         tuple(sorted(int(size) for size in config.engine.rollout_graph_sizes if size.isdigit())),
     )
-    return Rules(
+    return RebalanceRules(
         interval=flags.rollout_rebalance_interval,
         groups_per_engine=plan.engine.dp,
         running=flags.rollout_rebalance == "all",

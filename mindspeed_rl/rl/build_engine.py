@@ -30,7 +30,7 @@ from mindspeed_rl.trainer.resident_memory import trainer_memory
 from mindspeed_rl.trainer.train_engine import TrainEngine
 from mindspeed_rl.weights.executor import Resharder
 from mindspeed_rl.weights.stream import TensorStream
-from mindspeed_rl.weights.sync import ReshardTransfer, StreamTransfer, WeightSync, WeightTransfer
+from mindspeed_rl.weights.sync import WeightPath, WeightSync, reshard_path, stream_path
 from mindspeed_rl.weights.transports import make_transport
 from mindspeed_rl.weights.verify import WeightVerifier
 
@@ -216,8 +216,8 @@ def build_weight_sync(job: Job[RLRunConfig, RLPlan], policy: TrainEngine) -> Wei
     )
 
 
-def build_weight_path(job: Job[RLRunConfig, RLPlan], dtype: torch.dtype) -> WeightTransfer:
-    """Build the weight transfer that ``--reshard-path`` names. Local."""
+def build_weight_path(job: Job[RLRunConfig, RLPlan], dtype: torch.dtype) -> WeightPath:
+    """Build the path of the weights that ``--reshard-path`` names. Local."""
     options, plan, world = job.config.rollout, job.plan, job.world
     common: dict[str, Any] = {
         "rank": world.rank,
@@ -227,6 +227,6 @@ def build_weight_path(job: Job[RLRunConfig, RLPlan], dtype: torch.dtype) -> Weig
         "bucket_bytes": int(options.reshard_bucket_mb * 2**20),
     }
     if options.reshard_path == "stream":
-        return StreamTransfer(TensorStream(plan.megatron, range(world.size), **common))
+        return stream_path(TensorStream(plan.megatron, range(world.size), **common))
     relay = options.reshard_relay == "auto" and world.size > world.local_size
-    return ReshardTransfer(Resharder(plan.megatron, plan.rollout_layout, relay=relay, **common))
+    return reshard_path(Resharder(plan.megatron, plan.rollout_layout, relay=relay, **common))

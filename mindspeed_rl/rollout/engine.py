@@ -10,13 +10,15 @@ import enum
 import hashlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.weights.sync import WeightReceiver
 
 if TYPE_CHECKING:
+    import torch
+
     from mindspeed_rl.rollout.rebalance import Rebalancer
     from mindspeed_rl.rollout.step_loop import StepStats
 
@@ -55,6 +57,8 @@ class GenerationRequest:
         max_tokens: Limit of this response; ``None`` is that of the settings.
         prefix_tokens: Tokens that the response already has; the completion contains them.
         prefix_logprobs: Log-probs of ``prefix_tokens`` under the engines that sampled them.
+        stream: State of the random generator after ``prefix_tokens``, uint8; ``None`` starts from
+            the seed.
     """
 
     sample_id: int
@@ -63,6 +67,7 @@ class GenerationRequest:
     max_tokens: int | None = None
     prefix_tokens: tuple[int, ...] = ()
     prefix_logprobs: tuple[float, ...] = ()
+    stream: torch.Tensor | None = field(default=None, compare=False)
 
 
 OnStep: TypeAlias = Callable[[Mapping[int, Completion]], None]
@@ -133,8 +138,12 @@ class InferenceEngine(WeightReceiver, Protocol):
         """Free the weights after the cache; they need a whole update afterwards. Local."""
         ...
 
-    def wake(self, tags: Sequence[str]) -> None:
-        """Bring back ``"weights"``, then ``"kv_cache"``, each as a whole or not at all. Local."""
+    def wake_weights(self) -> None:
+        """Allocate the weights again, all or nothing; their content is undefined. Local."""
+        ...
+
+    def wake_cache(self) -> None:
+        """Allocate the key/value cache again after the weights, all or nothing. Local."""
         ...
 
     @property

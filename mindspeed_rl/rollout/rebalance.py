@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TypeVar, cast
+from typing import Protocol
 
-import torch.distributed as dist
-
+from mindspeed_rl.parallel.small_collectives import gather_objects
+from mindspeed_rl.rollout.engine import GenerationRequest
 from mindspeed_rl.rollout.rebalance_plan import (
     Load,
     Move,
@@ -26,13 +26,43 @@ from mindspeed_rl.rollout.rebalance_plan import (
     plan_moves,
 )
 from mindspeed_rl.rollout.step_loop import StepStats
-from mindspeed_rl.rollout.vllm.open_requests import OpenRequest, OpenRequests, Progress
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class Progress:
+    """The progress of a request.
+
+    Attributes:
+        sample_id: Sample of the request.
+        context: Number of tokens of the prompt and generated so far.
+        generated: Number of tokens generated so far, by all engines.
+        computed: Whether this engine has generated some of them.
+    """
+
+    sample_id: int
+    context: int
+    generated: int
+    computed: bool
+
+
+class MovableRequests(Protocol):
+    """The unfinished requests of an engine. Its methods are local to the rank."""
+
+    def progress(self) -> list[Progress]:
+        """Return the progress of every request, in the order of their start."""
+        ...
+
+    def take(self, sample_ids: Sequence[int]) -> list[GenerationRequest]:
+        """Stop requests and return them with their tokens so far as the prefix."""
+        ...
+
+    def add(self, requests: Iterable[GenerationRequest]) -> None:
+        """Start requests, or continue them after their prefix."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RebalanceRules:
     """Rules of rebalancing, equal on all ranks.
 
     Attributes:
@@ -68,7 +98,7 @@ class Rebalancer:
     """
 
     def __init__(
-        self, rules: Rules, group: int, leads: bool, expected: Callable[[int, int], int]
+        self, rules: RebalanceRules, group: int, leads: bool, expected: Callable[[int, int], int]
     ) -> None:
         self.rules = rules
         self._group = group
@@ -76,20 +106,20 @@ class Rebalancer:
         self._expected = expected
         self.steps = rules.interval
 
-    def rebalance_point(self, requests: OpenRequests, stats: StepStats) -> bool:
+    def rebalance_point(self, requests: MovableRequests, stats: StepStats) -> bool:
         """Exchange requests with the other engines. Collective: the world.
 
         Returns:
             Whether any engine has a request left.
         """
         start = time.perf_counter()
-        reports = _of_all_ranks(requests.progress() if self._leads else None)
+        reports = gather_objects(requests.progress() if self._leads else None)
         groups = [progress for progress in reports if progress is not None]
         plan = self.plan(groups)
         self.steps = self.steps_after(plan)
         if moves := plan.moves:
-            open_requests = self.take(requests, moves, stats)
-            arrived = _of_all_ranks(open_requests if self._leads else [])
+            leaving = self.take(requests, moves, stats)
+            arrived = gather_objects(leaving if self._leads else [])
             self.deliver(requests, chain.from_iterable(arrived), moves)
         stats.settle_seconds += time.perf_counter() - start
         return any(groups)
@@ -123,19 +153,19 @@ class Rebalancer:
         return min(steps[first : first + size])
 
     def take(
-        self, requests: OpenRequests, moves: Sequence[Move], stats: StepStats
-    ) -> list[OpenRequest]:
+        self, requests: MovableRequests, moves: Sequence[Move], stats: StepStats
+    ) -> list[GenerationRequest]:
         """Remove and return the requests that leave this rank. Local; equal within its group."""
-        leaving = [move.sample_id for move in moves if move.source == self._group]
-        open_requests = requests.take(leaving)
-        stats.moved += len(open_requests)
-        stats.moved_tokens += sum(
-            len(p.request.token_ids) + len(p.token_ids) for p in open_requests
-        )
-        return open_requests
+        leaving = requests.take([m.sample_id for m in moves if m.source == self._group])
+        stats.moved += len(leaving)
+        stats.moved_tokens += sum(len(r.token_ids) + len(r.prefix_tokens) for r in leaving)
+        return leaving
 
     def deliver(
-        self, requests: OpenRequests, open_requests: Iterable[OpenRequest], moves: Sequence[Move]
+        self,
+        requests: MovableRequests,
+        arrived: Iterable[GenerationRequest],
+        moves: Sequence[Move],
     ) -> None:
         """Add those of the moving requests that are for this rank. Local.
 
@@ -143,14 +173,7 @@ class Rebalancer:
             RuntimeError: A request that moves here is missing.
         """
         awaited = {move.sample_id for move in moves if move.target == self._group}
-        mine = [p for p in open_requests if p.request.sample_id in awaited]
-        if missing := awaited - {p.request.sample_id for p in mine}:
+        mine = [request for request in arrived if request.sample_id in awaited]
+        if missing := awaited - {request.sample_id for request in mine}:
             raise RuntimeError(f"rebalance: samples {sorted(missing)[:8]} did not arrive")
-        requests.add(sorted(mine, key=lambda p: p.request.sample_id))
-
-
-def _of_all_ranks(mine: T) -> list[T]:
-    """Gather one object from each rank, ordered by rank. Collective: the world."""
-    found: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return cast(list[T], found)
+        requests.add(sorted(mine, key=lambda request: request.sample_id))

@@ -8,7 +8,7 @@ the tokens generated so far in one prefill. :class:`StepCost` says whether that 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
@@ -119,13 +119,8 @@ class Move:
     target: int
 
 
-def run_segment(
-    replica: Replica,
-    cost: StepCost,
-    max_steps: float = math.inf,
-    max_time: float = math.inf,
-) -> Segment:
-    """Simulate a replica to its end, or for at most ``max_steps`` decode steps or ``max_time``.
+def run_segment(replica: Replica, cost: StepCost, max_steps: float = math.inf) -> Segment:
+    """Simulate a replica to its end, or for at most ``max_steps`` decode steps.
 
     A request starts when a place is free and the cache has room for it at its full length.
     """
@@ -148,8 +143,6 @@ def run_segment(
             break
         running = len(active)
         steps = int(min(active[0][0], max_steps)) - now
-        if time + cost.steps(steps, running, context) > max_time:
-            steps = _most_steps(steps, running, context, cost, max_time - time)
         time += cost.steps(steps, running, context)
         now, context = now + steps, context + running * steps
         if now < active[0][0]:
@@ -166,18 +159,6 @@ def run_segment(
     return Segment(time, now, (*left, *reversed(waiting)))
 
 
-def _most_steps(most: int, running: int, context: int, cost: StepCost, time: float) -> int:
-    """Return the largest number of steps below ``most`` that takes no more than ``time``."""
-    least = 0
-    while most - least > 1:
-        middle = (least + most) // 2
-        if cost.steps(middle, running, context) <= time:
-            least = middle
-        else:
-            most = middle
-    return least
-
-
 def next_steps(replicas: Sequence[Replica], cost: StepCost, interval: int) -> list[int]:
     """Choose the steps of each replica until the next settlement, so that all arrive together.
 
@@ -186,12 +167,15 @@ def next_steps(replicas: Sequence[Replica], cost: StepCost, interval: int) -> li
     response is longer than expected.
     """
     horizon = max((run_segment(r, cost, interval).time for r in replicas), default=0.0)
-    found = []
-    for replica in replicas:
-        part = run_segment(replica, cost, max_time=horizon)
-        alone = 0 if part.rest else int((horizon - part.time) / cost.decode(1))
-        found.append(max(interval, part.steps + alone))
-    return found
+    return [max(interval, _steps_within(r, cost, horizon)) for r in replicas]
+
+
+def _steps_within(replica: Replica, cost: StepCost, time: float) -> int:
+    """Return the decode steps of a replica in ``time``; at its end, steps of one sequence."""
+    most = range(1, 1 + int(time / cost.decode(1)))
+    steps = bisect_right(most, time, key=lambda n: run_segment(replica, cost, n).time)
+    part = run_segment(replica, cost, steps)
+    return steps if part.rest else part.steps + int((time - part.time) / cost.decode(1))
 
 
 def plan_moves(

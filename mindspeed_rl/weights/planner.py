@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mindspeed_rl.core.boxes import Box, ParamView
@@ -51,21 +51,7 @@ class Transfer:
             return (self,)
         slices = _slices((self.hf_box, self.src_box, self.dst_box), count)
         return tuple(
-            Transfer(
-                self.src_rank,
-                self.dst_rank,
-                self.hf_name,
-                boxes[0],
-                self.src_param,
-                boxes[1],
-                self.src_view,
-                self.dst_param,
-                boxes[2],
-                self.dst_view,
-                self.hop,
-            )
-            if boxes
-            else None
+            replace(self, hf_box=boxes[0], src_box=boxes[1], dst_box=boxes[2]) if boxes else None
             for boxes in slices
         )
 

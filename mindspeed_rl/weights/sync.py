@@ -44,65 +44,49 @@ class WeightReceiver(Protocol):
         ...
 
 
-class WeightTransfer(Protocol):
-    """A path of the trainer's weights into the engine."""
-
-    @property
-    def name(self) -> str:
-        """Name of the path in metrics."""
-        ...
-
-    def move(self, read: Mapping[str, torch.Tensor], engine: WeightReceiver) -> SyncTraffic:
-        """Write all weights, between begin and finish of an update. Collective: the world."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class ReshardTransfer:
-    """The direct path: each rank receives only the rectangles that its live parameters need."""
+class WeightPath:
+    """A path of the trainer's weights into the engine.
 
-    resharder: Resharder
-    name: str = "direct"
+    Attributes:
+        name: Name of the path in metrics.
+        move: Function that writes all weights, given the trainer's parameters and the engine,
+            between begin and finish of an update. Collective: the world.
+    """
 
-    def move(self, read: Mapping[str, torch.Tensor], engine: WeightReceiver) -> SyncTraffic:
-        return self.resharder.run(read, engine.weight_views())
-
-
-@dataclass(frozen=True, slots=True)
-class StreamTransfer:
-    """The path of whole tensors through the engine's own loading code, on every rank."""
-
-    stream: TensorStream
-    name: str = "stream"
-
-    def move(self, read: Mapping[str, torch.Tensor], engine: WeightReceiver) -> SyncTraffic:
-        return self.stream.run(read, engine.load_tensor)
+    name: str
+    move: Callable[[Mapping[str, torch.Tensor], WeightReceiver], SyncTraffic]
 
 
-def sync_metrics(traffic: Mapping[str, SyncTraffic], seconds: float) -> MetricSet:
+def reshard_path(resharder: Resharder) -> WeightPath:
+    """Return the path on which a rank receives only the rectangles that its parameters need."""
+    return WeightPath("direct", lambda read, engine: resharder.run(read, engine.weight_views()))
+
+
+def stream_path(stream: TensorStream) -> WeightPath:
+    """Return the path of whole tensors through the engine's own loading code, on every rank."""
+    return WeightPath("stream", lambda read, engine: stream.run(read, engine.load_tensor))
+
+
+def sync_metrics(path: str, traffic: SyncTraffic, seconds: float) -> MetricSet:
     """Return one rank's metrics of a sync. Local.
 
-    The names are the same on all ranks that have the same paths. Bytes are those of the busiest
-    rank, the speed is the mean over ranks. The speed counts the busier direction, because links are
-    full duplex.
+    Bytes are those of the busiest rank, the speed is the mean over ranks. The speed counts the
+    busier direction, because links are full duplex.
 
     Args:
-        traffic: Traffic by path (``direct``, ``stream``).
+        path: Name of the path, whose share of what was written is 1.
+        traffic: Bytes that this rank moved.
         seconds: Time that moving took on this rank, including the wait for its device.
     """
-    received = sum(t.received_bytes for t in traffic.values())
-    sent = sum(t.sent_bytes for t in traffic.values())
-    written = sum(t.written_bytes for t in traffic.values())
+    received, sent, written = traffic.received_bytes, traffic.sent_bytes, traffic.written_bytes
     speed = [max(received, sent) / seconds / 1e9] if seconds > 0 else []
     return MetricSet(
         {
             "reshard/bytes_received": Max(float(received)),
             "reshard/bytes_sent": Max(float(sent)),
             "reshard/gb_per_s": Mean.of(speed),
-            **{
-                f"reshard/{path}_share": Mean(float(t.written_bytes), float(written))
-                for path, t in traffic.items()
-            },
+            f"reshard/{path}_share": Mean(float(written), float(written)),
         }
     )
 
@@ -125,7 +109,7 @@ class WeightSync:
 
     def __init__(
         self,
-        path: WeightTransfer,
+        path: WeightPath,
         proof: WeightVerifier,
         read: Callable[[], Mapping[str, torch.Tensor]],
         verify_interval: int,
@@ -155,7 +139,7 @@ class WeightSync:
         start = time.perf_counter()
         traffic = self._path.move(read, engine)
         self._synchronize()
-        self.metrics = sync_metrics({self._path.name: traffic}, time.perf_counter() - start)
+        self.metrics = sync_metrics(self._path.name, traffic, time.perf_counter() - start)
         if number == 0 or (self._verify_interval and number % self._verify_interval == 0):
             self._prove(read, engine.weight_views())
         engine.finish_update(version)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.core.boxes import Box
-from mindspeed_rl.parallel.small_collectives import sum_over_ranks
+from mindspeed_rl.parallel.small_collectives import gather_objects, sum_over_ranks
 from mindspeed_rl.weights.executor import wire_dtype
 from mindspeed_rl.weights.layouts.base import Piece, Shard, ShardLayout, pieces_of
 
@@ -33,18 +33,6 @@ _CACHED_ELEMENTS = 1 << 16
 _CHUNK_ELEMENTS = 1 << 20  # Elements hashed at a time; each needs 36 bytes with all temporaries.
 
 
-def _index_hash(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Hash each element's row-major global index with splitmix64, made odd: [box.size]."""
-    if box.num_elements <= _CACHED_ELEMENTS:
-        return _small_index_hash(box, shape, device)
-    return _hash_indices(box, shape, device)
-
-
-@lru_cache(maxsize=1024)
-def _small_index_hash(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return _hash_indices(box, shape, device)
-
-
 def _hash_indices(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     index = torch.zeros((), dtype=torch.int64, device=device)
     for dim, (lo, size) in enumerate(zip(box.lo, box.size, strict=True)):
@@ -54,6 +42,15 @@ def _hash_indices(box: Box, shape: tuple[int, ...], device: torch.device) -> tor
     value = (value ^ ((value >> 30) & ((1 << 34) - 1))) * _MULTIPLIER_1
     value = (value ^ ((value >> 27) & ((1 << 37) - 1))) * _MULTIPLIER_2
     return (value ^ ((value >> 31) & ((1 << 33) - 1))) | 1
+
+
+_cached_hashes = lru_cache(maxsize=1024)(_hash_indices)
+
+
+def _index_hash(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Hash each element's row-major global index with splitmix64, made odd: [box.size]."""
+    hashes = _cached_hashes if box.num_elements <= _CACHED_ELEMENTS else _hash_indices
+    return hashes(box, shape, device)
 
 
 def box_checksum(
@@ -90,7 +87,7 @@ def _chunk_checksum(
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
+class _HeldPiece:
     """A rectangle of this rank and its row in the table of HF tensors."""
 
     piece: Piece
@@ -99,11 +96,11 @@ class _Share:
     dtype: str
 
 
-def _shares(
+def _held_pieces(
     layout: ShardLayout, rank: int, rows: Mapping[str, int], *, primary_only: bool
-) -> tuple[_Share, ...]:
+) -> tuple[_HeldPiece, ...]:
     return tuple(
-        _Share(
+        _HeldPiece(
             shard.piece,
             rows[shard.piece.hf_name],
             layout.hf_shapes[shard.piece.hf_name],
@@ -114,16 +111,16 @@ def _shares(
     )
 
 
-def _sum_shares(
-    shares: Sequence[_Share], params: Mapping[str, torch.Tensor], dtype: torch.dtype, count: int
+def _sum_pieces(
+    pieces: Sequence[_HeldPiece], params: Mapping[str, torch.Tensor], dtype: torch.dtype, count: int
 ) -> torch.Tensor:
     found: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-    for share in shares:
-        piece = share.piece
+    for held in pieces:
+        piece = held.piece
         shown = piece.view.of(params[piece.param].detach())[piece.param_box.slices]
-        wire = wire_dtype(share.dtype, dtype)
-        value = box_checksum(shown, piece.hf_box, share.shape, wire)
-        found.setdefault(value.device, []).append((share.row, value))
+        wire = wire_dtype(held.dtype, dtype)
+        value = box_checksum(shown, piece.hf_box, held.shape, wire)
+        found.setdefault(value.device, []).append((held.row, value))
     total = torch.zeros(count, dtype=torch.int64)
     for rows, values in (zip(*pairs, strict=True) for pairs in found.values()):
         # The values of a device are stacked first, so that each device needs one copy to the host.
@@ -160,50 +157,6 @@ class Difference:
             f"{self.hf_name}[{where}] on rank {self.rank} ({self.param}): "
             f"{self.found!r} instead of {self.expected!r}"
         )
-
-
-def first_difference(
-    source: ShardLayout,
-    target: ShardLayout,
-    hf_name: str,
-    rank: int,
-    read: Mapping[str, torch.Tensor],
-    write: Mapping[str, torch.Tensor],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Difference | None:
-    """Find the first element of a tensor that differs on any rank. Collective: the world.
-
-    Args:
-        source: Layout of ``read``; where several ranks own a rectangle, the first one is the
-            reference.
-        target: Layout of ``write``.
-        hf_name: Name of the tensor.
-        rank: Global rank.
-        read: Source parameters of this rank.
-        write: Target parameters of this rank.
-        dtype: Element type on the wire of tensors that declare none.
-        device: Device of the broadcast buffers.
-    """
-    dtype = wire_dtype(source.dtype_of(hf_name), dtype)
-    mine = [shard for shard in target.shards(hf_name) if rank in shard.owner_ranks]
-    first: Difference | None = None
-    for shard in source.shards(hf_name):
-        if shard.is_replica:
-            continue
-        whole = shard.piece.hf_box
-        parts = -(-whole.num_elements // _SLICE_ELEMENTS)
-        for box in (whole.slice(i, parts) for i in range(parts)):
-            values = torch.empty(box.size, dtype=dtype, device=device)
-            if shard.owner_ranks[0] == rank:
-                values.copy_(_values(shard, box, read))
-            dist.broadcast(values, shard.owner_ranks[0])
-            for held in mine:
-                found = _compare(held, box, values, write, rank)
-                first = min((d for d in (first, found) if d is not None), default=None)
-    everyone: list[Difference | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, first)
-    return min((d for d in everyone if d is not None), default=None)
 
 
 def _values(shard: Shard, box: Box, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -252,8 +205,8 @@ class WeightVerifier:
         self._layouts, self._rank = (source, target), rank
         self._names = list(source.hf_shapes)
         rows = {name: i for i, name in enumerate(self._names)}
-        self._source = _shares(source, rank, rows, primary_only=True)
-        self._target = _shares(target, rank, rows, primary_only=False)
+        self._source = _held_pieces(source, rank, rows, primary_only=True)
+        self._target = _held_pieces(target, rank, rows, primary_only=False)
         self._copies = copies_held(target, self._names)
         self._dtype = dtype
 
@@ -267,7 +220,7 @@ class WeightVerifier:
         """
         sides = ((self._source, read), (self._target, write))
         count = len(self._names)
-        return torch.stack([_sum_shares(*side, self._dtype, count) for side in sides])
+        return torch.stack([_sum_pieces(*side, self._dtype, count) for side in sides])
 
     def differing_tensors(
         self,
@@ -289,8 +242,25 @@ class WeightVerifier:
         read: Mapping[str, torch.Tensor],
         write: Mapping[str, torch.Tensor],
     ) -> Difference | None:
-        """Locate the first differing element of a tensor: rank, parameter and index. Collective."""
+        """Locate the first element of a tensor that differs on any rank. Collective: the world.
+
+        Where several ranks own a rectangle of the source, the first one is the reference.
+        """
+        source, target = self._layouts
         device = next(iter((*write.values(), *read.values()))).device
-        return first_difference(
-            *self._layouts, hf_name, self._rank, read, write, self._dtype, device
-        )
+        dtype = wire_dtype(source.dtype_of(hf_name), self._dtype)
+        mine = [shard for shard in target.shards(hf_name) if self._rank in shard.owner_ranks]
+        found: list[Difference | None] = []
+        for shard in source.shards(hf_name):
+            if shard.is_replica:
+                continue
+            whole = shard.piece.hf_box
+            parts = -(-whole.num_elements // _SLICE_ELEMENTS)
+            for box in (whole.slice(i, parts) for i in range(parts)):
+                values = torch.empty(box.size, dtype=dtype, device=device)
+                if shard.owner_ranks[0] == self._rank:
+                    values.copy_(_values(shard, box, read))
+                dist.broadcast(values, shard.owner_ranks[0])
+                found += (_compare(held, box, values, write, self._rank) for held in mine)
+        first = min((d for d in found if d is not None), default=None)
+        return min((d for d in gather_objects(first) if d is not None), default=None)

@@ -323,19 +323,19 @@ def test_three_cycles_of_its_own_classes(
     engine = make(name)
     addresses = {n: p.data_ptr() for n, p in engine.model.named_parameters()}
     if case.experts:
-        assert len(engine._derived.experts.params) == 2 * sum(case.moe_layers)
+        assert len(engine._derived.params) == 2 * sum(case.moe_layers)
     for version in (1, 2, 3):
         turned.clear()
         sleep(engine)
-        engine.wake(["weights"])
+        engine.wake_weights()
         if case.experts:
-            assert all(p.loadable for p in engine._derived.experts.params), "0.23 turns them"
+            assert all(p.loadable for p in engine._derived.params), "0.23 turns them"
         update(engine, version, by_loader=version == 2)
-        engine.wake(["kv_cache"])
+        engine.wake_cache()
         assert engine.state is EngineState.AWAKE and engine.weights_version == version
         assert torch.count_nonzero(engine.cache.cpu()) == 0
         assert {n: p.data_ptr() for n, p in engine.model.named_parameters()} == addresses
-        layers = {id(p.module) for p in engine._derived.experts.params}
+        layers = {id(p.module) for p in engine._derived.params}
         assert len(layers) == sum(case.moe_layers if case.experts else ())
         assert sorted(map(id, turned)) == sorted(layers), "its method turns each layer once"
 
@@ -347,7 +347,7 @@ def test_updates_without_sleep(make: Make) -> None:
         update(engine, version, by_loader=True)
     engine.begin_update()
     sleep(engine)
-    engine.wake(["weights"])
+    engine.wake_weights()
     update(engine, 3)
 
 
@@ -357,7 +357,7 @@ def test_only_the_cache_sleeps(make: Make) -> None:
     kept = {n: p.data.cpu() for n, p in engine.model.named_parameters()}
     engine.free_cache()
     check(engine, kept)
-    engine.wake(["kv_cache"])
+    engine.wake_cache()
     assert torch.count_nonzero(engine.cache.cpu()) == 0
     check(engine, kept)
     assert engine.weights_version == 1
@@ -385,7 +385,7 @@ def test_segments_expand_while_the_weights_are_away(
         monkeypatch.setenv(WANTED, wanted)
         engine = make("experts")
         sleep(engine)
-        engine.wake(["weights"])
+        engine.wake_weights()
     off, on = "expandable_segments:False", "expandable_segments:True"
     away, back = "unmap_and_release", "create_and_map"
     assert seen == [away, back, off, away, on, off, back]

@@ -16,7 +16,7 @@ _UNCHANGED = "tests/simulated/test_rebalance.py::test_nothing_is_lost_doubled_or
 
 def _own_tokens_only(original: Callable[..., Any]) -> Callable[..., Any]:
     def changed(self: Any, outputs: Any, version: int) -> Any:
-        before = {i: len(self._open[i].token_ids) for i in outputs}
+        before = {i: len(self._open[i].prefix_tokens) for i in outputs}
         found = original(self, outputs, version)
         return {i: replace(c, token_ids=c.token_ids[before[i] :]) for i, c in found.items()}
 

@@ -84,7 +84,9 @@ def test_ranks_receive_exactly_what_they_lack(case: Case) -> None:
     for rank in range(case.world):
         floor = ITEM_BYTES * len(needed[rank] - held[rank])
         plan = plan_reshard(source, target, rank, case.ranks_per_node)
-        assert rank_traffic(plan, bytes_of, case.ranks_per_node).receive_bytes == floor, rank
+        traffic = rank_traffic(plan, bytes_of, case.ranks_per_node)
+        assert traffic.receive_bytes == floor, rank
+        assert traffic.copy_bytes == ITEM_BYTES * len(needed[rank] & held[rank]), rank
         assert rank_floor(source, target, rank, bytes_of) == floor, rank
     floors = {
         number: ITEM_BYTES * len(set().union(*(needed[r] - held_by_node for r in node)))
@@ -94,8 +96,8 @@ def test_ranks_receive_exactly_what_they_lack(case: Case) -> None:
     assert node_floors(source, target, bytes_of, case.ranks_per_node) == floors
     for number, node in enumerate(nodes_of(case)):
         plans = (plan_reshard(source, target, r, case.ranks_per_node, relay=True) for r in node)
-        traffic = (rank_traffic(plan, bytes_of, case.ranks_per_node) for plan in plans)
-        assert sum(t.inter_node_receive_bytes for t in traffic) == floors[number], node
+        by_rank = (rank_traffic(plan, bytes_of, case.ranks_per_node) for plan in plans)
+        assert sum(t.inter_node_receive_bytes for t in by_rank) == floors[number], node
 
 
 def test_overlapping_rectangles_count_once() -> None:

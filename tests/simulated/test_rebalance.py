@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.rollout.engine import GenerationRequest
-from mindspeed_rl.rollout.rebalance import Rebalancer, Rules
+from mindspeed_rl.rollout.rebalance import Progress, Rebalancer, RebalanceRules
 from mindspeed_rl.rollout.rebalance_plan import (
     Load,
     Move,
@@ -25,7 +25,7 @@ from mindspeed_rl.rollout.rebalance_plan import (
     run_segment,
 )
 from mindspeed_rl.rollout.step_loop import StepStats, run_steps
-from mindspeed_rl.rollout.vllm.open_requests import OpenRequest, OpenRequests, Progress
+from mindspeed_rl.rollout.vllm.open_requests import OpenRequests
 
 VERSION = 3
 COST = StepCost(ridge_tokens=64)
@@ -97,7 +97,7 @@ class World:
     def __init__(
         self,
         shares: Sequence[Sequence[GenerationRequest]],
-        rules: Rules,
+        rules: RebalanceRules,
         whims: random.Random | None = None,
     ) -> None:
         self.whims = whims
@@ -107,7 +107,7 @@ class World:
         self.sides = [Rebalancer(rules, i, True, lambda _, done: 2 * done + 4)
                       for i in range(len(shares))]  # fmt: skip
         for requests, share in zip(self.open, shares, strict=True):
-            requests.add(OpenRequest(request) for request in share)
+            requests.add(share)
 
     def run(self) -> dict[int, Completion]:
         """All completions; one that is there twice is an error."""
@@ -144,9 +144,9 @@ class World:
         for side in self.sides:
             side.steps = side.steps_after(plans[0])
         arrived = [
-            open_request
+            request
             for side, requests, stats in zip(self.sides, self.open, self.stats, strict=True)
-            for open_request in side.take(requests, moves, stats)
+            for request in side.take(requests, moves, stats)
         ]
         for side, requests in zip(self.sides, self.open, strict=True):
             side.deliver(requests, arrived, moves)
@@ -166,8 +166,8 @@ def shares_of(counts: Sequence[int], seed: int) -> list[list[GenerationRequest]]
     return shares
 
 
-def rules(interval: int, *, running: bool = True, capacity: int = 3) -> Rules:
-    return Rules(interval, 1, running, 0.01, COST, capacity, 10**6)
+def rules(interval: int, *, running: bool = True, capacity: int = 3) -> RebalanceRules:
+    return RebalanceRules(interval, 1, running, 0.01, COST, capacity, 10**6)
 
 
 @given(

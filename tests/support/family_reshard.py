@@ -117,17 +117,14 @@ def three_syncs(
         bucket_bytes=BUCKET_BYTES,
         relay=rollout.relay,
     )
-    weights = load_file(Path(folder) / "model.safetensors")
-    case = replace(
-        case_of(json.loads((Path(folder) / "config.json").read_text())),
-        dp=world.size,  # of the world alone: the oracle of the engine needs no more of the trainer
-        engine_tp=rollout.tp,
-        engine_dp=rollout.dp,
-        engine_ep=rollout.whole_experts,
-        transposed=rollout.transposed,
-        whole_shared=rollout.whole_shared,
-        expert_multiple=rollout.multiple,
-    )
+    engine = {
+        "engine_tp": rollout.tp,
+        "engine_dp": rollout.dp,
+        "engine_ep": rollout.whole_experts,
+        "transposed": rollout.transposed,
+        "whole_shared": rollout.whole_shared,
+        "expert_multiple": rollout.multiple,
+    }
     write = {
         name: torch.full(shape, _UNTOUCHED, dtype=torch.int32, device=device).view(torch.float32)
         for name, shape in target.local_shapes(world.rank).items()
@@ -138,27 +135,36 @@ def three_syncs(
         with tracker if device.type == "cpu" else nullcontext():
             resharder.run(read, write)
         peak_bytes = max(peak_bytes, tracker.peak_bytes)
-        wrong.append(_differing(write, expected_bits(case, weights, 2.0**sync, world.rank)))
+        expected = oracle_bits(folder, world.rank, torch.float32, 2.0**sync, **engine)
+        wrong.append(differing(write, expected))
         for parameter in read.values():
             parameter.data *= 2.0 if sync < NUM_SYNCS - 1 else 0.5 ** (NUM_SYNCS - 1)
     staging = resharder.staging_bytes(), peak_bytes
     return Moved(wrong, len(write), len(resharder.rounds), staging)
 
 
-def expected_bits(
-    case: Case, weights: Mapping[str, torch.Tensor], scale: float, rank: int
+def oracle_bits(
+    folder: str, rank: int, dtype: torch.dtype, scale: float = 1.0, **engine: Any
 ) -> dict[str, torch.Tensor]:
-    """The oracle's parameters of a rank: bit patterns of fp32."""
-    bits = {n: (w.float() * scale).view(torch.int32).numpy() for n, w in weights.items()}
-    return {name: torch.from_numpy(a) for name, a in vllm_params(case, bits, rank).items()}
+    """The parameters of an engine's rank as int32 bit patterns, 16-bit ones sign-extended.
+
+    From config.json and the checkpoint alone; ``engine`` are fields of the oracle's case.
+    """
+    case = replace(case_of(json.loads((Path(folder) / "config.json").read_text())), **engine)
+    bits = torch.int32 if dtype is torch.float32 else torch.int16
+    weights = load_file(Path(folder) / "model.safetensors")
+    arrays = {n: (w.float() * scale).to(dtype).view(bits).int() for n, w in weights.items()}
+    params = vllm_params(case, {name: array.numpy() for name, array in arrays.items()}, rank)
+    return {name: torch.from_numpy(array) for name, array in params.items()}
 
 
-def _differing(
-    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
-) -> list[str]:
+def differing(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of the parameters whose bits are not the expected ones."""
     assert found.keys() == expected.keys()
-    bits = {name: tensor.cpu().view(torch.int32) for name, tensor in found.items()}
-    return [name for name, want in expected.items() if not torch.equal(bits[name], want)]
+    bits = {
+        n: t.cpu().view(torch.int32 if t.itemsize == 4 else torch.int16) for n, t in found.items()
+    }
+    return [name for name, want in expected.items() if not torch.equal(bits[name].int(), want)]
 
 
 def case_of(config: Mapping[str, Any]) -> Case:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,12 @@ def family_sync_world(
     world: World, model: str, flags: Sequence[str], work_dir: str
 ) -> list[FamilySync]:
     """Rank function: build trainer and engine, update three times."""
+    from mindspeed_rl.rl.build_engine import with_installed_engine
     from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
-    from mindspeed_rl.rollout.vllm.capabilities import installed_layout
 
     common = ["--micro-batch-size", "8", "--rl-default-temperature", str(TEMPERATURE)]
     common += ["--rollout-kv-cache-gb", "0.0625", "--vllm-max-num-seqs", "32"]
-    job = make_job(world, model, [*common, *flags])
-    vllm = installed_layout(job.plan.rollout_layout, job.platform.name)
-    job = replace(job, plan=replace(job.plan, rollout_layout=vllm))
+    job = with_installed_engine(make_job(world, model, [*common, *flags]))
     initialize_parallel(job)
     both = build_both(job, build_engine(job, "policy", 1, TEMPERATURE))
     both.to_rollout(0)

@@ -67,8 +67,8 @@ def move(
 ) -> list[dict[str, torch.Tensor]]:
     """Run the executor on all ranks; every rank's target parameters.
 
-    Its traffic is that of its plan, and it makes no tensors beside its staging, which is within
-    the bucket.
+    Its traffic is that of its plan, one collective per round and hop after one comparison of plans,
+    and it makes no tensors beside its staging, which is within the bucket.
     """
     hf = hf_arrays(case)
 
@@ -98,6 +98,8 @@ def move(
             )
         )
         assert transport.sent_bytes == traffic.sent_bytes
+        assert transport.num_gathers == 1
+        assert transport.num_exchanges == len(resharder.rounds) * (2 if relay else 1)
         assert tracker.peak_bytes <= resharder.staging_bytes() <= bucket_bytes
         return write
 

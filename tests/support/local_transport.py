@@ -7,7 +7,6 @@ must be expected by its receiver with its exact size, else the whole world stops
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -90,7 +89,6 @@ class LocalTransport:
     Attributes:
         num_exchanges: calls of :meth:`start`.
         num_gathers: calls of :meth:`all_gather`.
-        bytes_from: received, by rank.
     """
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
@@ -102,7 +100,6 @@ class LocalTransport:
         self.device = torch.device("cpu")
         self.many_messages = False
         self.num_exchanges = 0
-        self.bytes_from: Counter[int] = Counter()
 
     def start(self, sends: Tensors, receives: Tensors, dtype: torch.dtype) -> LocalPending:
         """Post this rank's messages."""
@@ -116,8 +113,6 @@ class LocalTransport:
             world.messages[self.num_exchanges, self._rank, peer] = list(messages)
         self.sent_bytes += _num_bytes(sends)
         self.received_bytes += _num_bytes(receives)
-        for peer, messages in receives.items():
-            self.bytes_from[peer] += _num_bytes({peer: messages})
         return LocalPending(world, self._rank, self.num_exchanges, receives)
 
     def all_gather(self, message: bytes) -> list[bytes]:

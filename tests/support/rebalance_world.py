@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-from support.training_worlds import make_job
+from support.rollout_worlds import loaded_engine
 
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
-from mindspeed_rl.rollout.rebalance import Rebalancer, Rules
+from mindspeed_rl.rollout.rebalance import Rebalancer, RebalanceRules
 from mindspeed_rl.rollout.rebalance_plan import StepCost
 from mindspeed_rl.rollout.step_loop import StepStats
 from mindspeed_rl.rollout.vllm.open_requests import OpenRequests
@@ -46,8 +46,8 @@ class Shaker:
         """Half of the requests. Local."""
         chosen = [p for p in requests.progress() if self._draw.random() < 0.5]
         self.num_running_moved += sum(p.computed for p in chosen)
-        open_requests = requests.take([p.sample_id for p in chosen])
-        requests.add(p if self._streams else replace(p, stream=None) for p in open_requests)
+        taken = requests.take([p.sample_id for p in chosen])
+        requests.add(r if self._streams else replace(r, stream=None) for r in taken)
         return len(requests) > 0
 
 
@@ -79,22 +79,12 @@ def requests_of(group: int) -> list[GenerationRequest]:
 
 def rebalance_world(world: World, model: str, flags: Sequence[str]) -> dict[str, Run]:
     """Rank function: the same requests in every mode."""
-    from mindspeed_rl.rl.build_engine import build_rollout_engine
-    from mindspeed_rl.rl.build_models import load_weights
-    from mindspeed_rl.rollout.vllm.capabilities import installed_layout
-
-    job = make_job(world, model, ["--vllm-max-num-seqs", str(CAPACITY), *flags])
-    vllm = installed_layout(job.plan.rollout_layout, job.platform.name)
-    job = replace(job, plan=replace(job.plan, rollout_layout=vllm))
-    engine = build_rollout_engine(job)
-    engine.begin_update()
-    load_weights(job, vllm, engine.weight_views())
-    engine.finish_update(0)
+    job, engine = loaded_engine(world, model, ["--vllm-max-num-seqs", str(CAPACITY), *flags])
     layout = job.plan.engine
     group = layout.group_of(world.rank)
     runs = {}
     for mode in MODES:
-        rules = Rules(
+        rules = RebalanceRules(
             4, layout.dp, mode == "all", 0.02, StepCost(1000.0, 100.0), engine.max_num_seqs, 10**6
         )
         rebalancer = Rebalancer(

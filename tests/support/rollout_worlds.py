@@ -173,6 +173,21 @@ def build_both(job: Job[Any, RLPlan], policy: TrainEngine) -> Both:
     return Both(job, policy, engine, phases, build_weight_sync(job, policy))
 
 
+def loaded_engine(
+    world: World, model: str, flags: Sequence[str]
+) -> tuple[Job[Any, RLPlan], VllmEngine]:
+    """An engine without a trainer, with the weights of a checkpoint as version 0."""
+    from mindspeed_rl.rl.build_engine import build_rollout_engine, with_installed_engine
+    from mindspeed_rl.rl.build_models import load_weights
+
+    job = with_installed_engine(make_job(world, model, flags))
+    engine = build_rollout_engine(job)
+    engine.begin_update()
+    load_weights(job, job.plan.rollout_layout, engine.weight_views())
+    engine.finish_update(0)
+    return job, engine
+
+
 def requests() -> list[GenerationRequest]:
     """Ragged prompts, each with the seed of its sample."""
     generator = torch.Generator().manual_seed(5)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support.training_worlds import make_job
+from support.rollout_worlds import loaded_engine
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_rl.core.types import Completion
@@ -52,18 +52,9 @@ def step_sync_world(world: World, model: str, flags: Sequence[str]) -> dict[str,
 
     Every rank has as many requests as :data:`LOADS` says, so that one of them only keeps pace.
     """
-    from mindspeed_rl.rl.build_engine import build_rollout_engine
-    from mindspeed_rl.rl.build_models import load_weights
-    from mindspeed_rl.rollout.vllm.capabilities import installed_layout
     from mindspeed_rl.rollout.vllm.patches import step_sync
 
-    job = make_job(world, model, ["--vllm-max-num-seqs", "16", *flags])
-    vllm = installed_layout(job.plan.rollout_layout, job.platform.name)
-    job = replace(job, plan=replace(job.plan, rollout_layout=vllm))
-    engine = build_rollout_engine(job)
-    engine.begin_update()
-    load_weights(job, vllm, engine.weight_views())
-    engine.finish_update(0)
+    job, engine = loaded_engine(world, model, ["--vllm-max-num-seqs", "16", *flags])
     requests = [
         GenerationRequest(i, tuple(range(3, 6 + i)), request_seed(5, 0, 10 * world.rank + i))
         for i in range(LOADS[world.rank])

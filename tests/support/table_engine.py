@@ -90,14 +90,17 @@ class TableEngine:
         self.weights.fill_(float("nan"))
         self.state = EngineState.ASLEEP
 
-    def wake(self, tags: Sequence[str]) -> None:
+    def wake_weights(self) -> None:
         """Noted."""
-        self.calls.append(f"wake {' '.join(tags)}")
-        if "weights" in tags and self.state is EngineState.ASLEEP:
+        self.calls.append("wake weights")
+        if self.state is EngineState.ASLEEP:
             self.state = EngineState.WEIGHTS
-        if "kv_cache" in tags:
-            assert self.state is not EngineState.ASLEEP, "weights come back first"
-            self.state = EngineState.AWAKE
+
+    def wake_cache(self) -> None:
+        """Noted."""
+        self.calls.append("wake cache")
+        assert self.state is not EngineState.ASLEEP, "weights come back first"
+        self.state = EngineState.AWAKE
 
     def generate(
         self,

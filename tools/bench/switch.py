@@ -183,13 +183,13 @@ def sequential(built: Built, cycle: int, into: Seconds) -> None:
     with step("offload optimizer"):
         optimizer = away(groups[MemoryOwner.OPTIMIZER])
     with step("engine weights"):
-        engine.wake(["weights"])
+        engine.wake_weights()
     with step("reshard"):
         sync.run(engine, 10**6 + cycle)
     with step("offload parameters"):
         parameters = away(groups[MemoryOwner.PARAMETERS])
     with step("cache"):
-        engine.wake(["kv_cache"])
+        engine.wake_cache()
     with step("free cache"):
         engine.free_cache()
     with step("free engine weights"):

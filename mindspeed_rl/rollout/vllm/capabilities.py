@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.versions import pins
+from mindspeed_rl.models.layers import LatentAttention
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.rollout.vllm.layout import EXPERT_MODULE, VllmLayout
 
@@ -107,7 +108,7 @@ def installed_layout(layout: VllmLayout, platform: str) -> VllmLayout:
         UsageError: See :func:`check_installed_engine`.
     """
     check_installed_engine(platform)
-    if not layout.spec.moe:
+    if not layout.spec.expert_layers:
         return layout
     row = CAPABILITIES[platform]
     return replace(
@@ -126,11 +127,13 @@ def check_model_support(platform: str, spec: ModelSpec) -> None:
         UsageError: No kernel has the size; names it and those that are supported.
     """
     row = CAPABILITIES[platform]
-    size, known, keys = spec.attention.head_dim, row.head_sizes, "head_dim"
-    if latent := spec.latent:
-        size, known, keys = latent.kv_a_size, row.latent_sizes, "kv_lora_rank + qk_rope_head_dim"
-    if known and size not in known:
-        raise UsageError(
-            f"config.json: {keys} {size}: vLLM on {platform} has attention kernels for "
-            f"{', '.join(map(str, known))} channels only; run it on another device"
-        )
+    for attention in dict.fromkeys(layer.attention for layer in spec.layers):
+        size, known, keys = attention.head_dim, row.head_sizes, "head_dim"
+        if isinstance(attention, LatentAttention):
+            size, known = attention.kv_a_size, row.latent_sizes
+            keys = "kv_lora_rank + qk_rope_head_dim"
+        if known and size not in known:
+            raise UsageError(
+                f"config.json: {keys} {size}: vLLM on {platform} has attention kernels for "
+                f"{', '.join(map(str, known))} channels only; run it on another device"
+            )

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.core.types import Completion
+from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.rollout.engine import (
     EngineState,
@@ -32,7 +32,7 @@ from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.rebalance import Rebalancer
 from mindspeed_rl.rollout.step_loop import StepStats, run_steps
 from mindspeed_rl.rollout.vllm.backend import Backend
-from mindspeed_rl.rollout.vllm.open_requests import OpenRequest, OpenRequests
+from mindspeed_rl.rollout.vllm.open_requests import OpenRequests
 from mindspeed_rl.rollout.vllm.patches import sampling_stream
 from mindspeed_rl.rollout.vllm.patches.derived_state import DERIVED_PARAMS
 from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
@@ -233,22 +233,22 @@ class VllmEngine:
         self._state = EngineState.ASLEEP
         self._weights.free()
 
-    def wake(self, tags: Sequence[str]) -> None:
-        """Bring back ``"weights"``, then ``"kv_cache"``, each as a whole or not at all. Local.
-
-        Raises:
-            RuntimeError: A tag is unknown, the weights are freed, or memory is short.
-        """
-        if unknown := set(tags) - {"weights", "kv_cache"}:
-            raise RuntimeError(f"wake: unknown tags {sorted(unknown)}")
-        if "weights" in tags and self._state is EngineState.ASLEEP:
+    def wake_weights(self) -> None:
+        if self._state is EngineState.ASLEEP:
             self._weights.bring_back()
             if not self._stable_addresses:
                 self._pointers = self._addresses()  # no graph has kept the old ones
             self._state = EngineState.WEIGHTS
-        if "kv_cache" in tags and self._state is not EngineState.AWAKE:
-            if self._state is EngineState.ASLEEP:
-                raise RuntimeError("wake: the weights come back before the key/value cache")
+
+    def wake_cache(self) -> None:
+        """Allocate the key/value cache again. Local.
+
+        Raises:
+            RuntimeError: The weights are freed, or memory is short.
+        """
+        if self._state is EngineState.ASLEEP:
+            raise RuntimeError("wake_cache: the weights come back before the key/value cache")
+        if self._state is EngineState.WEIGHTS:
             self._cache.bring_back()
             self._state = EngineState.AWAKE
 
@@ -279,7 +279,7 @@ class VllmEngine:
         with preserved_rng(self._platform):
             port = self._port(settings, rebalancer is not None)
             self._open = OpenRequests(port, settings.max_response_tokens, self._experts)
-            self._open.add(OpenRequest(r, r.prefix_tokens, r.prefix_logprobs) for r in requests)
+            self._open.add(requests)
             for outputs in self._shared_steps(rebalancer):
                 self._open.note(outputs)
                 ended = {int(o.request_id): o for o in outputs if o.finished}
@@ -367,10 +367,8 @@ def _check_agreement(digest: bytes, engine: EngineLayout, rank: int) -> None:
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group().cpu_group
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    everyone = [torch.empty_like(mine) for _ in range(engine.tp)]
-    dist.all_gather(everyone, mine, group=group)
-    different = [i for i, other in enumerate(everyone) if not torch.equal(other, everyone[0])]
+    everyone = gather_objects(digest, group)
+    different = [i for i, other in enumerate(everyone) if other != everyone[0]]
     if different:
         raise RuntimeError(
             f"generate: ranks {different} of engine {engine.replica_of(rank)} were given other "

@@ -64,7 +64,8 @@ class VllmProvider(EngineProvider):
     def sizes(self, options: Mapping[str, object], spec: ModelSpec, platform: str) -> EngineSizes:
         """Return sizes; vLLM-Ascend copies latent attention's up projection, vLLM views it."""
         ascend = platform == "npu"
-        block = _LATENT_BLOCK_TOKENS if spec.latent and not ascend else _BLOCK_TOKENS
+        latent = any(layer.attention.kind == "latent" for layer in spec.layers)
+        block = _LATENT_BLOCK_TOKENS if latent and not ascend else _BLOCK_TOKENS
         return EngineSizes(
             _number(options.get(self.batched_tokens_option), DEFAULT_BATCHED_TOKENS),
             _number(options.get("max_num_seqs"), DEFAULT_SEQUENCES),

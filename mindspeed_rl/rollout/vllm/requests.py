@@ -16,28 +16,25 @@ from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
 def model_settings(layout: RolloutLayout, platform: str) -> dict[str, Any]:
     """Return arguments of ``vllm.LLM`` for the model, its layout and the platform."""
-    engine = layout.engine
+    engine, layers = layout.engine, layout.spec.layers
     settings: dict[str, Any] = {}
     if platform == "cpu":
         # vLLM rewinds the generator of a request whose prompt is read in parts, which a CPU
         # generator does not support ("CPU Generator does not use offset").
         settings["enable_chunked_prefill"] = False
-        if layout.spec.latent:
+        if any(layer.attention.kind == "latent" for layer in layers):
             # vLLM's CPU kernel rotates the queries of latent attention wrongly, without an error.
             settings["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
-    if platform == "cuda" and layout.spec.moe:
+    if platform == "cuda" and layout.spec.expert_layers:
         # FlashInfer's kernels swap or shuffle the halves of an expert when it is loaded.
         settings["moe_backend"] = "triton"
     if engine.dp > 1:
         settings["data_parallel_size"] = engine.dp
     if engine.expert_parallel:
         settings["enable_expert_parallel"] = True
-    if layout.spec.moe and layout.spec.moe.router_bias:
+    if any(layer.moe and layer.moe.router_bias for layer in layers):
         # transformers 5 leaves both out of config.json, and vLLM would silently route by softmax.
-        settings["hf_overrides"] = {
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
-        }
+        settings["hf_overrides"] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     return settings
 
 
@@ -147,5 +144,10 @@ def completion(output: Any, sample_id: int, version: int) -> Completion:
             f"generate: vLLM gave up sample {sample_id} after {len(tokens)} tokens ({reason!r}); "
             "it must neither be trained on nor left out, which would bias the batch"
         )
-    logprobs = tuple(entry[t].logprob for t, entry in zip(tokens, output.logprobs, strict=True))
-    return Completion(tokens, logprobs, reason, version)
+    return Completion(tokens, sampled_logprobs(output), reason, version)
+
+
+def sampled_logprobs(output: Any) -> tuple[float, ...]:
+    """Return the log-probs of the sampled tokens of one request, finished or not."""
+    pairs = zip(output.token_ids, output.logprobs, strict=True)
+    return tuple(entry[token].logprob for token, entry in pairs)

@@ -33,7 +33,7 @@ def check_tuning(
                 f"{given}: there are no graphs with --rollout-graph-mode eager; choose another "
                 "mode, or auto to print what graphs would waste"
             )
-    if tuning.rollout_multistream_moe and not spec.moe:
+    if tuning.rollout_multistream_moe and not spec.expert_layers:
         raise UsageError("--rollout-multistream-moe: the model has no experts; remove the flag")
     if not tuning.rollout_expert_map:
         return ()

@@ -22,8 +22,8 @@ from mindspeed_rl.rollout.vllm.backend import EngineParts
 from mindspeed_rl.rollout.vllm.engine_memory import kv_tensors
 from mindspeed_rl.rollout.vllm.requests import model_settings
 from mindspeed_rl.rollout.vllm_ascend.arguments import ENVIRONMENT, ascend_arguments
+from mindspeed_rl.rollout.vllm_ascend.experts import AscendWeights
 from mindspeed_rl.rollout.vllm_ascend.memory import PoolMemory
-from mindspeed_rl.rollout.vllm_ascend.weights import AscendWeights
 
 _ADDITIONAL = "additional_config"
 _NZ = 29  # ACL_FORMAT_FRACTAL_NZ

@@ -1,4 +1,4 @@
-"""Tracks the layout of vLLM-Ascend's expert parameters, and is the only code that transposes them.
+"""Renews the derived state of a vLLM-Ascend model; the only code that transposes its experts.
 
 Its kernels want ``w13 [experts, hidden, 2 x ffn]`` and ``w2 [experts, ffn, hidden]`` (kernel
 layout), its loaders the transposes of both (loader layout). Loading transposes them once; waking
@@ -76,14 +76,21 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
 
 
-class ExpertLayouts:
-    """The expert parameters of a built model on this rank.
+class AscendWeights:
+    """The derived state of one built model on this rank, its experts and its latent attention.
+
+    The engine's own processing renews all of it: it converts experts to kernel layout and computes
+    the two products of latent attention from its key/value up projection.
 
     Args:
         model: Model after loading and processing, so that all experts are in kernel layout.
+        process: Runs the engine's processing of the whole model after loading.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    packs_experts = False
+
+    def __init__(self, model: torch.nn.Module, process: Callable[[], None]) -> None:
+        self._process = process
         self.params = [
             ExpertParam(name, module, value.shape, value.data_ptr())
             for name, module in _experts(model)
@@ -91,22 +98,23 @@ class ExpertLayouts:
         ]
         assert len(self.params) == len(list(_experts(model))), "experts are not in kernel layout"
 
-    def open(self) -> None:
+    def begin(self) -> None:
         """Put every expert parameter into loader layout and attach its loader."""
         for param in self.params:
             if not param.loadable:
-                self._put(param, param.value.transpose(1, 2))
+                value = torch.nn.Parameter(param.value.transpose(1, 2), requires_grad=False)
+                setattr(param.module, param.attribute, value)
             getattr(param.module, param.attribute).weight_loader = _loader(param)
 
-    def close(self, process: Callable[[], None]) -> None:
+    def finish(self) -> None:
         """Let the engine process its model, which converts every expert to kernel layout once.
 
         Raises:
             RuntimeError: A parameter was not converted, or was moved.
         """
         for param in self.params:
-            assert param.loadable, f"{param.name}: closed without open"
-        process()
+            assert param.loadable, f"{param.name}: finished without begin"
+        self._process()
         for param in self.params:
             if param.loadable:
                 raise RuntimeError(f"{param.name}: processing left it in loader layout")
@@ -114,9 +122,6 @@ class ExpertLayouts:
     def views(self, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the parameters, with experts in kernel layout whatever their present layout."""
         return {**params, **{param.name: param.kernel for param in self.params}}
-
-    def _put(self, param: ExpertParam, value: torch.Tensor) -> None:
-        setattr(param.module, param.attribute, torch.nn.Parameter(value, requires_grad=False))
 
 
 def _experts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

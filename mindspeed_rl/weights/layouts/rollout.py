@@ -32,7 +32,7 @@ class RolloutLayout(TableLayout):
         expert_multiple: Each rank's channels of an expert are padded to a multiple of this.
         physical_experts: The expert in each physical slot, slots in order over the ranks that share
             a layer (redundant experts: EPLB's physical-to-logical map); empty: every expert once,
-            in order. Needs expert parallelism.
+            in order. Every expert is there, equally many on each rank; needs expert parallelism.
     """
 
     engine: EngineLayout
@@ -53,27 +53,16 @@ class RolloutLayout(TableLayout):
         rows, engine = self.rows, self.engine
         self.check_rows((r for r in rows if not isinstance(r, ExpertRow)), engine.tp)
         self.check_rows((r for r in rows if isinstance(r, ExpertRow)), engine.expert_tp)
-        if not self.spec.moe and engine.expert_parallel:
+        if not self.spec.expert_layers and engine.expert_parallel:
             raise UsageError(f"--rollout-ep {engine.ep}: the model has no experts; allowed is 1")
-        if not self.spec.moe and engine.dp > 1:
+        if not self.spec.expert_layers and engine.dp > 1:
             raise UsageError(
                 f"--rollout-dp {engine.dp}: a model without experts has nothing to share between "
                 "data-parallel ranks of an engine; allowed: 1 (every --rollout-tp ranks are an "
                 "engine of their own)"
             )
-        self._check_experts()
-
-    def _check_experts(self) -> None:
-        num_experts, ep, slots = self.spec.num_experts, self.engine.ep, self.physical_experts
-        if slots:
-            if not self.engine.expert_parallel:
-                raise UsageError("a map of physical experts needs expert parallelism (rollout ep)")
-            if set(slots) != set(range(num_experts)) or len(slots) % ep:
-                raise UsageError(
-                    f"a map of {len(slots)} physical experts on {ep} ranks must hold each of the "
-                    f"{num_experts} experts at least once, and equally many on every rank"
-                )
-        elif num_experts % ep:
+        num_experts, ep = self.spec.num_experts, engine.ep
+        if num_experts % ep and not self.physical_experts:
             raise UsageError(
                 f"--rollout-ep {ep} does not divide the model's {num_experts} experts; allowed: "
                 f"the divisors of {num_experts}"

@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 
-from mindspeed_rl.colocation.memory_ledger import MemoryLedger, Slope
+from mindspeed_rl.colocation.memory_ledger import MemoryLedger, slope_per_step
 from mindspeed_rl.metrics.metric_set import Max
 from mindspeed_rl.platforms.base import DeviceMemory
 
@@ -90,21 +90,15 @@ def test_room_is_asked_for_before_it_is_taken(budget_gib: int | None, fits: bool
 
 def test_slope_and_its_error_are_those_of_a_regression() -> None:
     values = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
-    slope = Slope(window=8)
-    for value in [100.0, *values]:  # the first falls out of the window
-        slope.add(value)
     x = np.arange(8.0)
     design = np.stack([np.ones(8), x], axis=1)
     fit, residuals, _, _ = np.linalg.lstsq(design, np.array(values), rcond=None)
     variance = residuals[0] / 6 * np.linalg.inv(design.T @ design)[1, 1]
-    assert slope.per_step() == pytest.approx((fit[1], math.sqrt(variance)))
+    assert slope_per_step(values) == pytest.approx((fit[1], math.sqrt(variance)))
 
 
 def test_few_steps_have_no_slope() -> None:
-    slope = Slope()
-    for value in range(4):
-        slope.add(value)
-    assert slope.per_step() == (0.0, math.inf)
+    assert slope_per_step(range(4)) == (0.0, math.inf)
 
 
 @pytest.mark.parametrize(("growth_mib", "warns"), [(0, 0), (30, 0), (240, 1)])

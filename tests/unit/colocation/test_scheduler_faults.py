@@ -40,9 +40,9 @@ FILES = (
     vllm_engine,
 )
 # Between two actions, or after the last: not inside one.
-AROUND = ("_go", "to_sync", "to_rollout", "to_train", "require", "_onward", "_back", "onloaded",
-          "_finish_release")  # fmt: skip
+AROUND = ("_go", "to_sync", "to_rollout", "to_train", "require", "onloaded", "_finish_release")
 DROPPED = (MemoryOwner.GRAD_BUFFERS,)
+VISITORS = (MemoryOwner.REFERENCE, MemoryOwner.CRITIC)  # together, or not at all
 
 
 class Fill:
@@ -76,6 +76,7 @@ class World:
             MemoryOwner.GRAD_BUFFERS: [torch.zeros(40), torch.zeros(7)],
             MemoryOwner.OPTIMIZER: [torch.arange(n).float() for n in (32, 5, 16)],
             MemoryOwner.REFERENCE: [torch.arange(9.0), torch.arange(3.0)],
+            MemoryOwner.CRITIC: [torch.arange(11.0), torch.arange(4.0)],
         }
         self.expected = {o: [t.clone() for t in ts] for o, ts in self.tensors.items()}
         groups = {
@@ -103,7 +104,7 @@ class World:
     def cycle(self, version: int) -> None:
         self.to_rollout(version)
         self.phases.to_train()
-        with self.phases.onloaded(MemoryOwner.REFERENCE):
+        with self.phases.onloaded(*VISITORS):
             pass
 
     def check(self) -> None:
@@ -112,7 +113,7 @@ class World:
         assert state in CHAIN
         gone = set(self.mode.leaves)
         if state is Phase.TRAIN:
-            gone &= {MemoryOwner.REFERENCE}
+            gone &= {*VISITORS}
         elif state is not Phase.ROLLOUT:
             gone -= {MemoryOwner.PARAMETERS}
         for owner, tensors in self.tensors.items():

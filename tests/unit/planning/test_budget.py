@@ -140,7 +140,7 @@ def test_accelerators_are_asked_by_their_driver(monkeypatch: pytest.MonkeyPatch)
     for name in ("set_device", "mem_get_info", "memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, getattr(Accelerator(), name))
     npu = object.__new__(NpuPlatform)
-    npu._npu, npu.device = Accelerator(), torch.device("cpu")
+    npu._api, npu.device = Accelerator(), torch.device("cpu")
     for platform in (CudaPlatform(), npu):
         platform.set_device()
         assert platform.taken_bytes == 17 * GIB

@@ -81,7 +81,7 @@ def test_no_cached_prefix_survives_sleep_at_an_unchanged_version() -> None:
     before = answers(engine, 3)
     assert answers(engine, 3) == before
     engine.free_cache()
-    engine.wake(["kv_cache"])
+    engine.wake_cache()
     assert answers(engine, 3) == before
 
 
@@ -114,14 +114,12 @@ def test_the_cache_is_given_back_and_wake_clears_it() -> None:
     engine.free_cache()
     engine.free_cache()
     assert engine.state is EngineState.WEIGHTS
-    engine.wake(["weights"])
+    engine.wake_weights()
     assert engine.state is EngineState.WEIGHTS
-    engine.wake(["kv_cache"])
+    engine.wake_cache()
     assert engine.state is EngineState.AWAKE
     assert torch.count_nonzero(engine.toy.cache) == 0
     assert engine.cache_bytes == CACHE_BYTES
-    with pytest.raises(RuntimeError, match=r"unknown tags \['scheduler'\]"):
-        engine.wake(["scheduler"])
 
 
 @given(st.lists(st.sampled_from(CALLS), max_size=25), st.data())
@@ -141,12 +139,12 @@ def test_no_order_of_calls_generates_with_wrong_weights(
                 engine.free_weights()
                 weights, version, updating = False, -1, False
         elif call == "wake weights":
-            engine.wake(["weights"])
+            engine.wake_weights()
             weights = True
         elif call == "wake cache":
             legal = weights or cache
             with nullcontext() if legal else pytest.raises(RuntimeError, match="come back before"):
-                engine.wake(["kv_cache"])
+                engine.wake_cache()
                 cache = True
         elif call == "begin":
             with nullcontext() if weights else pytest.raises(RuntimeError, match="are freed"):

@@ -15,7 +15,7 @@ from support.rl_run import make_run
 from mindspeed_rl.core.types import Completion, Prompt, Rollout
 from mindspeed_rl.rollout.engine import GenerationRequest
 from mindspeed_rl.rollout.registry import engine_provider
-from mindspeed_rl.rollout.vllm.open_requests import OpenRequest, OpenRequests
+from mindspeed_rl.rollout.vllm.open_requests import OpenRequests
 from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.samples.columns import experts_column, response_columns
 from mindspeed_rl.samples.device_cache import TensorCache
@@ -151,13 +151,13 @@ def test_completions_have_the_experts_of_the_places_that_predict_them() -> None:
     engine = Engine()
     open_requests = OpenRequests(Port(), 8, engine.recorder)
     requests = [GenerationRequest(i, (7,) * n, seed=i) for i, n in enumerate((3, 1))]
-    open_requests.add(OpenRequest(request) for request in requests)
+    open_requests.add(requests)
     engine.step(a=(0, 3), b=(0, 1))
     engine.step(a=(3, 1))
     done = open_requests.finish({0: finished(0, 2), 1: finished(1, 1)}, version=5)
     assert done[0].experts == wanted("a", 2, 2) and done[1].experts == wanted("b", 0, 1)
     plain = OpenRequests(Port(), 8)
-    plain.add([OpenRequest(requests[1])])
+    plain.add([requests[1]])
     assert plain.finish({1: finished(1, 1)}, version=5)[1].experts is None
 
 

