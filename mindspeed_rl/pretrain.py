@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import PretrainRunConfig
-from mindspeed_rl.config.modules import modules_note
+from mindspeed_rl.config.kernels import modules_note
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.job import Job

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
-from mindspeed_rl.config.machines import MACHINES, Machine
+from mindspeed_rl.config.dry_run import MACHINES, Machine
 from mindspeed_rl.config.npu import group_buffers
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner, MemoryPhase, OffloadMode

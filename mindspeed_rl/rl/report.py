@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl.algorithms.correction import derived_mismatch
-from mindspeed_rl.config.modules import modules_note
+from mindspeed_rl.config.kernels import modules_note
 from mindspeed_rl.config.outputs import (
     CURVES_FILE,
     METRICS_FILE,

@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
-from mindspeed_rl.config.indexed_data import data_bytes, parse_blend
-from mindspeed_rl.config.sft import IndexedDataConfig
+from mindspeed_rl.config.supervised import IndexedDataConfig, data_bytes, parse_blend
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.batches import StepSamples
 from mindspeed_rl.samples.packing import TrainSample

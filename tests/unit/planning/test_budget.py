@@ -13,7 +13,7 @@ from support.tiers import slow_but
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
-from mindspeed_rl.config.machines import MACHINES
+from mindspeed_rl.config.dry_run import MACHINES
 from mindspeed_rl.core.memory import LEAVING, MemoryOwner, OffloadMode
 from mindspeed_rl.launch.job import npu_setup_of
 from mindspeed_rl.metrics.metric_set import Max

@@ -9,7 +9,7 @@ from support.planned_run import EXPERT_RUN, RECOMPUTE, WORLD
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
-from mindspeed_rl.config.machines import MACHINES
+from mindspeed_rl.config.dry_run import MACHINES
 from mindspeed_rl.core.memory import FIXED_MODES, MemoryOwner, MemoryPhase, OffloadMode
 from mindspeed_rl.planning.budget import resolve_offload
 from mindspeed_rl.planning.prediction import MemoryPrediction
