@@ -295,13 +295,3 @@ class MemoryPrediction:
 def _passing(peak: TrainPeak) -> Table:
     """Return the bytes that an update allocates itself."""
     return {MemoryOwner.ACTIVATIONS: peak.activations, MemoryOwner.LOGITS: peak.logits}
-
-
-def predict(
-    config: Config,
-    plan: RunPlan,
-    machine: Machine = MACHINES["cpu"],
-    offload: OffloadMode = OffloadMode.NONE,
-) -> MemoryPrediction:
-    """Predict the device memory of a run. Pure; tables are computed on demand."""
-    return MemoryPrediction(config, plan, machine, offload)

@@ -21,7 +21,7 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.groups import MEGATRON_GROUPS
 from mindspeed_rl.models.module_names import GROUPED, LOCAL, TRANSFORMER_ENGINE
 from mindspeed_rl.planning.budget import machine_on
-from mindspeed_rl.planning.prediction import predict
+from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.suggestions import plan_of
 
 
@@ -65,11 +65,13 @@ def test_sizes_of_buffers_are_in_the_prediction(monkeypatch: pytest.MonkeyPatch)
         --rollout-ep 4 --expert-tensor-parallel-size 1 --grpo-prompts-per-step 8
         --grpo-group-size 8 --hccl-group-buffer tp:64;dp_cp:300"""
     config, _ = parsed(*flags.split())
-    found = predict(config, plan_of(config, 8), machine_on(config)).group_bytes(0)
+    found = MemoryPrediction(config, plan_of(config, 8), machine_on(config)).group_bytes(0)
     own = {"rollout tp": 400, "rollout ep": 400, "rollout dp": 100, "tp": 128, "dp_cp": 600}
     assert {name: size >> 20 for name, size in found.items()} == {n: own.get(n, 200) for n in found}
     assert own.keys() <= found.keys()
-    elsewhere = predict(config, plan_of(config, 8), machine_on(config, "cuda")).group_bytes(0)
+    elsewhere = MemoryPrediction(
+        config, plan_of(config, 8), machine_on(config, "cuda")
+    ).group_bytes(0)
     assert {size >> 20 for size in elsewhere.values()} == {150}
 
 
