@@ -149,7 +149,7 @@ def collective_rows(
         import torch.distributed as dist
 
         from mindspeed_rl.launch.failure_store import connect
-        from mindspeed_rl.launch.preflight import Preflight, axes_of
+        from mindspeed_rl.launch.preflight import Preflight, groups_to_check
         from mindspeed_rl.platforms.registry import select_platform
     except ImportError as error:
         return [red("collectives", f"not tried: {error}", "mend the rows of packages first")]
@@ -165,7 +165,8 @@ def collective_rows(
     except (RuntimeError, ValueError) as error:
         what = f"ranks do not meet: {str(error).partition(chr(10))[0]}"
         return [*found, red("collectives", what, _MEETING)]
-    found += Preflight(world, platform, store, axes_of(config, plan, world.size), limit_s).run()
+    groups = groups_to_check(config, plan, world.size)
+    found += Preflight(world, platform, store, groups, limit_s).run()
     dist.destroy_process_group()
     return found
 

@@ -29,7 +29,7 @@ part() {  # one red part does not hide the others
 tests() {  # of a tier: its marker expression
     echo "== tests: $1"
     part env PYTHON="$PYTHON" tests/ascend/run.sh --halves -m "$1"
-    part "$PYTHON" -m pytest -n 2 --dist worksteal -m "$1" tests/unit tests/simulated tests/test_*.py
+    part "$PYTHON" -m pytest -n 2 --dist worksteal --durations 15 -m "$1" tests/unit tests/simulated tests/test_*.py
     # ranks wait for each other much of the time: two files at once
     part "$PYTHON" -m pytest -n 2 --dist loadfile --durations 15 -m "$1 and not alone" \
         tests/distributed tests/e2e

@@ -24,6 +24,8 @@ from mindspeed_rl.compat import Disposition, ForeignFlag, foreign_flags
 from mindspeed_rl.config.arguments import ENTRIES, OwnFlag, own_flags
 from mindspeed_rl.config.engine_options import as_flag
 from mindspeed_rl.config.reward_spec import BUILT_IN_REWARDS
+from mindspeed_rl.config.rewards import fields_of
+from mindspeed_rl.core.flag import flag_names
 from mindspeed_rl.rewards.registry import built_in_reward, verdicts
 from mindspeed_rl.rollout.vllm.options import RESERVED
 
@@ -135,7 +137,7 @@ def reward_table() -> Iterator[str]:
     for name, summary in BUILT_IN_REWARDS.items():
         reward = built_in_reward(name)
         rank = str(verdicts().index(name) + 1) if reward.verdict else ""
-        read = [*reward.columns, *map(_spelled, reward.flags)]
+        read = [*reward.columns, *(flag_names(field)[0] for field in fields_of(name))]
         rows.append(
             {
                 "name": f"`{name}`",

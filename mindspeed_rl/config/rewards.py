@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from mindspeed_rl.config.reward_spec import (
     BUILT_IN_REWARDS,
@@ -14,7 +15,7 @@ from mindspeed_rl.config.reward_spec import (
     check_specs,
 )
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.flag import Needs, flag
+from mindspeed_rl.core.flag import Needs, flag, flag_names
 
 REMOTE_BACKOFF_S = 0.2  # first pause before --reward-url is asked again; later ones double
 
@@ -111,17 +112,28 @@ class RewardConfig:
         "says whether it is (auto); or the run is refused elsewhere (require).",
         choices=("auto", "require"),
     )
-    reward_url: str = flag("", "Server of the reward remote: samples are posted there as JSON.")
-    reward_url_timeout_s: float = flag(
-        2.0, "Limit of one attempt to reach --reward-url, in seconds.", minimum=0.05
+    reward_remote_url: str = flag(
+        "",
+        "Server of the reward remote: samples are posted there as JSON.",
+        names=("--reward-url",),
     )
-    reward_url_retries: int = flag(
-        3, "Further attempts, with growing pauses, when --reward-url fails.", minimum=0
+    reward_remote_url_timeout_s: float = flag(
+        2.0,
+        "Limit of one attempt to reach --reward-url, in seconds.",
+        names=("--reward-url-timeout-s",),
+        minimum=0.05,
     )
-    reward_url_concurrency: int = flag(
+    reward_remote_url_retries: int = flag(
+        3,
+        "Further attempts, with growing pauses, when --reward-url fails.",
+        names=("--reward-url-retries",),
+        minimum=0,
+    )
+    reward_remote_url_concurrency: int = flag(
         8,
         "Requests to --reward-url in flight at a time, per reward process; there are "
         "--reward-num-workers of those per engine.",
+        names=("--reward-url-concurrency",),
         minimum=1,
     )
 
@@ -141,6 +153,7 @@ def check_rewards(
         UsageError: The message names the flag, its value and the fix.
     """
     names = _check_functions(flags.reward_function, files)
+    _check_readers(flags, names)
     sample_s = flags.reward_timeout_s
     if sample_s > phase_timeout_s:
         raise UsageError(
@@ -149,7 +162,7 @@ def check_rewards(
         )
     inner = {
         "code": ("--reward-code-time-limit-s", flags.reward_code_time_limit_s),
-        "remote": ("--reward-url-timeout-s", flags.reward_url_timeout_s),
+        "remote": ("--reward-url-timeout-s", flags.reward_remote_url_timeout_s),
     }
     for name, (flag_name, limit_s) in inner.items():
         if name in names and limit_s > sample_s:
@@ -157,21 +170,38 @@ def check_rewards(
                 f"{flag_name} {limit_s:g} exceeds --reward-timeout-s {sample_s:g}, the limit of "
                 "the whole sample; lower the former or raise the latter"
             )
-    pauses_s = REMOTE_BACKOFF_S * (2**flags.reward_url_retries - 1)
-    longest_s = (flags.reward_url_retries + 1) * flags.reward_url_timeout_s + pauses_s
+    pauses_s = REMOTE_BACKOFF_S * (2**flags.reward_remote_url_retries - 1)
+    longest_s = (flags.reward_remote_url_retries + 1) * flags.reward_remote_url_timeout_s + pauses_s
     if "remote" in names and longest_s > sample_s:
         raise UsageError(
-            f"--reward-url-timeout-s {flags.reward_url_timeout_s:g} --reward-url-retries "
-            f"{flags.reward_url_retries}: a server that hangs takes {longest_s:g} s, which exceeds "
-            f"--reward-timeout-s {sample_s:g}: the sample would get --reward-timeout-score instead "
-            "of an error; lower one of the former or raise the latter"
+            f"--reward-url-timeout-s {flags.reward_remote_url_timeout_s:g} --reward-url-retries "
+            f"{flags.reward_remote_url_retries}: a server that hangs takes {longest_s:g} s, which "
+            f"exceeds --reward-timeout-s {sample_s:g}: the sample would get --reward-timeout-score "
+            "instead of an error; lower one of the former or raise the latter"
         )
-    if "remote" in names and not flags.reward_url:
+    if "remote" in names and not flags.reward_remote_url:
         raise UsageError("--reward-function remote needs --reward-url: the server to ask")
     if "environment" in names and not environment:
         raise UsageError(
             "--reward-function environment needs --rl-environment: a name or FILE.py:NAME"
         )
+
+
+def fields_of(reward: str) -> list[Field[Any]]:
+    """The flags that only this built-in reward reads: their fields begin with its name."""
+    return [field for field in fields(RewardConfig) if field.name.startswith(f"reward_{reward}_")]
+
+
+def _check_readers(flags: RewardConfig, names: set[str]) -> None:
+    """Refuse a flag of a built-in reward that the run does not have."""
+    for reward in BUILT_IN_REWARDS:
+        for field in fields_of(reward):
+            value = getattr(flags, field.name)
+            if reward not in names and value != field.default:
+                raise UsageError(
+                    f"{flag_names(field)[0]} {value} has no effect without --reward-function "
+                    f"{reward}; add the reward, or remove the flag"
+                )
 
 
 def _check_functions(texts: tuple[str, ...], files: bool) -> set[str]:

@@ -80,25 +80,17 @@ class FlagInfo:
         return " and ".join(f"{word} {limit:g}" for word, limit in named if limit is not None)
 
 
-def flag(
-    default: Any,
-    help: str,
-    *,
-    names: Iterable[str] = (),
-    choices: Iterable[str] = (),
-    minimum: float | None = None,
-    maximum: float | None = None,
-    below: float | None = None,
-    nargs: str | None = None,
-    inert: bool = False,
-    above: float | None = None,
-    needs: Needs | None = None,
-) -> Any:
-    """Make a dataclass field that is a flag, canonically spelled like the field with dashes."""
-    info = FlagInfo(
-        help, tuple(names), tuple(choices), minimum, maximum, below, nargs, inert, above, needs
-    )
-    return dataclasses.field(default=default, metadata={"flag": info})
+def flag(default: Any, help: str, choices: Iterable[str] = (), **info: Any) -> Any:
+    """Make a dataclass field that is a flag, canonically spelled like the field with dashes.
+
+    Args:
+        default: Value when the flag is not given.
+        help: See `FlagInfo`.
+        choices: Allowed values; empty for any value.
+        info: Other fields of `FlagInfo`.
+    """
+    flag_info = FlagInfo(help, choices=tuple(choices), **info)
+    return dataclasses.field(default=default, metadata={"flag": flag_info})
 
 
 def flag_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:

@@ -6,6 +6,9 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+from mindspeed_rl.core.errors import UsageError
 
 VISIBLE_DEVICES = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 """Environment variable that chooses the visible devices of a platform."""
@@ -42,3 +45,23 @@ def foreign_packages() -> Iterator[str]:
         other = (Path(entry or ".") / "mindspeed_rl").resolve()
         if other != here and (other / "__init__.py").is_file():
             yield str(other)
+
+
+def import_ray(flag: str, otherwise: str) -> Any:
+    """Import the package ray, an extra.
+
+    Args:
+        flag: Flag and value that need it, for the message.
+        otherwise: What the user can do without it, for the message.
+
+    Raises:
+        UsageError: It is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise UsageError(
+            f"{flag} needs the package ray: install it with pretrain_scripts/setup_env.sh --ray, "
+            f"or {otherwise}"
+        ) from error
+    return ray

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_rl.core.errors import UsageError
-
 _APPLIED: set[str] = set()
 
 
@@ -38,11 +36,6 @@ class Patch:
     upstream: str
     versions: str
     remove_when: str
-
-    def __post_init__(self) -> None:
-        for name in ("why", "upstream", "versions", "remove_when"):
-            if not getattr(self, name).strip():
-                raise UsageError(f"patch {self.target} must say {name}")
 
 
 def _resolve(target: str) -> tuple[Any, str, Any]:

@@ -40,8 +40,6 @@ class PromptSampler:
     def __init__(
         self, num_prompts: int, seed: int, shuffle: bool = True, *, fingerprint: str = ""
     ) -> None:
-        if num_prompts < 1:
-            raise RuntimeError(f"num_prompts={num_prompts}: a sampler needs at least one prompt")
         self._num_prompts = num_prompts
         self._seed = seed
         self._shuffle = shuffle
@@ -61,8 +59,6 @@ class PromptSampler:
 
     def next(self, count: int) -> list[int]:
         """Return the next ``count`` indices into the data set."""
-        if count < 1:
-            raise RuntimeError(f"count={count}: ask for at least one prompt")
         indices: list[int] = []
         while len(indices) < count:
             if self._position == self._num_prompts:

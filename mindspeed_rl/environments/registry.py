@@ -10,7 +10,7 @@ from mindspeed_rl.config.environment import BUILT_IN_ENVIRONMENTS
 from mindspeed_rl.config.reward_spec import check_name
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.environments.types import EnvironmentFactory
-from mindspeed_rl.rewards.user_file import load_from_file
+from mindspeed_rl.rewards.registry import load_from_file
 
 
 def resolve_environment(name: str) -> EnvironmentFactory:

@@ -69,7 +69,12 @@ class LocalRunner:
         return environment.reset(prompt)
 
     def step(self, turns: Mapping[int, tuple[int, ...]]) -> Answers:
-        return {i: _guarded(partial(self._environments[i].step, turn)) for i, turn in turns.items()}
+        return {i: _guarded(partial(self._step, i, turn)) for i, turn in turns.items()}
+
+    def _step(self, number: int, turn: tuple[int, ...]) -> Observation:
+        if number not in self._environments:
+            raise RuntimeError("the Ray actor that held this conversation was lost")
+        return self._environments[number].step(turn)
 
 
 def _guarded(answer: Callable[[], object]) -> Observation | Failed:
@@ -99,8 +104,8 @@ class _EnvironmentActor(LocalRunner):
 class RayRunner:
     """Runs environments in Ray actors of the cluster that this process is connected to.
 
-    A conversation stays with its actor. When an actor is lost its conversations fail, and another
-    actor takes its place for later conversations.
+    A conversation stays with its actor. When an actor is lost its conversations fail, and Ray
+    starts it again for later conversations.
 
     Args:
         name: Value of ``--rl-environment``; a file must be where every node can read it.
@@ -115,8 +120,10 @@ class RayRunner:
         import ray
 
         self._ray: Any = ray
-        self._arguments = (name, ray.put(tokenizer))
-        self._actors = [self._start() for _ in range(num_workers)]
+        # A turn that is repeated in a new actor fails there: it does not hold the conversation.
+        actor_type = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=2)(_EnvironmentActor)
+        self._tokenizer = ray.put(tokenizer)  # Ray needs it again when it restarts an actor
+        self._actors = [actor_type.remote(name, self._tokenizer) for _ in range(num_workers)]
         where = f"--rl-environment {name} in {num_workers} Ray actors"
         try:
             ray.get([a.is_ready.remote() for a in self._actors], timeout=START_LIMIT_S)
@@ -127,11 +134,6 @@ class RayRunner:
             ) from error
         except ray.exceptions.RayError as error:
             raise UsageError(f"{where}: an actor does not start: {error}") from error
-
-    def _start(self) -> Any:
-        return self._ray.remote(num_cpus=1, max_restarts=0)(_EnvironmentActor).remote(
-            *self._arguments
-        )
 
     def reset(self, prompts: Mapping[int, Prompt]) -> Answers:
         """Start conversations, each in the actor of its number."""
@@ -156,7 +158,6 @@ class RayRunner:
                 found |= self._ray.get(call)
             except self._ray.exceptions.RayActorError as error:
                 found |= dict.fromkeys(shares[position], Failed(f"its Ray actor is lost: {error}"))
-                self._actors[position] = self._start()
         return {number: found[number] for number in asked}
 
     def close(self) -> None:

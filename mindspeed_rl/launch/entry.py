@@ -38,7 +38,7 @@ def run_entry(
     """Run ``main`` under torchrun, or start ranks in Ray. Never returns normally on failure.
 
     Args:
-        prog: Name of the entry in ``--help``.
+        prog: Name of the entry's module, for ``--help``; actors of Ray import its ``main``.
         run_type: Class of the run's configuration.
         check: Makes the plan of a configuration and world size; raises `UsageError`.
         main: Function that does the work of a rank.
@@ -70,7 +70,7 @@ def run_entry(
     if in_ray:
         from mindspeed_rl.launch.ray import drive
 
-        sys.exit(drive(prog, cast(Any, checked), arguments))
+        sys.exit(drive(prog, cast(Any, checked), arguments, settings))
     run_job(prog, checked, world, main, settings)
 
 

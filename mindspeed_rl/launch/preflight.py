@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -34,18 +35,13 @@ GRACE_S = 10.0
 _ELEMENTS = 1024
 _MIB = 2**20
 
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """The groups of one kind; a rank is in at most one of them."""
-
-    name: str
-    groups: tuple[tuple[int, ...], ...]
+Groups = Mapping[str, Sequence[tuple[int, ...]]]
+"""Process groups by kind; a rank is in at most one group of a kind."""
 
 
 @dataclass(slots=True)
 class Visit:
-    """One rank's result of checking its group of an axis.
+    """One rank's result of checking its group of a kind.
 
     ``num_bytes`` is the decrease of the device's free memory; on a CPU the growth of the process.
     """
@@ -57,18 +53,15 @@ class Visit:
 
 @dataclass(slots=True)
 class Account:
-    """The report of one rank to rank 0: host and results by axis; a failed result is the last."""
+    """The report of one rank to rank 0: its host, and results by kind up to one that failed."""
 
     host: str
     visits: dict[str, Visit] = field(default_factory=dict)
 
 
-def axes_of(config: RLRunConfig, plan: RLPlan | None, world: int) -> list[Axis]:
-    """Return every kind of group that a run of this plan uses; only the world without a plan."""
-    if plan is None:
-        return [Axis("world", (tuple(range(world)),))]
-    assert plan.parallel.world == world
-    return [Axis(name, groups) for name, groups in all_groups_of_run(config, plan).items()]
+def groups_to_check(config: RLRunConfig, plan: RLPlan | None, world: int) -> Groups:
+    """Return all groups that a run of this plan uses; only the world without a plan."""
+    return all_groups_of_run(config, plan) if plan else {"world": (tuple(range(world)),)}
 
 
 def exchange(
@@ -84,17 +77,15 @@ def exchange(
     wanted = float(sum(r + 1 for r in ranks))
     if not bool((total == wanted).all()):
         raise RuntimeError(f"all-reduce gave {float(total[0])} instead of {wanted}")
-    me = list(ranks).index(rank)
-    to_each = [i + 1 for i in range(len(ranks))]
-    sent = torch.cat(
-        [torch.full((n,), float(rank * len(ranks) + n), device=device) for n in to_each]
-    )
-    received = torch.empty((me + 1) * len(ranks), device=device)
-    dist.all_to_all_single(received, sent, [me + 1] * len(ranks), to_each, group=group)
-    wanted_values = torch.cat(
-        [torch.full((me + 1,), float(r * len(ranks) + me + 1)) for r in ranks]
-    )
-    if not torch.equal(received.cpu(), wanted_values):
+    # To member i of the group go i + 1 numbers, which say who sent them and to whom.
+    me, size = list(ranks).index(rank), len(ranks)
+    members = torch.arange(size, dtype=torch.float32)
+    sent = (me * size + members).repeat_interleave(torch.arange(1, size + 1)).to(device)
+    wanted_numbers = (members * size + me).repeat_interleave(me + 1)
+    received = torch.empty_like(wanted_numbers, device=device)
+    to_each = list(range(1, size + 1))
+    dist.all_to_all_single(received, sent, [me + 1] * size, to_each, group=group)
+    if not torch.equal(received.cpu(), wanted_numbers):
         raise RuntimeError("all-to-all delivered other values than were sent")
 
 
@@ -105,7 +96,7 @@ class Preflight:
         world: Rank of this process and number of ranks.
         platform: Platform of the devices.
         store: Store that all ranks see.
-        axes: Axes to check, the same on all ranks.
+        groups: Groups to check, the same on all ranks.
         limit_s: Time limit of one group.
         check: Function that checks one group.
         grace_s: How long rank 0 waits for the reports of others after its own last group.
@@ -116,14 +107,14 @@ class Preflight:
         world: World,
         platform: Platform,
         store: Store,
-        axes: Sequence[Axis],
+        groups: Groups,
         limit_s: float,
         check: Callable[[dist.ProcessGroup, Sequence[int], int, torch.device], None] = exchange,
         grace_s: float = GRACE_S,
     ) -> None:
         self._world, self._platform, self._store = world, platform, store
         self._everyone = tuple(range(world.size))
-        self._axes = (Axis(MEETING, (self._everyone,)), *axes)
+        self._kinds: Groups = {MEETING: (self._everyone,), **groups}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._limit_s, self._check, self._grace_s = limit_s, check, grace_s
         self._account = Account(os.uname().nodename)
@@ -134,30 +125,31 @@ class Preflight:
         A rank that gets no answer within ``limit_s`` ends its process after rank 0 has reported.
         """
         rank = self._world.rank
-        for axis, ranks in ((a, group) for a in self._axes for group in a.groups if rank in group):
-            self._store.set(f"in/{rank}", axis.name)
-            guard = threading.Timer(self._limit_s, self._give_up, (axis.name,))
+        mine = {k: ranks for k, groups in self._kinds.items() for ranks in groups if rank in ranks}
+        for kind, ranks in mine.items():
+            self._store.set(f"in/{rank}", kind)
+            guard = threading.Timer(self._limit_s, self._give_up, (kind,))
             guard.daemon = True
             guard.start()
-            visit = self._account.visits[axis.name] = self._visit(axis, ranks)
+            visit = self._account.visits[kind] = self._visit(kind, ranks)
             guard.cancel()
             if visit.error:
                 break
-        return self._tell()
+        return self._report()
 
     def _make_groups(self) -> None:
         # The guard must act first, whatever a backend does at its own timeout.
         limit = timedelta(seconds=4 * self._limit_s)
-        for ranks in dict.fromkeys(group for axis in self._axes[1:] for group in axis.groups):
+        for ranks in dict.fromkeys(chain.from_iterable(self._kinds.values())):
             whole = ranks == self._everyone
             group = dist.group.WORLD if whole else dist.new_group(list(ranks), timeout=limit)
             assert group is not None
             self._groups[ranks] = group
 
-    def _visit(self, axis: Axis, ranks: tuple[int, ...]) -> Visit:
+    def _visit(self, kind: str, ranks: tuple[int, ...]) -> Visit:
         before, start, error = self._held_bytes(), time.monotonic(), ""
         try:
-            if axis.name == MEETING:
+            if kind == MEETING:
                 self._make_groups()
             else:
                 self._check(self._groups[ranks], ranks, self._world.rank, self._platform.device)
@@ -170,13 +162,13 @@ class Preflight:
         memory = self._platform.memory()
         return memory.used_bytes if self._platform.shares_host_memory else -memory.free_bytes
 
-    def _give_up(self, axis: str) -> None:
+    def _give_up(self, kind: str) -> None:
         """End the process from a timer thread; the main thread is stuck in a collective."""
-        self._account.visits[axis] = Visit(self._limit_s, 0, f"no answer in {self._limit_s:g} s")
-        print("\n".join(lines(self._tell())), file=sys.stderr, flush=True)
+        self._account.visits[kind] = Visit(self._limit_s, 0, f"no answer in {self._limit_s:g} s")
+        print("\n".join(lines(self._report())), file=sys.stderr, flush=True)
         os._exit(1)
 
-    def _tell(self) -> list[DoctorRow]:
+    def _report(self) -> list[DoctorRow]:
         """Send this rank's report; rank 0 turns all reports into rows while the others wait."""
         rank, store = self._world.rank, self._store
         store.set(f"account/{rank}", json.dumps(asdict(self._account)))
@@ -188,7 +180,7 @@ class Preflight:
         present = wait_for(store, [f"account/{r}" for r in self._everyone], patience)
         accounts = {int(key.partition("/")[2]): _account(store.get(key)) for key in present}
         last = {r: store.get(k).decode() for r in self._everyone if store.check([k := f"in/{r}"])}
-        rows = list(preflight_rows(self._axes, accounts, last, self._limit_s))
+        rows = list(preflight_rows(self._kinds, accounts, last, self._limit_s))
         store.set("reported", "1")
         return rows
 
@@ -204,27 +196,27 @@ def wait_for(store: Store, keys: Sequence[str], seconds: float) -> list[str]:
 
 
 def preflight_rows(
-    axes: Sequence[Axis], accounts: Mapping[int, Account], last: Mapping[int, str], limit_s: float
+    kinds: Groups, accounts: Mapping[int, Account], last: Mapping[int, str], limit_s: float
 ) -> Iterator[DoctorRow]:
     """Turn the reports of all ranks into rows. Pure.
 
     Args:
-        axes: Axes in the order of the checks; the first one has all ranks.
+        kinds: Groups in the order of the checks; the first kind is one group of all ranks.
         accounts: Reports by rank, of the ranks that sent one.
-        last: Name of the last axis that each rank entered, by rank.
+        last: Last kind of group that each rank entered, by rank.
         limit_s: Time limit of one group.
     """
-    for axis in axes:
-        visits = {r: a.visits[axis.name] for r, a in accounts.items() if axis.name in a.visits}
-        failed = [group for group in axis.groups if any(visits[r].error for r in group
-                                                        if r in visits)]  # fmt: skip
-        for group in failed:
-            yield _failed_row(axis.name, group, accounts, last)
-        if failed:
-            return  # some ranks did not check later axes
-        if len(visits) < sum(map(len, axis.groups)):
-            continue  # a rank is missing: a later axis or the end reports it
-        if axis.name == MEETING:
+    for kind, groups in kinds.items():
+        visits = {r: a.visits[kind] for r, a in accounts.items() if kind in a.visits}
+        bad = {rank for rank, visit in visits.items() if visit.error}
+        if bad:  # some ranks did not check later groups
+            for group in groups:
+                if not bad.isdisjoint(group):
+                    yield _failed_row(kind, group, accounts, last)
+            return
+        if len(visits) < sum(map(len, groups)):
+            continue  # a rank is missing: a later group or the end reports it
+        if kind == MEETING:
             num_hosts = len({account.host for account in accounts.values()})
             yield green(AREA, f"{len(visits)} ranks on {num_hosts} hosts meet")
             continue
@@ -232,27 +224,28 @@ def preflight_rows(
         held = max(visit.num_bytes for visit in visits.values()) / _MIB
         yield green(
             AREA,
-            f"{axis.name}: {len(axis.groups)} x {len(axis.groups[0])} ranks; all-reduce and "
+            f"{kind}: {len(groups)} x {len(groups[0])} ranks; all-reduce and "
             f"all-to-all-v right, slowest {seconds:.2f} s, {max(held, 0.0):.0f} MiB taken",
         )
-    for rank in sorted({r for group in axes[0].groups for r in group} - accounts.keys()):
+    (everyone,) = next(iter(kinds.values()))
+    for rank in (r for r in everyone if r not in accounts):
         yield red(AREA, f"rank {rank} said nothing in {limit_s:g} s; the last group that it "
                   f"entered: {last.get(rank, 'none')}",
                   "look at its output; is its process alive?")  # fmt: skip
 
 
 def _failed_row(
-    axis: str, group: Sequence[int], accounts: Mapping[int, Account], last: Mapping[int, str]
+    kind: str, group: Sequence[int], accounts: Mapping[int, Account], last: Mapping[int, str]
 ) -> DoctorRow:
-    inside = {r: a.visits[axis] for r, a in accounts.items() if r in group and axis in a.visits}
+    inside = {r: a.visits[kind] for r, a in accounts.items() if r in group and kind in a.visits}
     errors = dict.fromkeys(visit.error for visit in inside.values() if visit.error)
     hosts = {r: accounts[r].host for r in group if r in accounts}
-    missing = [r for r in group if r not in inside and last.get(r) != axis]
+    missing = [r for r in group if r not in inside and last.get(r) != kind]
     where = "; ".join(f"rank {r} on {hosts.get(r, 'an unknown host')}" for r in missing[:4])
     lost = f"; not in it: {where}" if missing else "; all of its ranks are in it"
     return red(
         AREA,
-        f"{axis} of ranks {', '.join(map(str, group))}: {'; '.join(errors)}{lost}",
+        f"{kind} of ranks {', '.join(map(str, group))}: {'; '.join(errors)}{lost}",
         f"links between {', '.join(sorted(set(hosts.values()))) or 'its nodes'}: interface "
         "variables, firewall, hccn_tool (NPU) or nccl-tests (CUDA); then rows above",
     )
@@ -260,4 +253,4 @@ def _failed_row(
 
 def _account(text: bytes) -> Account:
     raw = json.loads(text)
-    return Account(raw["host"], {axis: Visit(**visit) for axis, visit in raw["visits"].items()})
+    return Account(raw["host"], {kind: Visit(**visit) for kind, visit in raw["visits"].items()})

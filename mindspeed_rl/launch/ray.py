@@ -25,7 +25,7 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.launch import LaunchConfig
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.installed import VISIBLE_DEVICES, resolve_platform
+from mindspeed_rl.core.installed import VISIBLE_DEVICES, import_ray, resolve_platform
 from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.launch.failures import (
     USAGE_ERROR,
@@ -41,10 +41,9 @@ from mindspeed_rl.rewards.worker_process import worker_environment
 if TYPE_CHECKING:
     from mindspeed_rl.launch.failure_store import FailureStore
 
-MAIN = "mindspeed_rl.train_rl:main"
 START_LIMIT_S = 300.0  # limit for all bundles to start: other jobs of the cluster may end
 POLL_S = 0.2  # longest delay until a failure is noticed
-EXIT_S = 10.0  # limit of the ranks' exit handlers
+EXIT_S = 20.0  # limit of the ranks' exit handlers
 LOGS_S = 1.0  # time for the last lines of the ranks to arrive
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray accepts; ranks do not use it
 
@@ -60,6 +59,7 @@ _RAY_SETTINGS = {
     "RAY_DEDUP_LOGS": "0",  # print equal lines of two ranks twice
     "RAY_COLOR_PREFIX": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # of a local Ray: its default of 15 slows ranks on a busy machine
 }
 
 
@@ -71,17 +71,15 @@ class Command:
     """The command line that every rank runs.
 
     Attributes:
-        prog: Name of the entry, for messages.
+        prog: Module of the entry; its ``main`` does the work.
         arguments: Arguments as typed.
         folder: Working directory, the base of relative paths.
-        main: ``module:function`` of the work.
         settings: Settings of the ranks' watchdogs.
     """
 
     prog: str
     arguments: tuple[str, ...]
     folder: str
-    main: str
     settings: WatchdogSettings
 
 
@@ -122,7 +120,8 @@ class RankActor:
 
             publish_usage_error(world, str(error), command.settings)
             return
-        run_job(command.prog, checked, world, pkgutil.resolve_name(command.main), command.settings)
+        main = pkgutil.resolve_name(f"{command.prog}:main")
+        run_job(command.prog, checked, world, main, command.settings)
 
 
 def _enter(folder: str) -> None:
@@ -143,20 +142,18 @@ def drive(
     checked: Checked[RLRunConfig, RLPlan],
     arguments: Sequence[str],
     settings: WatchdogSettings | None = None,
-    main: str = MAIN,
 ) -> int:
     """Run a command line in Ray and return the exit code.
 
     Args:
-        prog: Name of the entry, for messages.
+        prog: Module of the entry.
         checked: Checked command line.
         arguments: Arguments as typed.
         settings: Settings of the ranks' watchdogs.
-        main: ``module:function`` of the work.
     """
     config = checked.parsed.config
-    settings = replace(settings or WatchdogSettings(), driver_reports=True)
-    command = Command(prog, tuple(arguments), os.getcwd(), main, settings)
+    settings = replace(settings or WatchdogSettings(), driver_reports=True, exit_s=EXIT_S)
+    command = Command(prog, tuple(arguments), os.getcwd(), settings)
     try:
         with cluster(config.launch, local_cpus(config, checked.plan)) as ray:
             try:
@@ -272,13 +269,7 @@ def cluster(launch: LaunchConfig, num_cpus: int) -> Iterator[Any]:
     """
     for name, value in _RAY_SETTINGS.items():  # Ray reads them when it is imported
         os.environ.setdefault(name, value)
-    try:
-        import ray
-    except ImportError as error:
-        raise UsageError(
-            "--orchestrator ray needs the package ray: install the extra, "
-            "pip install 'mindspeed-rl-megatron[ray]', or start the ranks with torchrun"
-        ) from error
+    ray = import_ray("--orchestrator ray", "start the ranks with torchrun")
     address = launch.ray_address or os.environ.get("RAY_ADDRESS", "")
     variables = forwarded(os.environ)
     for name in VISIBLE_DEVICES.values():

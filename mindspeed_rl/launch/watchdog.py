@@ -126,8 +126,8 @@ class Heartbeats:
         self._settings, self._clock = settings, clock
         self._peer = (world.rank + 1) % world.size
         self._peer_count, self._peer_seen_at = 0, clock()
-        self._told: tuple[str, float, float] | None = None  # phase of the last heartbeat
-        self._told_at = 0.0
+        self._beat_phase: tuple[str, float, float] | None = None  # phase of the last heartbeat
+        self._beat_at = 0.0
 
     def tick(self, *, leaving: bool = False) -> Failure | None:
         """Write a heartbeat after an interval or in another phase; call this often.
@@ -139,9 +139,9 @@ class Heartbeats:
             DistError: The store is gone.
         """
         phase, now = self._phases.current, self._clock()
-        if phase is self._told and now - self._told_at < self._settings.interval_s:
+        if phase is self._beat_phase and now - self._beat_at < self._settings.interval_s:
             return None
-        self._told, self._told_at = phase, now
+        self._beat_phase, self._beat_at = phase, now
         self._store.beat(self._phases.name, self._phases.seconds, leaving=leaving)
         if (published := self._store.published()) is not None:
             return published

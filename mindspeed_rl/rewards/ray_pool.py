@@ -1,8 +1,8 @@
-"""The reward pool in a Ray cluster: workers in actors, which enforce the limits of a sample.
+"""The reward pool in a Ray cluster: each worker is an actor, which enforces the limits of a sample.
 
 An actor holds a `WorkerProcess`, so that limits, the kill and the replacement are those of the
-process pool, on any node. When a node is lost, another actor replaces its actor and scores the
-sample again.
+process pool, on any node. When a node is lost, Ray starts its actors again elsewhere and scores
+their samples again.
 """
 
 from __future__ import annotations
@@ -10,28 +10,17 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from typing import Any
 
-from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.core.installed import import_ray
 from mindspeed_rl.rewards.pool import RewardPool, Worker
 from mindspeed_rl.rewards.types import RewardError, RewardRequest, RewardResult, RewardSettings
 from mindspeed_rl.rewards.worker_process import WorkerProcess, worker_environment
 
-logger = logging.getLogger(__name__)
-
 START_LIMIT_S = 300.0  # an actor may have to wait for a node
 MAX_LOST_ACTORS = 3  # a sample that costs as many actors becomes an error
-
-
-def _import_ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise UsageError(
-            "--reward-pool ray needs the package ray: install the extra, "
-            "pip install 'mindspeed-rl-megatron[ray]', or take --reward-pool process"
-        ) from error
-    return ray
 
 
 class _RewardActor:
@@ -65,14 +54,18 @@ class RayWorker:
         self.actor: Any = None
         self._ray = ray
         self._settings = settings
-        self._held: RewardRequest | None = None
-        self._call: Any = None  # the pending call of the actor
-        self._num_lost = 0  # number of actors lost by the sample that it holds
-        self._deadline_s = 0.0
+        self._calls: deque[Any] = deque()  # pending calls of the actor, oldest first
+        self._sample_id = -1  # of the sample that it holds
+        self._deadline_s = 0.0  # of the start
 
     def restart(self) -> None:
-        self._held = None
-        self._replace()
+        self.close()
+        actor_type = self._ray.remote(
+            num_cpus=1, max_restarts=-1, max_task_retries=MAX_LOST_ACTORS - 1
+        )(_RewardActor)
+        self.actor = actor_type.remote(self._settings)
+        self._calls = deque([self.actor.start.remote()])
+        self.ready, self._deadline_s = False, time.monotonic() + START_LIMIT_S
 
     def close(self) -> None:
         if self.actor is not None and self._ray.is_initialized():
@@ -80,9 +73,8 @@ class RayWorker:
         self.actor = None
 
     def send(self, request: RewardRequest) -> None:
-        self._held, self._num_lost = request, 0
-        if self.ready:
-            self._call = self.actor.score.remote(request)
+        self._sample_id = request.sample_id
+        self._calls.append(self.actor.score.remote(request))
 
     def receive(self, wait_s: float) -> RewardResult | None:
         """Return the sample's result; ``None`` when there is none after ``wait_s``.
@@ -91,7 +83,7 @@ class RayWorker:
             UsageError: a reward cannot be loaded.
             RewardError: the actor does not start.
         """
-        if not self._ray.wait([self._call], timeout=wait_s)[0]:
+        if not self._ray.wait([self._calls[0]], timeout=wait_s)[0]:
             if not self.ready and time.monotonic() > self._deadline_s:
                 raise RewardError(
                     f"--reward-pool ray: an actor of one CPU was not ready after "
@@ -99,37 +91,17 @@ class RayWorker:
                 )
             return None
         try:
-            answer = self._ray.get(self._call)
+            answer = self._ray.get(self._calls.popleft())
         except self._ray.exceptions.RayActorError as error:
-            return self._lost(error)
-        if self.ready:
-            self._held = None
-            result: RewardResult = answer
-            return result
-        self.ready, self.notices = True, answer
-        if self._held is not None:
-            self._call = self.actor.score.remote(self._held)
-        return None
-
-    def _lost(self, error: Exception) -> RewardResult | None:
+            if not self.ready:
+                raise RewardError(f"--reward-pool ray: an actor does not start: {error}") from error
+            detail = f"{MAX_LOST_ACTORS} Ray actors were lost that scored this sample: {error}"
+            return RewardResult(self._sample_id, None, {}, "error", detail)
         if not self.ready:
-            raise RewardError(f"--reward-pool ray: an actor does not start: {error}") from error
-        request, self._num_lost = self._held, self._num_lost + 1
-        logger.warning("a reward actor was lost, its sample is scored again: %s", error)
-        self._replace()
-        if request is None or self._num_lost < MAX_LOST_ACTORS:
+            self.ready, self.notices = True, answer
             return None
-        self._held = None
-        detail = f"{self._num_lost} Ray actors were lost that scored this sample; last: {error}"
-        return RewardResult(request.sample_id, None, {}, "error", detail)
-
-    def _replace(self) -> None:
-        self.close()
-        self.ready = False
-        self._deadline_s = time.monotonic() + START_LIMIT_S
-        actor_type = self._ray.remote(num_cpus=1, max_restarts=0)(_RewardActor)
-        self.actor = actor_type.remote(self._settings)
-        self._call = self.actor.start.remote()
+        result: RewardResult = answer
+        return result
 
 
 class RayRewardPool(RewardPool):
@@ -144,7 +116,7 @@ class RayRewardPool(RewardPool):
     """
 
     def __init__(self, settings: RewardSettings, batch_timeout_s: float = 300.0) -> None:
-        self._ray = _import_ray()
+        self._ray = import_ray("--reward-pool ray", "take --reward-pool process")
         self._started_ray = not self._ray.is_initialized()
         if self._started_ray:
             environment = worker_environment(os.environ)
@@ -165,3 +137,14 @@ class RayRewardPool(RewardPool):
         super().close()
         if self._started_ray and self._ray.is_initialized():
             self._ray.shutdown()
+
+
+def make_reward_pool(config: RLRunConfig) -> RewardPool:
+    """Start the reward processes or actors of this rank's engine.
+
+    Raises:
+        UsageError: ``--reward-pool ray`` without ray.
+    """
+    pool = RayRewardPool if config.rewards_in_ray else RewardPool
+    limit = config.rollout.rollout_max_response_length
+    return pool(RewardSettings(config.rewards, limit), config.logging.phase_timeout_s)

@@ -1,7 +1,7 @@
-"""Runs untrusted programs with limits, and with as few rights as the kernel allows.
+"""Runs untrusted programs with limits, and with as many restrictions as the kernel allows.
 
-Which rights can be removed differs between machines (containers often forbid namespaces), so it is
-tried once per process (:func:`probe`), logged, and from then on required of every program.
+Which restrictions are possible differs between machines (containers often forbid namespaces), so
+they are tried once per process (:func:`probe`), logged, and then required of every program.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mindspeed_rl.rewards import sandbox_launcher
@@ -30,7 +30,7 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 
 @dataclass(frozen=True, slots=True)
-class Rights:
+class Restrictions:
     """The restrictions of programs on this machine.
 
     Attributes:
@@ -83,9 +83,9 @@ class SandboxLimits:
     max_processes: int
     file_bytes: int
 
-    def rlimits(self, rights: Rights) -> dict[str, int]:
+    def rlimits(self, restrictions: Restrictions) -> dict[str, int]:
         """Return the limits by the names of setrlimit(2)."""
-        processes = {"NPROC": self.max_processes} if rights.counts_processes else {}
+        processes = {"NPROC": self.max_processes} if restrictions.counts_processes else {}
         return processes | {
             "CPU": max(1, int(self.time_limit_s + 0.999)),
             "AS": self.memory_bytes,
@@ -115,59 +115,57 @@ class SandboxError(RuntimeError):
 
 
 def run_python(
-    arguments: list[str], stdin: str, files: dict[str, str], limits: SandboxLimits, rights: Rights
+    arguments: list[str],
+    stdin: str,
+    files: dict[str, str],
+    limits: SandboxLimits,
+    restrictions: Restrictions,
 ) -> Ended:
     """Run ``python ARGUMENTS`` in a new folder that contains ``files``. Blocks.
 
     Raises:
-        SandboxError: a right could not be given up; the program was not started.
+        SandboxError: a restriction could not be set; the program was not started.
     """
-    with _folder(files) as folder:
-        return _run([sys.executable, "-I", "-B", *arguments], stdin, folder, limits, rights)
+    with tempfile.TemporaryDirectory(prefix="mindspeed_rl-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        for path, text in files.items():
+            (folder / path).write_text(text, encoding="utf-8")
+        return _run([sys.executable, "-I", "-B", *arguments], stdin, folder, limits, restrictions)
 
 
-def probe(limits: SandboxLimits) -> Rights:
+def probe(limits: SandboxLimits) -> Restrictions:
     """Find the restrictions of this machine: as many as still let a program run. Blocks.
 
     Raises:
-        SandboxError: not even a program with all rights runs.
+        SandboxError: not even a program without restrictions runs.
     """
-    rights = Rights(False, False, False, False)
-    error = _refusal(rights, limits)
+    restrictions = Restrictions(False, False, False, False)
+    error = _refusal(restrictions, limits)
     if error:
         raise SandboxError(f"no program can be started on this machine: {error}")
     root = os.getuid() == 0
     for name, wanted in (("namespaces", True), ("counted", root), ("files", True)):
-        more = replace(rights, **{name: True})
+        more = replace(restrictions, **{name: True})
         if wanted and not _refusal(more, limits):
-            rights = more
-    without_tcp = replace(rights, deny_tcp=True)
-    if rights.files and not rights.namespaces and not _refusal(without_tcp, limits):
+            restrictions = more
+    without_tcp = replace(restrictions, deny_tcp=True)
+    if restrictions.files and not restrictions.namespaces and not _refusal(without_tcp, limits):
         return without_tcp
-    return rights
+    return restrictions
 
 
-def _refusal(rights: Rights, limits: SandboxLimits) -> str:
+def _refusal(restrictions: Restrictions, limits: SandboxLimits) -> str:
     """Return why a program does not run under these restrictions; empty when it does."""
     patient = replace(limits, time_limit_s=_PROBE_TIME_S)
     try:
         ended = run_python(
-            ["-c", "open('x', 'w').write('1'); print(6 * 7)"], "", {}, patient, rights
+            ["-c", "open('x', 'w').write('1'); print(6 * 7)"], "", {}, patient, restrictions
         )
     except SandboxError as error:
         return str(error)
     if ended.stdout == "42\n" and ended.exit_code == 0:
         return ""
     return f"exit code {ended.exit_code}: {ended.stderr[-_SHOWN_CHARS:]}"
-
-
-@contextmanager
-def _folder(files: dict[str, str]) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="mindspeed_rl-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        for path, text in files.items():
-            (folder / path).write_text(text, encoding="utf-8")
-        yield folder
 
 
 @contextmanager
@@ -183,17 +181,13 @@ def _pipe() -> Iterator[tuple[int, int]]:
 
 
 def _run(
-    command: list[str], stdin: str, folder: Path, limits: SandboxLimits, rights: Rights
+    command: list[str], stdin: str, folder: Path, limits: SandboxLimits, restrictions: Restrictions
 ) -> Ended:
     prefixes = {sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix)}
-    asked: dict[str, object] = {
-        "counted": rights.counted,
-        "namespaces": rights.namespaces,
-        "files": rights.files,
-        "deny_tcp": rights.deny_tcp,
+    asked: dict[str, object] = asdict(restrictions) | {
         "readable": [*sorted(prefixes), *_SYSTEM, *_DEVICES],
         "writable": [str(folder), "/dev/null"],
-        "limits": limits.rlimits(rights),
+        "limits": limits.rlimits(restrictions),
     }
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": str(folder)}
     # Files instead of pipes: their size is limited, and nobody has to read them meanwhile.
@@ -207,14 +201,7 @@ def _run(
         source.write(stdin.encode("utf-8", "replace"))
         source.seek(0)
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-I",
-                "-S",
-                _LAUNCHER,
-                json.dumps(asked),
-                *command,
-            ],
+            [sys.executable, "-I", "-S", _LAUNCHER, json.dumps(asked), *command],
             stdin=source,
             stdout=stdout,
             stderr=stderr,

@@ -7,7 +7,7 @@ import numbers
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.config.reward_spec import RewardSpec
 from mindspeed_rl.core.errors import UsageError
@@ -18,6 +18,9 @@ from mindspeed_rl.rewards.types import (
     RewardResult,
     RewardSettings,
 )
+
+if TYPE_CHECKING:
+    from mindspeed_rl.data.prompts import PromptDataset
 
 MAX_DETAIL_CHARS = 4000
 ROW_REWARDS_KEY = RewardSettings().flags.reward_key
@@ -89,13 +92,32 @@ def row_weights(
     return {name: float(weight) for name, weight in chosen.items()}
 
 
+def check_row_rewards(
+    specs: Sequence[RewardSpec], datasets: Sequence[PromptDataset], row_key: str
+) -> None:
+    """Check that every row that names its rewards names rewards of the run. Local.
+
+    Raises:
+        UsageError: the message names the file, the prompt and the field.
+    """
+    weights = {spec.label: spec.weight for spec in specs}
+    for dataset in datasets:
+        for question in dataset.questions:
+            try:
+                row_weights(weights, question.metadata, row_key)
+            except UsageError as error:
+                raise UsageError(
+                    f"{dataset.source}, prompt {question.text!r:.100}: {error}"
+                ) from None
+
+
 def is_scored_by(
     label: str, weights: Mapping[str, float], request: RewardRequest, row_key: str
 ) -> bool:
     """Whether a reward scores a sample; false when its row is at fault."""
     try:
         return label in row_weights(weights, request.metadata, row_key)
-    except ValueError:  # score_sample reports it
+    except UsageError:  # score_sample reports it
         return False
 
 
@@ -115,7 +137,7 @@ def score_sample(
     total = 0.0
     try:
         weights = row_weights({r.label: r.weight for r in rewards}, request.metadata, row_key)
-    except ValueError as error:
+    except UsageError as error:
         return RewardResult(request.sample_id, None, parts, "error", str(error))
     for reward in rewards:
         if reward.label not in weights:

@@ -50,19 +50,6 @@ class RewardRequest:
     num_response_tokens: int
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
-    def __reduce__(self) -> tuple[type[RewardRequest], tuple[Any, ...]]:
-        # Any Mapping becomes a dict (a mappingproxy cannot be pickled), and a constructor call
-        # pickles about three times faster than the state protocol of slotted dataclasses.
-        return RewardRequest, (
-            self.sample_id,
-            self.prompt,
-            self.response,
-            self.answer,
-            self.finish_reason,
-            self.num_response_tokens,
-            dict(self.metadata),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
@@ -84,9 +71,6 @@ class RewardResult:
     status: RewardStatus
     detail: str
 
-    def __reduce__(self) -> tuple[type[RewardResult], tuple[Any, ...]]:
-        return RewardResult, (self.sample_id, self.reward, self.parts, self.status, self.detail)
-
 
 RewardFunction = Callable[[RewardRequest], float | None]
 
@@ -95,11 +79,11 @@ RewardFunction = Callable[[RewardRequest], float | None]
 class BuiltInReward:
     """The declaration ``REWARD`` of a module of ``rewards/builtin``.
 
-    The reward has the module's name; the first line of the module's docstring describes it.
+    The reward has the module's name; the first line of the module's docstring describes it. Its
+    flags are the fields of `RewardConfig` that begin with ``reward_NAME_``.
 
     Attributes:
         make: Makes the function of a run.
-        flags: Fields of `RewardConfig` that the reward reads.
         columns: Columns of a data row that it reads, besides prompt and answer.
         verdict: Rank of the reward as a verdict, of which full marks mean a right response; the
             smallest rank that scored is believed; 0: it is no verdict.
@@ -107,7 +91,6 @@ class BuiltInReward:
     """
 
     make: Callable[[RewardSettings], RewardFunction]
-    flags: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
     verdict: int = 0
     warm_up: Callable[[], None] | None = None

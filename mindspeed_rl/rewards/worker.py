@@ -17,10 +17,11 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
 from mindspeed_rl.config.reward_spec import RewardSpec
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.rewards.registry import warm_up_reward
 from mindspeed_rl.rewards.scoring import WeightedReward, is_scored_by, score_sample
 from mindspeed_rl.rewards.types import RewardRequest, RewardResult, RewardSettings
-from mindspeed_rl.rewards.worker_process import Ready, Scored, Unusable
+from mindspeed_rl.rewards.worker_process import Ready, Scored
 
 _PR_SET_PDEATHSIG = 1
 
@@ -64,8 +65,8 @@ def serve(connection: Connection) -> None:
     settings: RewardSettings = connection.recv()
     try:
         rewards = load(settings)
-    except ValueError as error:
-        connection.send(Unusable(str(error)))
+    except UsageError as error:
+        connection.send(error)
         return
     limit_memory(int(settings.flags.reward_memory_limit_gb * 2**30))
     functions = [reward.function for reward in rewards]

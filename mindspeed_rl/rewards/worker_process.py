@@ -57,13 +57,6 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Unusable:
-    """Message of a worker: a reward cannot be loaded, for this reason; the user's fault."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Scored:
     """Message of a worker: the result of the oldest sample that it holds.
 
@@ -157,8 +150,8 @@ class WorkerProcess:
             message = self._connection.recv()
         except (EOFError, OSError):
             return self._ended()
-        if isinstance(message, Unusable):
-            raise UsageError(message.reason)
+        if isinstance(message, UsageError):
+            raise message
         if isinstance(message, Ready):
             self.ready, self.notices = True, message.notices
             self.concurrency = message.concurrency

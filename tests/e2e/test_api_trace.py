@@ -1,4 +1,4 @@
-"""What a real run reaches on objects of vLLM and Megatron is in the snapshot of interfaces."""
+"""What a real run reaches on objects of the CPU's vLLM, the vLLM of NPUs has as well."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from support.whole_runs import COMMON, rows_of, write_inputs
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 ENTRY = str(ROOT / "tests" / "support" / "attribute_trace.py")
-PACKAGE_OF = {"vllm": "vllm 0.32.0", "megatron": "megatron-core 0.16.1"}
 LIMIT_S = 300.0
 FLAGS = [
     *COMMON, "--train-iters", "2", "--use-distributed-optimizer",
@@ -26,9 +25,7 @@ FLAGS = [
 ]  # fmt: skip
 
 
-def test_attributes_of_objects_are_in_the_snapshot(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_attributes_of_objects_are_in_the_snapshot(tmp_path: Path) -> None:
     """Experts, data-parallel ranks, offload and a save; also what the engine measured."""
     write_inputs(tmp_path, 8, family="qwen3_moe")
     target = [ENTRY, str(tmp_path / "trace"), "mindspeed_rl.train_rl"]
@@ -36,23 +33,10 @@ def test_attributes_of_objects_are_in_the_snapshot(
         ended = job.end(LIMIT_S)
     assert ended.returncodes == (0,), ended.output
     traced = collected(tmp_path / "trace")
-    known, local, lost = snapshot()["packages"], [], []
-    for owner, names in traced.items():
-        package = PACKAGE_OF[owner.partition(".")[0]]
-        for name in names:
-            if "<locals>" in owner:
-                local.append(f"{owner}.{name}")
-            elif f"{owner}.{name}" not in known[package]:
-                lost.append(f"{owner}.{name}")
-    with capsys.disabled():
-        print(
-            f"\n{sum(map(len, traced.values()))} attributes traced, {len(lost + local)} unresolved"
-        )
-    assert lost == [], "run tests/support/ascend_api/update.py --trace"
-    assert {
-        "vllm.v1.engine.llm_engine:LLMEngine",
-        "megatron.core.models.gpt.gpt_model:GPTModel",
-    } < set(traced)
+    known = snapshot()["packages"]["vllm 0.23.0"]
+    lost = [f"{o}.{n}" for o, names in traced.items() for n in names if f"{o}.{n}" not in known]
+    assert lost == [], f"run tests/support/ascend_api/update.py --trace {tmp_path / 'trace'}"
+    assert "vllm.v1.engine.llm_engine:LLMEngine" in traced and len(traced) > 10
     for step in rows_of(tmp_path / "out"):
         assert step["rollout/dp_reductions_per_step"] == 1.0
         assert step["throughput/engine_ms_per_step"] > step["throughput/dp_sync_ms_per_step"] > 0

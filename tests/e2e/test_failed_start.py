@@ -13,7 +13,7 @@ from support.jobs import TorchrunJob, free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone]
 
-LIMIT_S = 60.0  # the process group alone would wait an hour
+LIMIT_S = 120.0  # the process group alone would wait an hour
 FLAGS = ["--hf-checkpoint", "model", "--platform", "cpu", "--train-iters", "2",
          "--global-batch-size", "2", "--make-vocab-size-divisible-by", "8"]  # fmt: skip
 

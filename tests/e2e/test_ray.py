@@ -1,7 +1,7 @@
 """A run in Ray: the same numbers as under torchrun, ended by any failure with its cause.
 
 Needs the extra ray; skipped where it is not installed. A cluster of two nodes on this machine is
-started once; small runs (tests/support/ray_driver.py) join it.
+started once; small runs (tests/support/rl_driver.py) join it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import MARKER, ROOT, TorchrunJob, free_port, processes_of
+from support.jobs import DRIVER, MARKER, ROOT, TorchrunJob, free_port, planted, processes_of
 
 sys.path.insert(0, str(ROOT / "tools"))
 from compare_runs import differences, digests, metrics
@@ -25,7 +25,7 @@ from make_tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone]
 
-DRIVER = [sys.executable, str(ROOT / "tests" / "support" / "ray_driver.py")]
+REHEARSAL = [sys.executable, DRIVER]
 ENTRY = [sys.executable, "-m", "mindspeed_rl.train_rl"]
 LIMIT_S = 150.0
 REWARD = "def length(request):\n    return request.num_response_tokens / 6\n"
@@ -65,10 +65,12 @@ def address() -> Iterator[str]:
     from ray.cluster_utils import Cluster  # type: ignore[import-not-found]
 
     node: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
-    cluster.add_node(**node)
-    yield cluster.address
-    cluster.shutdown()
+    with pytest.MonkeyPatch.context() as environ:
+        environ.setenv("RAY_worker_niceness", "0")  # as in a local Ray of the driver
+        cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
+        cluster.add_node(**node)
+        yield cluster.address
+        cluster.shutdown()
 
 
 def flags(output: str) -> list[str]:
@@ -97,7 +99,7 @@ def run(folder: Path, command: list[str], **more: str) -> subprocess.CompletedPr
 
 def joining(address: str) -> list[str]:
     return [
-        *DRIVER, *flags("rehearsal"), "--orchestrator", "ray", "--ray-address", address,
+        *REHEARSAL, *flags("rehearsal"), "--orchestrator", "ray", "--ray-address", address,
         "--ray-num-nodes", "2", "--ray-ranks-per-node", "1",
     ]  # fmt: skip
 
@@ -121,11 +123,11 @@ def is_agent(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("fault", "code", "cause"),
     [
-        ("1:train:raise", 1, "the job ends: rank 1 in phase train: RuntimeError: planted fault"),
-        ("1:rollout:kill", 1, "the job ends: rank 1 in phase rollout: process "),
-        ("1:train:sleep", 1, "exceeded --phase-timeout-s 8 "),
-        ("1:train:stop", 1, "rank 1 in phase train: no heartbeat for 5 s"),
-        ("1:train:mistake", 2, "error: --lr 7: too large"),
+        ("1:train:2:raise", 1, "the job ends: rank 1 in phase train: RuntimeError: planted fault"),
+        ("1:exchange:2:kill", 1, "the job ends: rank 1 in phase exchange: process "),
+        ("1:train:2:sleep", 1, "exceeded --phase-timeout-s 15 "),
+        ("1:train:2:stop", 1, "rank 1 in phase train: no heartbeat for"),
+        ("1:train:2:mistake", 2, "error: --lr 7: too large"),
     ],
 )
 def test_a_rank_that_fails_ends_the_run_with_its_cause(
@@ -133,14 +135,13 @@ def test_a_rank_that_fails_ends_the_run_with_its_cause(
 ) -> None:
     """The ranks are on two nodes; the peer of the one that fails is inside a collective."""
     marker = f"ray-{os.getpid()}-{fault}"
-    limits = ["--phase-timeout-s", "8", "--reward-timeout-s", "3"]
-    ended = run(
-        folder, [*joining(address), *limits], MINDSPEED_RL_TEST_FAULT=fault, **{MARKER: marker}
-    )
+    limit = "15" if fault.endswith("sleep") else "300"
+    limits = ["--phase-timeout-s", limit, "--reward-timeout-s", "3"]
+    ended = run(folder, [*joining(address), *limits], **planted(fault), **{MARKER: marker})
     output = ended.stdout + ended.stderr
     assert ended.returncode == code and "fault planted" in output, output
-    told = [line for line in output.splitlines() if "ray_driver: " in line]
-    assert len(told) == 1 and told[0].startswith("ray_driver: ") and cause in told[0], output
+    told = [line for line in output.splitlines() if "rl_driver: " in line]
+    assert len(told) == 1 and told[0].startswith("support.rl_driver: ") and cause in told[0], output
     assert ("in _raise" in output) == ("raise" in fault), "the traceback of an exception alone"
     assert ("stacks of rank 0:" in output) == (code == 1 and fault.endswith(("sleep", "stop")))
     wait_until_gone(marker)
@@ -174,10 +175,8 @@ def test_nothing_outlives_the_driver(folder: Path) -> None:
     """A local Ray, its processes and the ranks end when the driver is killed."""
     pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
     marker = f"ray-killed-{os.getpid()}"
-    command = [*DRIVER, *flags("killed"), "--orchestrator", "ray", "--ray-ranks-per-node", "2"]
-    variables = environment(
-        MINDSPEED_RL_TEST_FAULT="1:train:sleep", PYTHONUNBUFFERED="1", **{MARKER: marker}
-    )
+    command = [*REHEARSAL, *flags("killed"), "--orchestrator", "ray", "--ray-ranks-per-node", "2"]
+    variables = environment(**planted("1:train:2:sleep"), PYTHONUNBUFFERED="1", **{MARKER: marker})
     with (folder / "killed.log").open("w") as log:
         driver = subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log)
     try:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,9 @@ from typing import Any
 import pytest
 from compare_runs import measures_machine
 from make_task_data import generate_task, write_jsonl
-from support.jobs import DRIVER, ROOT, run_to_end
-from support.whole_runs import write_inputs
+from support.whole_runs import run_entry, write_inputs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-
-TIMEOUT_S = 420
 
 
 @pytest.fixture(scope="module")
@@ -33,24 +28,20 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def torchrun(
-    folder: Path, num_ranks: int, entry: str, flags: Sequence[str], fault: str = ""
-) -> subprocess.CompletedProcess[str]:
-    """One job of an entry; its log is in the assertion message when it fails.
-
-    With a fault it is the entry of ``support/rl_driver.py``, which says what a fault is.
-    """
-    program = [DRIVER] if fault else ["-m", f"mindspeed_rl.{entry}"]
-    return run_to_end(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone",
-         "--nproc-per-node", str(num_ranks), *program,
-         "--hf-checkpoint", "model", "--platform", "cpu", "--make-vocab-size-divisible-by", "8",
-         "--train-iters", "4", "--save-interval", "2", "--use-distributed-optimizer",
-         "--lr", "1e-3", "--lr-warmup-iters", "1", "--lr-decay-style", "linear", *flags],
-        TIMEOUT_S,
-        {"PYTHONPATH": str(ROOT), "DRIVER_MAIN": entry, "DRIVER_FAULT": fault},
-        folder,
-    )  # fmt: skip
+def run(
+    folder: Path, num_ranks: int, entry: str, flags: Sequence[str], fault: str = "", ok: bool = True
+) -> str:
+    """One job of an entry, which ends well or not; what it said."""
+    common = [
+        "--hf-checkpoint", "model", "--platform", "cpu", "--make-vocab-size-divisible-by", "8",
+        "--train-iters", "4", "--save-interval", "2", "--use-distributed-optimizer",
+        "--lr", "1e-3", "--lr-warmup-iters", "1", "--lr-decay-style", "linear",
+    ]  # fmt: skip
+    ended = run_entry(
+        folder, [*common, *flags], entry=entry, num_ranks=num_ranks, fault=fault, limit_s=420.0
+    )
+    assert (ended.returncodes == (0,)) is ok, ended.output
+    return ended.output
 
 
 def interrupt(folder: Path, name: str, step: int) -> None:
@@ -89,15 +80,13 @@ def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
         "--rl-inference-logprobs-is-correction", "--partial-rollout-tokens", "4",
         "--rollout-rebalance", "all", "--rollout-rebalance-interval", "2",
     ]  # fmt: skip
-    whole = torchrun(world, 2, "train_rl", [*flags, "--output-dir", "rl", "--save", "rl/save"])
-    assert whole.returncode == 0, whole.stdout
+    run(world, 2, "train_rl", [*flags, "--output-dir", "rl", "--save", "rl/save"])
     places = ["--output-dir", "rl-cut", "--save", "rl-cut/save"]
-    killed = torchrun(world, 2, "train_rl", [*flags, *places], fault="1:save:2:kill")
-    assert killed.returncode != 0 and "rank 1 in phase save: process" in killed.stdout
-    resumed = torchrun(world, 2, "train_rl", [*flags, *places, "--load", "rl-cut/save"])
-    assert resumed.returncode == 0, resumed.stdout
-    assert "resuming after step 2 from rl-cut/save/iter_0000002" in resumed.stdout
-    assert "iter_0000004.partial: its save did not finish" in resumed.stdout
+    killed = run(world, 2, "train_rl", [*flags, *places], fault="1:save:2:kill", ok=False)
+    assert "rank 1 in phase save: process" in killed
+    said = run(world, 2, "train_rl", [*flags, *places, "--load", "rl-cut/save"])
+    assert "resuming after step 2 from rl-cut/save/iter_0000002" in said
+    assert "iter_0000004.partial: its save did not finish" in said
 
     expected, found = (records(world / run / "metrics.jsonl") for run in ("rl", "rl-cut"))
     assert found == expected
@@ -128,29 +117,22 @@ def test_resumed_supervised_run_and_its_refusals(world: Path) -> None:
     flags = ["--global-batch-size", "10", "--micro-batch-size", "4", "--hidden-dropout", "0.1"]
     data = ["--sft-data", "train.jsonl"]
     places = ["--output-dir", "sft", "--save", "sft/save"]
-    whole = torchrun(world, 1, "pretrain", [*flags, *data, *places])
-    assert whole.returncode == 0, whole.stdout
+    run(world, 1, "pretrain", [*flags, *data, *places])
     interrupt(world, "sft", 2)
     places = ["--output-dir", "sft-cut", "--save", "sft-cut/save"]
     load = ["--load", "sft-cut/save"]
 
-    overwrite = [*flags, *data, *places, "--overwrite-output-dir"]
-    unaware = torchrun(world, 1, "pretrain", overwrite)
-    assert unaware.returncode != 0
-    assert "error: --save sft-cut/save holds iter_0000002 already" in unaware.stdout
-    changed = torchrun(world, 1, "pretrain", [*flags, "--sft-data", "other.jsonl", *places, *load])
-    assert changed.returncode != 0
-    assert "error: the checkpoint's sampler belongs to another run" in changed.stdout
-    assert "--allow-changed-data" in changed.stdout
+    changed = [*flags, "--sft-data", "other.jsonl", *places, *load]
+    refused = run(world, 1, "pretrain", changed, ok=False)
+    assert "error: the checkpoint's sampler belongs to another run" in refused
+    assert "--allow-changed-data" in refused
     assert len(records(world / "sft-cut" / "metrics.jsonl")) == 4, "a refusal must change nothing"
 
-    resumed = torchrun(world, 1, "pretrain", [*flags, *data, *places, *load])
-    assert resumed.returncode == 0, resumed.stdout
+    run(world, 1, "pretrain", [*flags, *data, *places, *load])
     expected, found = (records(world / run / "metrics.jsonl") for run in ("sft", "sft-cut"))
     assert found == expected and [record["step"] for record in found] == [1, 2, 3, 4]
 
     places = ["--output-dir", "sft-new", "--save", "sft-new/save"]
     other = ["--sft-data", "other.jsonl", *places, *load, "--train-iters", "5"]
-    allowed = torchrun(world, 1, "pretrain", [*flags, *other, "--allow-changed-data"])
-    assert allowed.returncode == 0, allowed.stdout
+    run(world, 1, "pretrain", [*flags, *other, "--allow-changed-data"])
     assert [record["step"] for record in records(world / "sft-new" / "metrics.jsonl")] == [5]

@@ -15,7 +15,7 @@ from compare_runs import measures_machine
 from support.jobs import TorchrunJob, free_port
 from support.whole_runs import COMMON, TRAIN_RL, rows_of, write_inputs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_RANKS = 4
 LIMIT_S = 400.0

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.jobs import DRIVER, TorchrunJob, free_port
 from support.plain_trainer import (
     CriticRecipe,
     Recipe,
@@ -24,7 +23,7 @@ from support.plain_trainer import (
     replay,
     worst_error,
 )
-from support.whole_runs import COMMON, TRAIN_RL, rows_of, write_inputs
+from support.whole_runs import COMMON, rows_of, run_entry, write_inputs
 from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.e2e
@@ -47,7 +46,6 @@ RECIPE = Recipe(
     temperature=0.7,
 )
 PPO = CriticRecipe(lr=7e-3, value_clip=0.02, discount=0.98, trace_decay=0.9, warmup_steps=1)
-LIMIT_S = 240.0
 
 
 def flags() -> list[str]:
@@ -70,12 +68,7 @@ def flags() -> list[str]:
 
 def run_job(folder: Path, *more: str, fault: str = "") -> str:
     """Train, or resume; what the job said. With a fault it must end by it."""
-    target = [DRIVER] if fault else TRAIN_RL
-    environment = {"DRIVER_MAIN": "train_rl", "DRIVER_FAULT": fault}
-    with TorchrunJob(
-        folder, target, [*flags(), *more], num_ranks=2, port=free_port(), environment=environment
-    ) as job:
-        ended = job.end(LIMIT_S)
+    ended = run_entry(folder, [*flags(), *more], fault=fault)
     assert (ended.returncodes == (0,)) == (not fault), ended.output
     return ended.output
 

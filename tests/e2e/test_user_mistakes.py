@@ -147,11 +147,8 @@ def python(folder: Path, *args: str, path: str) -> subprocess.CompletedProcess[s
 def test_an_entry_without_torchrun_says_how_to_start_it(world: Path) -> None:
     ended = python(world, *ENTRY, *arguments({}), path=str(ROOT))
     assert ended.returncode == 2
-    assert re.fullmatch(
-        r"mindspeed_rl\.train_rl: error: RANK, .*start this entry with torchrun.*: torchrun "
-        r"--standalone --nproc-per-node <ranks> -m mindspeed_rl\.train_rl \.\.\.\n",
-        ended.stderr,
-    ), ended.stderr
+    told = r"mindspeed_rl\.train_rl: error: .*RANK.*torchrun .*-m mindspeed_rl\.train_rl.*\n"
+    assert re.fullmatch(told, ended.stderr), ended.stderr
 
 
 def test_a_foreign_package_behind_ours_is_named(world: Path) -> None:

@@ -1,1 +1,1 @@
-"""Named faults, each with the test of the first tier that must turn red: ``python -m faults``."""
+"""Named faults, each with the test of the first tier that must turn red; ``run.py`` plants them."""

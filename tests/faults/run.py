@@ -1,11 +1,10 @@
 """Plants named faults one after the other; each must turn its test red.
 
-usage: python -m faults [--list] [--only NAME ...] [--jobs N], with PYTHONPATH=tests, or
-       python tests/faults/run.py ...
+usage: python tests/faults/run.py [--list] [--only NAME ...] [--jobs N]
 
 First every named test must pass without a fault. Then each fault is planted in a fork of a process
-that has imported torch and megatron-core (support/warm_pytest.py), which runs just its test.
-Exit status 1 when a fault is not killed:
+that has imported torch and megatron-core, which takes longer than most tests; it runs just the
+fault's test. Exit status 1 when a fault is not killed:
 
     killed         the test failed
     ALIVE          the test still passes
@@ -17,18 +16,18 @@ Exit status 1 when a fault is not killed:
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
 import os
-import queue
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -36,94 +35,96 @@ ROOT = TESTS.parent
 if str(TESTS) not in sys.path:  # run as a script
     sys.path.insert(0, str(TESTS))
 
-from faults.planting import FAULT, REPORT, TABLE, Fault  # noqa: E402
+from faults.planting import FAULT, REPORT, TABLE, Fault, plant_from_environment  # noqa: E402
 
 TIMEOUT_S = 120.0  # one fault
 GREEN_TIMEOUT_S = 600.0  # all tests without a fault
-_OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0")
+_OPTIONS = ("-x", "-q", "-p", "no:cacheprovider")
+# Nothing of mindspeed_rl or of the tests: a fault comes before them.
+_LIBRARIES = [
+    "pytest", "hypothesis", "numpy", "safetensors.torch", "torch.distributed", "transformers",
+    "megatron.core.distributed", "megatron.core.optimizer", "megatron.core.models.gpt",
+    "megatron.core.pipeline_parallel",
+]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Exit status of pytest, or ``hangs``, and what it printed."""
-
-    status: str
-    output: str
-
-
-class Runners:
-    """Processes that run pytest in forks; one task each at a time. A context that ends them."""
-
-    def __init__(self, count: int) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
-        script = str(TESTS / "support" / "warm_pytest.py")
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-W", "ignore", script],
-                env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            )
-            for _ in range(count)
-        ]  # fmt: skip
-        self._free: queue.SimpleQueue[subprocess.Popen[str]] = queue.SimpleQueue()
-        for process in self._processes:
-            self._free.put(process)
-
-    def __enter__(self) -> Runners:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
-
-    def run(self, tests: Sequence[str], timeout_s: float, environment: Mapping[str, str]) -> Ended:
-        """Run some node ids in a fork with this environment."""
-        with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-            log = Path(folder) / "log"
-            task = {"folder": str(ROOT), "arguments": [*_OPTIONS, *tests], "log": str(log),
-                    "timeout_s": timeout_s, "environment": dict(environment)}  # fmt: skip
-            process = self._free.get()
-            try:
-                assert process.stdin is not None and process.stdout is not None
-                print(json.dumps(task), file=process.stdin, flush=True)
-                status = process.stdout.readline().strip()
-            finally:
-                self._free.put(process)
-            return Ended(status, log.read_text(errors="replace") if log.is_file() else "")
+@cache
+def _forks() -> ForkServerContext:
+    """Processes that are forks of one which has imported the libraries."""
+    os.environ.update(OMP_NUM_THREADS="1", TORCH_COMPILE_DISABLE="1")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_LIBRARIES)
+    return context
 
 
-def check(fault: Fault, runners: Runners, table: str) -> tuple[str, str]:
+def _pytest(arguments: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
+    """Body of a fork: plant the fault of the environment, run pytest, end with its status."""
+    os.setsid()  # what a test starts ends with it
+    os.chdir(ROOT)
+    # processes that the test starts plant the same fault
+    path = [str(TESTS / "faults" / "bootstrap"), str(ROOT)]
+    os.environ.update(environment, PYTHONPATH=os.pathsep.join(path))
+    sys.path[:0] = [*path, str(TESTS)]
+    multiprocessing.set_start_method(None, force=True)  # the default, as in any other process
+    descriptor = os.open(log, os.O_WRONLY)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    status = 3  # pytest's own number for an internal error
+    try:
+        plant_from_environment()
+        status = int(import_module("pytest").main(list(arguments)))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def run_tests(
+    tests: Sequence[str], timeout_s: float, environment: Mapping[str, str]
+) -> tuple[int | None, str]:
+    """Run node ids in a fork: pytest's status, ``None`` when it hangs, and what it printed."""
+    with tempfile.NamedTemporaryFile(prefix="faults-") as log:
+        arguments = ([*_OPTIONS, *tests], log.name, dict(environment))
+        process = _forks().Process(target=_pytest, args=arguments)
+        process.start()
+        process.join(timeout_s)
+        status = process.exitcode
+        if status is None and process.pid:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+        return status, Path(log.name).read_text(errors="replace")
+
+
+def check(fault: Fault, table: str) -> tuple[str, str]:
     """Plant one fault and run its test: the verdict, and what there is to say about it."""
-    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        report = Path(folder) / "report"
-        environment = {FAULT: fault.name, REPORT: str(report), TABLE: table}
-        done = runners.run([fault.test], TIMEOUT_S, environment)
-        lines = report.read_text().splitlines() if report.is_file() else []
+    with tempfile.NamedTemporaryFile(prefix="faults-") as report:
+        environment = {FAULT: fault.name, REPORT: report.name, TABLE: table}
+        status, output = run_tests([fault.test], TIMEOUT_S, environment)
+        lines = Path(report.name).read_text().splitlines()
     if broken := [line for line in lines if line.startswith("broken")]:
-        return "broken", f"{broken[0]}\n{done.output[-2000:]}"
-    if done.status == "hangs":
+        return "broken", f"{broken[0]}\n{output[-2000:]}"
+    if status is None:
         return "hangs", f"{fault.test} is not finished after {TIMEOUT_S:g} s"
-    if done.status not in ("0", "1"):  # pytest: all passed, some failed
-        return "broken", f"{fault.test} did not run:\n{done.output[-2000:]}"
+    if status not in (0, 1):  # pytest: all passed, some failed
+        return "broken", f"{fault.test} did not run:\n{output[-2000:]}"
     if "reached" not in lines:
         return "never reached", f"{fault.test} does not call {fault.target}"
-    if done.status == "0":
+    if status == 0:
         return "ALIVE", f"{fault.test} still passes: {fault.danger}"
     return "killed", ""
 
 
-def green(faults: Sequence[Fault], runners: Runners, jobs: int) -> str:
+def green(faults: Sequence[Fault], jobs: int) -> str:
     """What the named tests say that fail without a fault; empty when all pass."""
     files: dict[str, set[str]] = {}
     for fault in faults:
         files.setdefault(fault.test.partition("::")[0], set()).add(fault.test)
-    groups: list[list[str]] = [[] for _ in range(jobs)]
+    groups: list[list[str]] = [[] for _ in range(min(jobs, len(files)))]
     for tests in sorted(files.values(), key=len, reverse=True):  # those of a file together
         min(groups, key=len).extend(sorted(tests))
     with ThreadPoolExecutor(jobs) as pool:
-        several = [group for group in groups if group]
-        ended = pool.map(lambda tests: runners.run(tests, GREEN_TIMEOUT_S, {}), several)
-        return "".join(done.output[-4000:] for done in ended if done.status != "0")
+        ended = pool.map(lambda tests: run_tests(tests, GREEN_TIMEOUT_S, {}), groups)
+        return "".join(output[-4000:] for status, output in ended if status != 0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,7 +134,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these faults only")
     parser.add_argument("--jobs", type=int, default=2, help="forks at a time (default 2)")
     parser.add_argument("--table", default="faults.table", help="module with another FAULTS")
-    parser.add_argument("--no-green", action="store_true", help="leave the run without faults out")
     options = parser.parse_args(arguments)
     known = {fault.name: fault for fault in import_module(options.table).FAULTS}
     if unknown := [name for name in options.only if name not in known]:
@@ -144,12 +144,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{fault.name}: {fault.target} -> {fault.test}\n    {fault.danger}")
         return 0
     start = time.perf_counter()
-    with Runners(options.jobs) as runners, ThreadPoolExecutor(options.jobs) as pool:
-        if not options.no_green and (problem := green(faults, runners, options.jobs)):
-            print(f"red without a fault:\n{problem}")
-            return 1
-        counts: Counter[str] = Counter()
-        verdicts = pool.map(lambda fault: check(fault, runners, options.table), faults)
+    counts: Counter[str] = Counter()
+    if problem := green(faults, options.jobs):
+        print(f"red without a fault:\n{problem}")
+        return 1
+    with ThreadPoolExecutor(options.jobs) as pool:
+        verdicts = pool.map(lambda fault: check(fault, options.table), faults)
         for fault, (verdict, why) in zip(faults, verdicts, strict=True):
             counts[verdict] += 1
             print(f"{verdict}  {fault.name}" + (f"\n        {why}" if why else ""), flush=True)

@@ -101,7 +101,7 @@ def started(recipe: str, folder: Path, *flags: str) -> tuple[dict[str, str], lis
         capture_output=True, text=True, timeout=30,
     )  # fmt: skip
     assert done.returncode == EXIT_CODE, f"the exit code is lost on the way: {done.stderr}"
-    log, deadline = logs / "node0.log", time.monotonic() + 5
+    log, deadline = logs / "node0.log", time.monotonic() + 60
     while time.monotonic() < deadline and (
         not log.exists() or log.read_text().count("\n") < done.stdout.count("\n")
     ):

@@ -11,6 +11,7 @@ import tokenize
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -239,31 +240,14 @@ def import_graph() -> dict[str, set[str]]:
     return graph
 
 
-def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
-    """Groups of modules that import each other: the strongly connected components (Tarjan)."""
-    order: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(name: str) -> None:
-        order[name] = low[name] = len(order)
-        stack.append(name)
-        for other in graph.get(name, ()):
-            if other not in order:
-                visit(other)
-            if other in stack:
-                low[name] = min(low[name], low[other])
-        if low[name] == order[name]:
-            group = stack[stack.index(name) :]
-            del stack[stack.index(name) :]
-            if len(group) > 1:
-                found.append(sorted(group))
-
-    for name in graph:
-        if name not in order:
-            visit(name)
-    return found
+def circle(graph: Mapping[str, Iterable[str]]) -> list[str]:
+    """Modules each of which imports the one before it, the first one the last; none: empty."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
 
 
 def device_uses(module: Module) -> Iterator[str]:

@@ -9,8 +9,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 from mindspeed_rl.rewards import RewardRequest
+
+NOT_IN_A_WORKER = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "LD_PRELOAD"
+)  # fmt: skip
 
 
 def length(request: RewardRequest) -> float:
@@ -35,14 +40,6 @@ def hangs_in_c_on_bad(request: RewardRequest) -> float:
     return 1.0
 
 
-def starts_a_program(request: RewardRequest) -> float:
-    program = subprocess.Popen(["sleep", "60"])
-    with open(request.answer, "w") as file:
-        file.write(str(program.pid))
-    program.wait()
-    return 1.0
-
-
 def allocates_on_bad(request: RewardRequest) -> float:
     if "bad" in request.response:
         return float(len(bytearray(10 << 30)))
@@ -63,10 +60,12 @@ def several_at_a_time(request: RewardRequest) -> float:
 several_at_a_time.concurrency = 4  # type: ignore[attr-defined]
 
 
-def leaves_files_behind(request: RewardRequest) -> float:
-    folder = tempfile.mkdtemp()
-    with open(request.answer, "w") as file:
-        file.write(folder)
+def leaves_much_behind(request: RewardRequest) -> float:
+    """A program and a folder, which it names in the file of the answer."""
+    program = subprocess.Popen(["sleep", "60"])
+    part = Path(f"{request.answer}.part")
+    part.write_text(f"{program.pid} {tempfile.mkdtemp()}")
+    part.replace(request.answer)
     while "bad" in request.response:
         pass
     return 1.0
@@ -84,9 +83,8 @@ def sleeps(request: RewardRequest) -> float:
 
 
 def process(request: RewardRequest) -> float:
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "LD_PRELOAD")
-    assert not [name for name in names if name in os.environ], os.environ
-    assert os.environ["OMP_NUM_THREADS"] == "1"
+    assert not [name for name in NOT_IN_A_WORKER if name in os.environ], os.environ
+    assert "KEPT" in os.environ and os.environ["OMP_NUM_THREADS"] == "1"
     assert "torch" not in sys.modules
     return float(os.getpid())
 

@@ -17,7 +17,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = str(ROOT / "tests" / "support" / "rl_driver.py")
 MARKER = "MINDSPEED_RL_TEST_JOB"
-LEFTOVER_S = 10.0
+LEFTOVER_S = 30.0
+
+
+def planted(fault: str, main: str = "rehearsal") -> dict[str, str]:
+    """The environment of the driver; see `rl_driver`."""
+    return {"MINDSPEED_RL_TEST_MAIN": main, "MINDSPEED_RL_TEST_FAULT": fault}
 
 
 def free_port() -> int:
@@ -103,11 +108,16 @@ class TorchrunJob:
         return time.monotonic() - start
 
     def wait_for_text(self, text: str, timeout_s: float) -> None:
-        self.wait_for(lambda: text in self.output(), timeout_s)
+        """Return when the job has said ``text``; an ``AssertionError`` when it ends without."""
+        self.wait_for(lambda: text in self.output() or self._ended(), timeout_s)
+        assert text in self.output(), self.output()
+
+    def _ended(self) -> bool:
+        return all(agent.poll() is not None for agent in self.agents)
 
     def end(self, timeout_s: float) -> Ended:
         """Wait for all agents, then until nothing of the job is left."""
-        seconds = self.wait_for(lambda: all(a.poll() is not None for a in self.agents), timeout_s)
+        seconds = self.wait_for(self._ended, timeout_s)
         self.wait_for(lambda: not processes_of(self.marker), LEFTOVER_S)
         return Ended(tuple(a.returncode for a in self.agents), self.output(), seconds)
 

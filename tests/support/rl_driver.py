@@ -1,9 +1,9 @@
-"""An entry with a planted fault, for ``torchrun tests/support/rl_driver.py``.
+"""An entry with a planted fault, ``tests/support/rl_driver.py``, for torchrun or in Ray.
 
-Environment: ``DRIVER_MAIN`` is ``train_rl`` (the real one) or ``rehearsal`` (the same phases with a
-gloo collective or a reward worker in each, without vLLM); ``DRIVER_FAULT`` is
-``rank:phase:entry:action``: what happens on that rank when it enters that phase for the n-th time;
-``DRIVER_QUICK`` shortens the watchdog's patience.
+Environment (`jobs.planted`): ``MINDSPEED_RL_TEST_MAIN`` is ``train_rl`` (the real one) or
+``rehearsal``: the same phases with a gloo collective or a reward worker in each, without vLLM, and
+with a watchdog of less patience. ``MINDSPEED_RL_TEST_FAULT`` is ``rank:phase:entry:action``: what
+happens on that rank when it enters that phase for the n-th time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from mindspeed_rl import train_rl
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.failures import WatchdogSettings
 from mindspeed_rl.launch.job import Job
@@ -39,6 +40,10 @@ class Fault:
 
 def _raise() -> None:
     raise RuntimeError("planted fault")
+
+
+def _mistake() -> None:
+    raise UsageError("--lr 7: too large")
 
 
 def _keep_python_lock() -> None:
@@ -90,12 +95,19 @@ ACTIONS: dict[str, Callable[[], object]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "raise": _raise,
+    "mistake": _mistake,
     "sleep": lambda: time.sleep(3600),
     "native": _keep_python_lock,
     "kill-in-rounds": _kill_between_rounds,
     "flip": lambda: _spoil_reshard(_flip_bit),
     "drop": lambda: _spoil_reshard(_drop_tensor),
 }
+
+
+def wait_until_told(watchdog: Any, rank: int, phase: str) -> None:
+    """Return when the other ranks can read in which phase this one is."""
+    while watchdog._store.beats([rank])[rank].phase != phase:
+        time.sleep(0.02)
 
 
 class FaultyWatchdog:
@@ -113,15 +125,13 @@ class FaultyWatchdog:
                 self._entries += 1
                 if self._entries == self._fault.entry:
                     print("fault planted", flush=True)
-                    time.sleep(
-                        0.5
-                    )  # a fault in the middle of a phase, not at its first instruction
+                    wait_until_told(self._watchdog, self._fault.rank, name)
                     ACTIONS[self._fault.action]()
             yield
 
 
 def planted_fault(rank: int) -> Fault | None:
-    text = os.environ.get("DRIVER_FAULT")
+    text = os.environ.get("MINDSPEED_RL_TEST_FAULT")
     if not text:
         return None
     where, phase, entry, action = text.split(":")
@@ -149,12 +159,12 @@ def rehearsal(job: Job[RLRunConfig, RLPlan]) -> None:
 
 
 def main(job: Job[RLRunConfig, RLPlan]) -> None:
-    body = train_rl.main if os.environ["DRIVER_MAIN"] == "train_rl" else rehearsal
+    body = train_rl.main if os.environ["MINDSPEED_RL_TEST_MAIN"] == "train_rl" else rehearsal
     watchdog = FaultyWatchdog(job.watchdog, planted_fault(job.world.rank))
     body(replace(job, watchdog=cast(Any, watchdog)))
 
 
 if __name__ == "__main__":
-    quick = WatchdogSettings(interval_s=0.4, silence_s=5.0, cause_timeout_s=1.6, exit_grace_s=1.2)
-    settings = quick if os.environ.get("DRIVER_QUICK") else WatchdogSettings()
-    run_entry("rl_driver", RLRunConfig, check_rl, main, settings=settings)
+    quick = WatchdogSettings(interval_s=0.4, silence_s=15.0, cause_timeout_s=1.6, exit_grace_s=1.2)
+    settings = quick if os.environ["MINDSPEED_RL_TEST_MAIN"] == "rehearsal" else WatchdogSettings()
+    run_entry("support.rl_driver", RLRunConfig, check_rl, main, settings=settings)

@@ -85,8 +85,9 @@ _LAYOUTS = {
         ScoreLayout("vpp2", 2, (*_PP2, "--num-virtual-stages-per-pipeline-rank", "2")),
         ScoreLayout("cp2", 2, _CP2),
     ),
-    "engine": (ONE_ENGINE, ScoreLayout("2 x tp2", 4, _ENGINE_TP2)),
+    "engine": (ScoreLayout("2 x tp1", 2),),
 }
+_DENSE_LAYOUTS = {"megatron": (), "engine": (ScoreLayout("tp2", 2, _ENGINE_TP2),)}
 # An engine's experts are cut, or whole and spread; then shared experts stay whole.
 _EXPERT_LAYOUTS = {
     "megatron": (
@@ -102,4 +103,4 @@ _EXPERT_LAYOUTS = {
 
 def layouts_of(backend: str, case: FamilyCase) -> tuple[ScoreLayout, ...]:
     """The layouts of a backend that a model is run in."""
-    return _LAYOUTS[backend] + (_EXPERT_LAYOUTS[backend] if case.experts else ())
+    return _LAYOUTS[backend] + (_EXPERT_LAYOUTS if case.experts else _DENSE_LAYOUTS)[backend]

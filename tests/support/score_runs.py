@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from support.family_models import write_family_model
-from support.jobs import TorchrunJob, free_port
 from support.score_cases import VARIANTS, ScoreLayout
 from support.spawn import run_command
+from support.whole_runs import run_entry
 
 ENTRY = "mindspeed_rl.score"
 TOLERANCE = 2e-4  # nats
@@ -47,9 +47,7 @@ def warm(folder: Path, flags: Sequence[str], num_ranks: int) -> str:
 
 def torchrun(folder: Path, flags: Sequence[str], num_ranks: int) -> str:
     """As a user starts it."""
-    job = TorchrunJob(folder, ["-m", ENTRY], flags, num_ranks=num_ranks, port=free_port())
-    with job:
-        ended = job.end(LIMIT_S)
+    ended = run_entry(folder, flags, entry="score", num_ranks=num_ranks, limit_s=LIMIT_S)
     assert ended.returncodes == (0,), ended.output
     return ended.output
 

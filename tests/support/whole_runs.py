@@ -9,7 +9,7 @@ from typing import Any
 
 from make_task_data import generate_task, write_jsonl
 from make_tiny_model import write_tiny_model
-from support.jobs import TorchrunJob, free_port
+from support.jobs import DRIVER, Ended, TorchrunJob, free_port, planted
 
 TRAIN_RL = ("-m", "mindspeed_rl.train_rl")
 COMMON = (
@@ -48,6 +48,33 @@ def rows_of(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
+def run_entry(
+    folder: Path,
+    flags: Sequence[str],
+    *,
+    entry: str = "train_rl",
+    num_ranks: int = 2,
+    fault: str = "",
+    limit_s: float = 300.0,
+) -> Ended:
+    """A job of torchrun in ``folder``, to its end.
+
+    With a fault it is the entry of ``support/rl_driver.py``, which says what a fault is.
+    """
+    target = [DRIVER] if fault else ["-m", f"mindspeed_rl.{entry}"]
+    with TorchrunJob(
+        folder,
+        target,
+        flags,
+        num_ranks=num_ranks,
+        port=free_port(),
+        environment=planted(fault, entry),
+    ) as job:
+        ended = job.end(limit_s)
+    assert not fault or "fault planted" in ended.output, ended.output
+    return ended
+
+
 def train_rl(
     folder: Path,
     flags: Sequence[str],
@@ -58,7 +85,6 @@ def train_rl(
 ) -> list[dict[str, Any]]:
     """The metrics of every step of a run in ``folder`` that must end well."""
     argv = [*COMMON, "--output-dir", output, *flags]
-    with TorchrunJob(folder, TRAIN_RL, argv, num_ranks=num_ranks, port=free_port()) as job:
-        ended = job.end(limit_s)
+    ended = run_entry(folder, argv, num_ranks=num_ranks, limit_s=limit_s)
     assert ended.returncodes == (0,) and "the job ends" not in ended.output, ended.output
     return [row for row in rows_of(folder / output) if "optimizer/skipped" in row]

@@ -105,12 +105,12 @@ class CodeReward:
             flags.reward_code_processes,
             _FILE_BYTES,
         )
-        self._rights = sandbox.probe(self._limits)
-        self.notice = f"reward 'code': {self._rights.describe()}"
-        if flags.reward_code_network == "require" and not self._rights.namespaces:
+        self._restrictions = sandbox.probe(self._limits)
+        self.notice = f"reward 'code': {self._restrictions.describe()}"
+        if flags.reward_code_network == "require" and not self._restrictions.namespaces:
             raise UsageError(
                 "--reward-code-network require: this machine allows no network namespaces "
-                f"({self._rights.network}); allow user namespaces, or take auto"
+                f"({self._restrictions.network}); allow user namespaces, or take auto"
             )
 
     def __call__(self, request: RewardRequest) -> float:
@@ -142,7 +142,7 @@ class CodeReward:
         return ended.exit_code == 0 and ended.stdout.endswith("\n" + word)
 
     def _run(self, arguments: list[str], stdin: str, files: dict[str, str]) -> sandbox.Ended:
-        return sandbox.run_python(arguments, stdin, files, self._limits, self._rights)
+        return sandbox.run_python(arguments, stdin, files, self._limits, self._restrictions)
 
 
 def _lines(text: str) -> list[str]:
@@ -150,15 +150,4 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-REWARD = BuiltInReward(
-    lambda settings: CodeReward(settings.flags),
-    flags=(
-        "reward_code_time_limit_s",
-        "reward_code_memory_gb",
-        "reward_code_processes",
-        "reward_code_score",
-        "reward_code_network",
-    ),
-    columns=(TESTS_KEY,),
-    verdict=2,
-)
+REWARD = BuiltInReward(lambda settings: CodeReward(settings.flags), columns=(TESTS_KEY,), verdict=2)

@@ -53,4 +53,4 @@ def format_reward(request: RewardRequest, default: str | None = None) -> float:
     return float(compiled.fullmatch(request.response) is not None)
 
 
-REWARD = BuiltInReward(_make, flags=("reward_format_regex",), columns=(FORMAT_REGEX_KEY,))
+REWARD = BuiltInReward(_make, columns=(FORMAT_REGEX_KEY,))

@@ -34,4 +34,4 @@ def length_reward(request: RewardRequest, target: int, limit: int) -> float:
     return max(0.0, 1.0 - beyond / (limit - target))
 
 
-REWARD = BuiltInReward(_make, flags=("reward_length_target",))
+REWARD = BuiltInReward(_make)

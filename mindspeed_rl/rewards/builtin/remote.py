@@ -37,15 +37,18 @@ class RemoteReward:
     """
 
     def __init__(self, flags: RewardConfig, backoff_s: float = REMOTE_BACKOFF_S) -> None:
-        self._url = flags.reward_url
+        self._url = flags.reward_remote_url
         if not self._url.startswith(("http://", "https://")):
             raise UsageError(
                 f"--reward-url {self._url!r}: the reward 'remote' needs the http:// or "
                 "https:// address that samples are posted to"
             )
-        self._timeout_s, self._retries = flags.reward_url_timeout_s, flags.reward_url_retries
+        self._timeout_s, self._retries = (
+            flags.reward_remote_url_timeout_s,
+            flags.reward_remote_url_retries,
+        )
         self._backoff_s = backoff_s
-        self.concurrency = flags.reward_url_concurrency
+        self.concurrency = flags.reward_remote_url_concurrency
         self._threads = ThreadPoolExecutor(self.concurrency, "remote-reward")
         self._asked: dict[int, Future[Any]] = {}
 
@@ -101,12 +104,4 @@ class RemoteReward:
             ) from error
 
 
-REWARD = BuiltInReward(
-    lambda settings: RemoteReward(settings.flags),
-    flags=(
-        "reward_url",
-        "reward_url_timeout_s",
-        "reward_url_retries",
-        "reward_url_concurrency",
-    ),
-)
+REWARD = BuiltInReward(lambda settings: RemoteReward(settings.flags))

@@ -1,4 +1,8 @@
-"""The committed snapshot of the interfaces that we use (``update.py`` writes it)."""
+"""What our code uses of packages that no CPU installation has, and a snapshot of those.
+
+``ascend_api.json`` has, by package and version, the parameters of every function that we use, and
+``null`` for what has none or whose parameters its sources do not tell. ``update.py`` writes it.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,13 +19,13 @@ class Symbol:
         kind: ``function``, ``class`` or ``value``.
         parameters: of a function, or of a class's constructor, as in its definition without
             annotations; ``None`` where it is not known.
-        members: of a class, its own and inherited: name -> parameters of a method, ``= default``
-            of a field, or nothing.
+        members: of a class, its own and inherited: name -> parameters of a method, ``None`` for
+            attributes and properties.
     """
 
     kind: str
     parameters: str | None = None
-    members: dict[str, str] = field(default_factory=dict)
+    members: dict[str, str | None] = field(default_factory=dict)
 
 
 class Sources:
@@ -102,7 +102,7 @@ class Sources:
             return Symbol("function", parameters(node.args))
         if not isinstance(node, ast.ClassDef):
             return Symbol("value")
-        members: dict[str, str] = {}
+        members: dict[str, str | None] = {}
         fields: dict[str, str] = {}
         for _, inherited in reversed(list(self._lineage(module, node))):
             members |= _members(inherited)
@@ -211,25 +211,42 @@ def _fields(node: ast.ClassDef) -> dict[str, str]:
     }
 
 
-def _members(node: ast.ClassDef) -> dict[str, str]:
-    """Methods with their parameters, fields with their defaults, attributes of self."""
-    found: dict[str, str] = {}
-    for item in ast.walk(node):
-        if isinstance(item, (ast.Assign, ast.AnnAssign)):
-            targets = item.targets if isinstance(item, ast.Assign) else [item.target]
-            for target in targets:
-                for inner in ast.walk(target):
-                    if isinstance(inner, ast.Attribute) and ast.unparse(inner.value) == "self":
-                        found.setdefault(inner.attr, "")
+def _members(node: ast.ClassDef) -> dict[str, str | None]:
+    """Methods with their parameters, attributes of the class and of self."""
+    found: dict[str, str | None] = {
+        inner.attr: None
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Attribute)
+        and isinstance(inner.ctx, ast.Store)
+        and isinstance(inner.value, ast.Name)
+        and inner.value.id == "self"
+    }
     for item in node.body:
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            found[item.target.id] = _default(item.value)
-        elif isinstance(item, ast.Assign):
-            found |= dict.fromkeys(_assigned(item), "")
-        elif isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            found[item.name] = (
-                ""
-                if any("property" in ast.unparse(d) for d in item.decorator_list)
-                else parameters(item.args)
-            )
+        found |= dict.fromkeys(_assigned(item))
+        if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            read = any("property" in ast.unparse(d) for d in item.decorator_list)
+            found[item.name] = None if read else parameters(item.args)
     return found
+
+
+def lookup(sources: Sources, module: str, path: str) -> Symbol | None:
+    """A use in the sources of its package: a module, a name, or a member of a class."""
+    parts = path.split(".") if path else []
+    if "_C" in parts:
+        return Symbol("extension")  # compiled: its sources say nothing
+    while parts and sources.module(f"{module}.{parts[0]}") is not None:
+        module = f"{module}.{parts.pop(0)}"
+    if not parts:
+        return Symbol("module") if sources.module(module) is not None else None
+    symbol = sources.symbol(module, parts[0])
+    if symbol is None or len(parts) == 1 or symbol.kind == "value":
+        return symbol  # attributes of objects are traced, not read
+    if symbol.kind == "class" and parts[1] == "__init__" and symbol.parameters is not None:
+        return Symbol("member", symbol.parameters)  # of a record it is made by the decorator
+    return Symbol("member", symbol.members[parts[1]]) if parts[1] in symbol.members else None
+
+
+def interface(keys: Iterable[str], sources: Sources) -> dict[str, str | None]:
+    """Parameters by key, ``module:name`` or ``module:Class.member``, of what there is."""
+    found = {key: lookup(sources, *key.partition(":")[::2]) for key in sorted(set(keys))}
+    return {key: symbol.parameters for key, symbol in found.items() if symbol is not None}

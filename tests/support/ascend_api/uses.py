@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,12 +66,18 @@ class Use:
     keywords: tuple[str, ...] = ()
     exact: tuple[str, ...] | None = None
 
+    @property
+    def key(self) -> str:
+        """Its name in an interface."""
+        return f"{self.module}:{self.path}" if self.path else self.module
+
 
 def uses_of(package: Path) -> Iterator[Use]:
     """All uses in a package of ours."""
     for file in sorted(package.rglob("*.py")):
-        name = file.relative_to(package).as_posix()
-        yield from _File(name, ast.parse(file.read_text())).uses()
+        name, text = file.relative_to(package).as_posix(), file.read_text()
+        if name in _ARRIVES or any(top in text for top in TOPS):
+            yield from _File(name, ast.parse(text)).uses()
 
 
 def packages_of(file: str, module: str) -> tuple[str, ...]:
@@ -186,71 +193,41 @@ class _File:
             yield self._at(node, module, path, exact=exact)
 
 
-def problems(uses: Iterable[Use], packages: dict[str, dict[str, dict[str, object]]]) -> list[str]:
-    """What a snapshot does not have, or has with other parameters."""
+def problems(uses: Iterable[Use], packages: Mapping[str, Mapping[str, str | None]]) -> list[str]:
+    """What is not in the interfaces of the packages given, or has other parameters there."""
     return [
         f"{use.where}: {package}: {problem}"
         for use in uses
         for package in use.packages
-        if (problem := _problem(use, packages.get(package, {})))
+        if package in packages and (problem := _problem(use, packages[package]))
     ]
 
 
-def _problem(use: Use, symbols: dict[str, dict[str, object]]) -> str:
-    key = symbol_key(use.module, use.path)
-    entry = symbols.get(key)
-    if entry is None:
-        return f"{key} is not there"
-    parameters = entry.get("parameters")
+def _problem(use: Use, interface: Mapping[str, str | None]) -> str:
+    if use.key not in interface:
+        return f"{use.key} is not there"
+    parameters = interface[use.key]
+    signature = None if parameters is None else signature_of(parameters)
     if use.exact is not None:
-        found = tuple(names_of(str(parameters)))
-        return "" if found == use.exact else f"{key} takes {found}, patched for {use.exact}"
-    if not use.call or parameters is None:
+        found = tuple(signature.parameters) if signature else None
+        return "" if found == use.exact else f"{use.key} takes {found}, patched for {use.exact}"
+    if signature is None or not use.call:
         return ""
-    return _binding(use, str(parameters), key)
-
-
-def _binding(use: Use, text: str, key: str) -> str:
-    arguments = signature(text)
-    plain = [a.arg for a in [*arguments.posonlyargs, *arguments.args]]
-    if plain[:1] in (["self"], ["cls"]):
-        plain = plain[1:]
-    named = set(plain) | {a.arg for a in arguments.kwonlyargs}
-    if arguments.kwarg is None:
-        for keyword in use.keywords:
-            if keyword != "**" and keyword not in named:
-                return f"{key} takes no argument {keyword!r}; it takes {', '.join(sorted(named))}"
-    if arguments.vararg is None and use.positional > len(plain):
-        return f"{key} takes {len(plain)} arguments by position, given {use.positional}"
-    if use.positional < 0 or "**" in use.keywords:
-        return ""
-    defaults = len(arguments.defaults)
-    required = plain[: len(plain) - defaults] if defaults else plain
-    required += [
-        a.arg for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d is None
-    ]
-    given = set(plain[: use.positional]) | set(use.keywords)
-    if missing := [name for name in required if name not in given]:
-        return f"{key} needs {missing[0]!r}"
+    unpacked = use.positional < 0 or "**" in use.keywords
+    bind = signature.bind_partial if unpacked else signature.bind
+    bound = [None] * (next(iter(signature.parameters), "") in ("self", "cls"))
+    try:
+        bind(*bound, *[None] * use.positional, **dict.fromkeys({*use.keywords} - {"**"}))
+    except TypeError as error:
+        return f"{use.key}({parameters}): {error}"
     return ""
 
 
-def signature(text: str) -> ast.arguments:
-    """A parameter list as it is kept."""
-    function = ast.parse(f"def f({text}): ...").body[0]
-    assert isinstance(function, ast.FunctionDef)
-    return function.args
-
-
-def names_of(text: str) -> list[str]:
-    """The names of all parameters, in order."""
-    arguments = signature(text)
-    names = [a.arg for a in [*arguments.posonlyargs, *arguments.args]]
-    names += [arguments.vararg.arg] if arguments.vararg else []
-    names += [a.arg for a in arguments.kwonlyargs]
-    return names + ([arguments.kwarg.arg] if arguments.kwarg else [])
-
-
-def symbol_key(module: str, path: str) -> str:
-    """The key of a use in a snapshot."""
-    return f"{module}:{path}" if path else module
+def signature_of(parameters: str) -> inspect.Signature:
+    """The signature of a kept parameter list; which defaults there are does not matter."""
+    tree = ast.parse(f"lambda {parameters}: None", mode="eval")
+    assert isinstance(tree.body, ast.Lambda)
+    for defaults in (tree.body.args.defaults, tree.body.args.kw_defaults):
+        defaults[:] = [default and ast.copy_location(ast.Constant(None), default)
+                       for default in defaults]  # fmt: skip
+    return inspect.signature(eval(compile(tree, "parameters", "eval")))

@@ -1,7 +1,7 @@
 """Architecture flags of a script against the HF config."""
 
 import pytest
-from support import data_flags
+from support.mindspeed_scripts import script_flags
 from support.published import published_config
 
 from mindspeed_rl.compat import Disposition, foreign_flags
@@ -45,9 +45,9 @@ def contradiction(argv, config):
 @pytest.mark.parametrize(
     ("script", "config"),
     [
-        (data_flags.QWEN3_235B_A22B_PRETRAIN, QWEN3_MOE),
-        (data_flags.DEEPSEEK3_671B_PRETRAIN, DEEPSEEK_V3),
-        (data_flags.QWEN3_8B_PRETRAIN, {"model_type": "qwen3"}),
+        (script_flags("qwen3_235b_a22b_pretrain"), QWEN3_MOE),
+        (script_flags("deepseek3_671b_pretrain"), DEEPSEEK_V3),
+        (script_flags("qwen3_8b_pretrain"), {"model_type": "qwen3"}),
     ],
     ids=["qwen3-235b", "deepseek3-671b", "qwen3-8b"],
 )
@@ -57,7 +57,7 @@ def test_published_scripts_agree_with_their_model(script, config):
 
 DEEPSEEK_VALUES = [
     (used.flag, used.values)
-    for used in parse(RLRunConfig, data_flags.DEEPSEEK3_671B_PRETRAIN, "x").checked_arch
+    for used in parse(RLRunConfig, script_flags("deepseek3_671b_pretrain"), "x").checked_arch
     if used.values
 ]
 
@@ -70,7 +70,7 @@ def test_any_other_value_of_a_deepseek_script_contradicts(flag, values):
 
 
 def test_dense_model_names_every_flag_of_an_moe_script():
-    text = contradiction(data_flags.DEEPSEEK3_671B_PRETRAIN, QWEN2)
+    text = contradiction(script_flags("deepseek3_671b_pretrain"), QWEN2)
     assert "--num-experts 256 but the qwen2 model has no experts" in text
     assert "--kv-lora-rank 512 but the qwen2 model has no latent attention" in text
     assert "--multi-latent-attention but the qwen2 model has no latent attention" in text

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import data_flags
 from support.checked_runs import write_model
+from support.mindspeed_scripts import script_flags
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.arguments import ENTRIES, build_parser, own_flags, parse
@@ -47,10 +47,10 @@ def rl(text=""):
 @pytest.mark.parametrize(
     ("script", "tp", "layers", "noop"),
     [
-        (data_flags.QWEN3_8B_PRETRAIN, 2, 36, ""),
-        (data_flags.QWEN3_32B_TUNE, 4, 64, ""),
-        (data_flags.QWEN3_235B_A22B_PRETRAIN, 1, 96, "94,95"),
-        (data_flags.DEEPSEEK3_671B_PRETRAIN, 2, 64, "61,62,63"),
+        (script_flags("qwen3_8b_pretrain"), 2, 36, ""),
+        (script_flags("qwen3_32b_tune"), 4, 64, ""),
+        (script_flags("qwen3_235b_a22b_pretrain"), 1, 96, "94,95"),
+        (script_flags("deepseek3_671b_pretrain"), 2, 64, "61,62,63"),
     ],
     ids=["qwen3-8b", "qwen3-32b-tune", "qwen3-235b-a22b", "deepseek3-671b"],
 )
@@ -70,7 +70,7 @@ def test_published_script_plus_rl_block_parses(script, tp, layers, noop):
 
 def test_sft_script_parses_for_the_supervised_entry():
     own = ["--hf-checkpoint", "PATH", "--sft-data", "PATH"]
-    parsed = parse(PretrainRunConfig, [*data_flags.QWEN3_32B_TUNE, *own], "pretrain")
+    parsed = parse(PretrainRunConfig, [*script_flags("qwen3_32b_tune"), *own], "pretrain")
     assert parsed.config.sft.stage == "sft"
     assert parsed.config.train.global_batch_size == 32
 

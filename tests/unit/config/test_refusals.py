@@ -133,6 +133,8 @@ REFUSED = {
         --phase-timeout-s 6 -> --reward-timeout-s 10 & --phase-timeout-s 6
         --reward-function code:0.5 --reward-code-time-limit-s 11 -> --reward-code-time-limit-s 11
         --reward-function math remote=2 -> --reward-url
+        --reward-url http://x -> --reward-url http://x & --reward-function remote
+        --reward-length-target 5 -> --reward-length-target 5 & --reward-function length
         --reward-function environment -> --rl-env
         --reward-function nosuch -> --reward-function nosuch & code, & remote
         --reward-function mat=0.5 format -> --reward-function mat: & 'math'

@@ -180,26 +180,3 @@ def test_merging_keeps_every_holder_once(several: list[range]) -> None:
 )
 def test_ranges_that_interleave_become_one(several: list[range], merged: list[range]) -> None:
     assert [list(r) for r in merge_owner_ranks(several)] == [list(r) for r in merged]
-
-
-def test_a_layout_in_words_names_every_size_that_is_in_use() -> None:
-    """What a run and a dry run print at their start."""
-    dense = ParallelLayout.build(world=16, stages=even_stages(4, 2), tp=2, cp=2)
-    assert dense.describe(experts=False, sequence_parallel=False) == "tp 2 x cp 2 x pp 2 x dp 2"
-    uneven = ParallelLayout.build(world=8, stages=listed_stages(4, 2, [1, 3]), tp=2, ep=2, etp=1)
-    assert uneven.describe(experts=True, sequence_parallel=True) == (
-        "tp 2 x cp 1 x pp 2 x dp 2 with sequence parallelism; experts: etp 1 x ep 2 x dp 2; "
-        "layers per stage 1,3"
-    )
-    chunks = ParallelLayout.build(world=2, stages=even_stages(8, 2, 2))
-    assert chunks.describe(experts=False, sequence_parallel=False).endswith(
-        "; vpp 2, layers per chunk 2,2,2,2"
-    )
-
-
-def test_an_engine_layout_in_words() -> None:
-    engines = EngineLayout(16, 2, 4, expert_parallel=True)
-    assert engines.describe(experts=False) == "2 replicas of tp 2 x dp 4"
-    assert engines.describe(experts=True) == "2 replicas of tp 2 x dp 4; experts: tp 1 x ep 8"
-    cut = EngineLayout(16, 2, 2)
-    assert cut.describe(experts=True) == "4 replicas of tp 2 x dp 2; experts: tp 4 x ep 1"

@@ -91,12 +91,3 @@ def test_a_missing_module_is_refused(victim: ModuleType) -> None:
     patch = replace(patch_of(victim, "double", "x"), target="no_such_module_at_all:double")
     with pytest.raises(RuntimeError, match=r"no_such_module_at_all.*versions\.cfg"):
         apply_patch(patch)
-
-
-@pytest.mark.parametrize("name", ["why", "upstream", "versions", "remove_when"])
-def test_a_patch_that_does_not_say_all_about_itself_cannot_be_made(
-    victim: ModuleType, name: str
-) -> None:
-    patch = patch_of(victim, "double", "x", "scale")
-    with pytest.raises(ValueError, match=rf"patch {patch.target} must say {name}"):
-        replace(patch, **{name: " "})

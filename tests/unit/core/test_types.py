@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
-
 import pytest
 
-from mindspeed_rl.core.types import Completion, Prompt, Rollout
+from mindspeed_rl.core.types import Completion
 
 
 def test_a_completion_has_one_logprob_per_token() -> None:
@@ -26,17 +24,3 @@ def test_a_request_that_was_given_up_is_no_completion(reason: str) -> None:
         RuntimeError, match=f"ended with '{reason}'; it must be one of stop, length"
     ):
         Completion((5,), (-0.5,), reason, 0)
-
-
-def test_an_unscored_rollout_has_no_reward() -> None:
-    prompt = Prompt(0, (1, 2), "1+1", "2")
-    rollout = Rollout(7, prompt, Completion((5,), (-0.5,), "stop", 3))
-    assert rollout.reward is None
-    assert not rollout.reward_parts
-    assert Prompt(0, (1,), "", "").metadata is not prompt.metadata
-
-
-def test_values_cannot_be_changed() -> None:
-    prompt = Prompt(0, (1, 2), "1+1", "2")
-    with pytest.raises(FrozenInstanceError):
-        prompt.answer = "3"  # type: ignore[misc]

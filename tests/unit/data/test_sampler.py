@@ -109,10 +109,3 @@ def test_allowing_changes_does_not_touch_an_unchanged_resume():
 def test_foreign_state_is_refused():
     with pytest.raises(ValueError, match=r"\['step'\].*PromptSampler"):
         PromptSampler(10, 0).load_state_dict({"step": 3})
-
-
-def test_wrong_arguments():
-    with pytest.raises(RuntimeError, match="num_prompts=0"):
-        PromptSampler(0, seed=0)
-    with pytest.raises(RuntimeError, match="count=0"):
-        PromptSampler(1, seed=0).next(0)

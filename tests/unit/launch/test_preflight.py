@@ -9,7 +9,7 @@ from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.diagnosis.rows import DoctorRow, Status
 from mindspeed_rl.doctor import layout_rows
 from mindspeed_rl.launch import bootstrap
-from mindspeed_rl.launch.preflight import Account, Axis, Visit, axes_of, preflight_rows
+from mindspeed_rl.launch.preflight import Account, Visit, groups_to_check, preflight_rows
 
 
 def reds(rows: list[DoctorRow]) -> list[DoctorRow]:
@@ -27,7 +27,7 @@ def test_groups_of_the_run_and_their_memory_are_told() -> None:
     plan, (row,) = layout_rows(config, bootstrap.World(0, 1, 0, 1))
     assert plan is not None and row.status is Status.NOTE
     assert "tp, " in row.what and "MiB in all (predicted)" in row.what
-    axes = {axis.name: axis.groups for axis in axes_of(config, plan, 8)}
+    axes = groups_to_check(config, plan, 8)
     assert axes["tp"] == axes["ep"] == axes["rollout tp"] == ((0, 1), (2, 3), (4, 5), (6, 7))
     for name, groups in axes.items():
         members = [rank for group in groups for rank in group]
@@ -40,7 +40,7 @@ def test_a_layout_that_is_not_possible_is_red() -> None:
     assert plan is None and row.status is Status.RED and "3" in row.what
 
 
-AXES = [Axis("world", ((0, 1, 2, 3),)), Axis("tp", ((0, 1), (2, 3)))]
+AXES = {"world": ((0, 1, 2, 3),), "tp": ((0, 1), (2, 3))}
 
 
 def accounts(*tp_visits: Visit | None) -> dict[int, Account]:

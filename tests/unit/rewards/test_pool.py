@@ -7,14 +7,14 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.data_rewards import NOT_IN_A_WORKER
 from support.rewards_support import make_pool, make_requests, wait_for, worker_pids
 
 from mindspeed_rl.rewards import RewardError, RewardRequest, Scoring, resolve_reward
-from mindspeed_rl.rewards.worker_process import worker_environment
 
 
-def test_same_scores_from_main_thread_and_pool() -> None:
-    """The process, a pool, and a pool driven by a thread agree."""
+def test_the_pool_scores_as_this_process_does() -> None:
+    """In their order, with the weighted parts."""
     requests = [
         RewardRequest(i, "", rf"so \boxed{{{i % 3}}}", "1", "stop" if i % 2 else "length", 4)
         for i in range(24)
@@ -22,37 +22,20 @@ def test_same_scores_from_main_thread_and_pool() -> None:
     math, fmt = resolve_reward("math"), resolve_reward("format")
     expected = [0.8 * float(math(r) or 0) + 0.2 * float(fmt(r) or 0) for r in requests]
     assert len(set(expected)) == 4
-    from_thread: list[float | None] = []
     with make_pool("math=0.8", "format=0.2", workers=2) as pool:
         results = pool.score(requests)
-        thread = threading.Thread(
-            target=lambda: from_thread.extend(r.reward for r in pool.score(requests))
-        )
-        thread.start()
-        thread.join()
     assert [r.reward for r in results] == pytest.approx(expected)
-    assert from_thread == pytest.approx(expected)
     assert [r.sample_id for r in results] == list(range(24))
     assert results[3].parts == {"math": 0.0, "format": 1.0}
 
 
 def test_workers_are_clean_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Own processes, without the parent's rank, preloads or imports."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.setenv(name, "3")
+    """Own processes, without the parent's rank, preloads or imports; the rest is kept."""
+    for name in (*NOT_IN_A_WORKER, "KEPT"):
+        monkeypatch.setenv(name, "")
     with make_pool(":process", workers=2, max_error_rate=0.0) as pool:
         used = {result.reward for result in pool.score(make_requests(*["x"] * 64))}
         assert used <= set(worker_pids(pool)) and os.getpid() not in used
-
-
-def test_worker_environment_keeps_the_rest() -> None:
-    result = worker_environment(
-        {"LD_PRELOAD": "x.so", "TORCHELASTIC_RUN_ID": "1", "PYTHONPATH": "mine", "HOME": "/home/me"}
-    )
-    root, _, mine = result.pop("PYTHONPATH").rpartition(os.pathsep)
-    assert (Path(root) / "mindspeed_rl" / "rewards").is_dir() and mine == "mine"
-    assert result.pop("HOME") == "/home/me"
-    assert set(result) == {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
 
 
 def test_order_and_large_messages() -> None:
@@ -157,7 +140,7 @@ def test_samples_are_scored_as_they_come() -> None:
 
 
 def test_the_limit_of_a_sample_holds_while_nobody_waits() -> None:
-    with make_pool(":hangs_on_bad", timeout_s=0.3) as pool, pool.scoring() as scoring:
+    with make_pool(":hangs_on_bad", timeout_s=1.0) as pool, pool.scoring() as scoring:
         for request in make_requests("bad", "good"):
             scoring.add(request)
         assert wait_until_done(scoring, 2)

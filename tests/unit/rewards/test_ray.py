@@ -34,13 +34,13 @@ def test_order_timeouts_errors_and_lost_actors(cluster: Any) -> None:
     """As `RewardPool`; a lost actor costs no sample."""
     responses = ["good"] * 24
     responses[3] = responses[17] = "bad"
-    flags = settings(":hangs_on_bad", workers=2, timeout_s=0.5, timeout_score=-0.5)
+    flags = settings(":hangs_on_bad", workers=2, timeout_s=1.0, timeout_score=-0.5)
     with RayRewardPool(flags) as pool:
         results = pool.score(make_requests(*responses))
         assert [r.sample_id for r in results] == list(range(100, 124))
         assert [r.status for r in results] == ["timeout" if "bad" in r else "ok" for r in responses]
         assert {r.reward for r in results if r.status == "timeout"} == {-0.5}
-        cluster.kill(cast(RayWorker, pool.workers[0]).actor)
+        cluster.kill(cast(RayWorker, pool.workers[0]).actor, no_restart=False)
         assert {r.status for r in pool.score(make_requests(*["good"] * 9))} == {"ok"}
     with pytest.raises(RuntimeError):
         pool.score(make_requests("good"))

@@ -54,7 +54,9 @@ def request(i: int, response: str = "x") -> RewardRequest:
 
 
 def remote(url: str, retries: int = 2) -> RemoteReward:
-    flags = settings("remote", url=url, url_timeout_s=5.0, url_retries=retries).flags
+    flags = settings(
+        "remote", remote_url=url, remote_url_timeout_s=5.0, remote_url_retries=retries
+    ).flags
     return RemoteReward(flags, backoff_s=0.001)
 
 
@@ -124,7 +126,9 @@ def test_requests_overlap_up_to_the_limit_and_order_is_kept() -> None:
         return 200, json.dumps({"reward": sample["sample_id"]})
 
     with server(answer) as (url, asked):
-        server_flags = {"url": url, "url_timeout_s": 20.0, "url_concurrency": 2}
+        server_flags = {
+            "remote_url": url, "remote_url_timeout_s": 20.0, "remote_url_concurrency": 2
+        }  # fmt: skip
         with make_pool("remote", timeout_s=60.0, **server_flags) as pool:
             results = pool.score([request(i) for i in range(16)])
     assert [r.reward for r in results] == [float(i) for i in range(16)]
