@@ -26,7 +26,7 @@ from mindspeed_rl.diagnosis.facts import gather, guess_platform
 from mindspeed_rl.diagnosis.packages import package_rows
 from mindspeed_rl.diagnosis.rows import DoctorRow, Status, lines, note, red, verdict
 from mindspeed_rl.launch import bootstrap
-from mindspeed_rl.planning.run_groups import groups_of_run
+from mindspeed_rl.planning.communicators import groups_of_run
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.planning.suggestions import plan_of
 

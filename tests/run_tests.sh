@@ -40,7 +40,7 @@ first() {
     part "$PYTHON" -m ruff check .
     part "$PYTHON" -m ruff format --check .
     local types; types="$(mktemp)"
-    MYPYPATH=tools "$PYTHON" -m mypy -p mindspeed_rl -p bench > "$types" 2>&1 &
+    "$PYTHON" -m mypy > "$types" 2>&1 &
     tests "not slow"
     wait $! || { STATUS=1; echo "run_tests: failed: mypy" >&2; }
     cat "$types"; rm -f "$types"

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from layout_texts import ROLLOUT_KEYS, TRAIN_KEYS, rollout_from_text, training_from_text
+from layout_texts import ROLLOUT_KEYS, TRAIN_KEYS, layouts_from_texts
 from reshard_figures import (
     RoundTraffic,
     busiest_bytes,
@@ -27,11 +26,14 @@ from reshard_figures import (
     round_traffic,
 )
 
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.metrics.progress import RunProgress
 from mindspeed_rl.models.registry import spec_from_hf_config
-from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.models.spec import ModelSpec, read_hf_config
 from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.executor import ROUNDS_IN_FLIGHT, round_bytes, split_rounds
+from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 from mindspeed_rl.weights.planner import plan_reshard
@@ -46,7 +48,7 @@ EXAMPLE = """example:
 """
 
 
-BF16_BYTES, MIB = 2, 2**20
+BF16_BYTES = 2
 Figures: TypeAlias = dict[str, Any]
 CONFIGS = Path(__file__).resolve().parents[1] / "pretrain_scripts" / "models" / "configs"
 # Reference cases: config, --train, --rollout, --world.
@@ -72,29 +74,24 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    cases = "; ".join(f"{name}: {model} on {n} ranks" for name, (model, _, _, n) in CASES.items())
     parser.add_argument(
         "--case",
         choices=tuple(CASES),
-        help="a reference case instead of --hf-config, --train, --rollout and --world: "
-        + "; ".join(f"{key}: {case[0]} on {case[3]} ranks" for key, case in CASES.items()),
+        help=f"a reference case instead of --hf-config, --train, --rollout and --world: {cases}",
     )
-    parser.add_argument(
-        "--hf-config", metavar="PATH", help="config.json, or a folder that holds it"
-    )
-    parser.add_argument(
-        "--train", default="", metavar="KEY=VALUE,...", help=f"keys: {', '.join(TRAIN_KEYS)}"
-    )
-    parser.add_argument(
-        "--rollout", default="", metavar="KEY=VALUE,...", help=f"keys: {', '.join(ROLLOUT_KEYS)}"
-    )
-    parser.add_argument("--world", type=int, help="ranks of the whole job")
+    parser.add_argument("--hf-config", metavar="PATH", help="config.json, or a folder with it")
+    for flag, keys in (("--train", TRAIN_KEYS), ("--rollout", ROLLOUT_KEYS)):
+        named = ", ".join(f"{key} ({name})" for key, name in keys.items())
+        parser.add_argument(flag, default="", metavar="KEY=VALUE,...", help=f"keys: {named}")
+    parser.add_argument("--world", type=_count, help="ranks of the whole job")
     parser.add_argument(
         "--ranks", default="all", help="ranks to look at: all (the default), or 0,17,..."
     )
-    parser.add_argument("--ranks-per-node", type=int, default=16, help="default: 16")
+    parser.add_argument("--ranks-per-node", type=_count, default=16, help="default: 16")
     parser.add_argument(
         "--reshard-bucket-mb",
-        type=float,
+        type=_size,
         default=512.0,
         help="send plus receive staging of a rank, in MiB; default: 512",
     )
@@ -104,55 +101,26 @@ def _parser() -> argparse.ArgumentParser:
         help="also direct with a relay: each node receives what it lacks once and passes it on",
     )
     parser.add_argument(
-        "--intra-node-gbs", type=float, help="GB/s and direction of a rank within its node"
+        "--intra-node-gbs", type=_size, help="GB/s and direction of a rank within its node"
     )
     parser.add_argument(
-        "--inter-node-gbs", type=float, help="GB/s and direction of a rank to other nodes"
+        "--inter-node-gbs", type=_size, help="GB/s and direction of a rank to other nodes"
     )
     parser.add_argument("--json", metavar="FILE", help="write all figures there as well")
     return parser
 
 
-def _read_spec(path: Path) -> ModelSpec:
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text())
-    except OSError as error:
-        raise ValueError(
-            f"--hf-config {path}: {error.strerror}; give a config.json or a checkpoint's folder"
-        ) from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--hf-config {path}: no JSON: {error}; give a config.json") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"--hf-config {path}: no JSON object; give a config.json")
-    if config.pop("quantization_config", None):
-        print("note: the checkpoint is quantised; sizes are those of bfloat16", file=sys.stderr)
-    return spec_from_hf_config(config)
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number above 0")
+    return int(text)
 
 
-def _ranks(text: str, world: int) -> list[int]:
-    if text == "all":
-        return list(range(world))
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) < world for part in parts):
-        raise ValueError(
-            f"--ranks {text}: allowed are all, or numbers from 0 to {world - 1} with commas "
-            "between them"
-        )
-    return sorted({int(part) for part in parts})
-
-
-def _positive(args: argparse.Namespace) -> None:
-    speeds = (args.intra_node_gbs, args.inter_node_gbs)
-    if (None in speeds) != (speeds == (None, None)):
-        raise ValueError("--intra-node-gbs and --inter-node-gbs belong together: give both or none")
-    names = ("world", "ranks_per_node", "reshard_bucket_mb", "intra_node_gbs", "inter_node_gbs")
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} {value:g}: must be above 0 and finite")
-    if args.json and not Path(args.json).absolute().parent.is_dir():
-        raise ValueError(f"--json {args.json}: the folder does not exist; make it first")
+def _size(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0 and finite")
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +135,7 @@ class Problem:
         ranks: Ranks to inspect.
         ranks_per_node: Number of neighbouring ranks with fast links.
         bucket_bytes: Bound of a rank's staging over all rounds in flight.
-        relay: Whether to inspect ``direct`` with a relay, too.
+        gbs: GB/s and direction of a rank within its node and to other nodes, or ``None``.
     """
 
     spec: ModelSpec
@@ -177,46 +145,88 @@ class Problem:
     ranks: Sequence[int]
     ranks_per_node: int
     bucket_bytes: int
-    relay: bool = False
+    gbs: tuple[float, float] | None
 
     def layouts(self) -> tuple[MegatronLayout, VllmLayout]:
         """Build both layouts without any cached lookups, as a rank does at its start."""
-        return (
-            training_from_text(self.spec, self.train, self.world),
-            rollout_from_text(self.spec, self.rollout, self.world, VllmLayout),
+        return layouts_from_texts(self.spec, self.train, self.rollout, self.world)
+
+    def schedule(self, source: MegatronLayout, target: VllmLayout, relay: bool) -> Schedule:
+        """Return the rounds that the executor would schedule."""
+        return plan_schedule(
+            source,
+            target,
+            bucket_bytes=round_bytes(self.bucket_bytes),
+            item_bytes=BF16_BYTES,
+            ranks_per_node=self.ranks_per_node,
+            relay=relay,
         )
 
 
-def inspect(problem: Problem, seconds: Callable[[int, int], float | None]) -> list[Figures]:
-    """Plan the inspected ranks and count their bytes.
-
-    Args:
-        problem: Model, layouts and ranks.
-        seconds: Returns the time on the wire of bytes within nodes and bytes between nodes.
-
-    Returns:
-        An object per strategy, ``direct`` first: sizes in bytes, times in seconds. Spreads are over
-        the inspected ranks, those of floors per node over all nodes.
+def problem_of(args: argparse.Namespace) -> Problem:
+    """Build the problem that the command line describes.
 
     Raises:
-        ValueError: The layouts do not fit the model or the world.
+        UsageError: A flag is not possible; the message names what is.
+    """
+    if args.case:
+        model, args.train, args.rollout, args.world = CASES[args.case]
+        args.hf_config = CONFIGS / f"{model}.json"
+    if not args.hf_config or args.world is None:
+        raise UsageError("give --hf-config and --world, or --case")
+    gbs = (args.intra_node_gbs, args.inter_node_gbs)
+    if (None in gbs) != (gbs == (None, None)):
+        raise UsageError("--intra-node-gbs and --inter-node-gbs belong together: give both or none")
+    if args.json and not Path(args.json).absolute().parent.is_dir():
+        raise UsageError(f"--json {args.json}: the folder does not exist; make it first")
+    config = read_hf_config(args.hf_config, or_file=True, flag="--hf-config")
+    if config.pop("quantization_config", None):
+        print("note: the checkpoint is quantised; sizes are those of bfloat16", file=sys.stderr)
+    return Problem(
+        spec=spec_from_hf_config(config),
+        train=args.train,
+        rollout=args.rollout,
+        world=args.world,
+        ranks=_ranks(args.ranks, args.world),
+        ranks_per_node=args.ranks_per_node,
+        bucket_bytes=int(args.reshard_bucket_mb * 2**20),
+        gbs=None if None in gbs else gbs,
+    )
+
+
+def _ranks(text: str, world: int) -> Sequence[int]:
+    if text == "all":
+        return range(world)
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) < world for part in parts):
+        raise UsageError(
+            f"--ranks {text}: allowed are all, or numbers from 0 to {world - 1} with commas "
+            "between them"
+        )
+    return sorted({int(part) for part in parts})
+
+
+def floors(problem: Problem) -> Figures:
+    """Return the least bytes of any reshard, and those of whole tensors for every rank.
+
+    Spreads are over the inspected ranks, those per node over all nodes.
+
+    Raises:
+        UsageError: The layouts do not fit the model or the world.
     """
     source, target = problem.layouts()
     bytes_of = element_bytes_of(source, BF16_BYTES)
     everywhere = HfFileLayout.of(source, range(problem.world))
-    ranks = problem.ranks
-    floors: Figures = {
-        "floor_bytes": spread([rank_floor(source, target, r, bytes_of) for r in ranks]),
-        "node_floor_bytes": spread(
-            list(node_floors(source, target, bytes_of, problem.ranks_per_node).values())
-        ),
-        # Bytes that a rank receives if all ranks get all tensors whole.
-        "whole_tensor_bytes": spread([rank_floor(source, everywhere, r, bytes_of) for r in ranks]),
+    of_nodes = node_floors(source, target, bytes_of, problem.ranks_per_node)
+
+    def of_ranks(layout: ShardLayout) -> Figures:
+        return spread([rank_floor(source, layout, rank, bytes_of) for rank in problem.ranks])
+
+    return {
+        "floor_bytes": of_ranks(target),
+        "node_floor_bytes": spread(list(of_nodes.values())),
+        "whole_tensor_bytes": of_ranks(everywhere),
     }
-    return [
-        floors | _strategy(problem, seconds, relay=relay)
-        for relay in ((False, True) if problem.relay else (False,))
-    ]
 
 
 def spread(values: Sequence[int]) -> Figures:
@@ -224,20 +234,17 @@ def spread(values: Sequence[int]) -> Figures:
     return {"min": min(values), "mean": sum(values) / len(values), "max": max(values)}
 
 
-def _strategy(
-    problem: Problem, seconds: Callable[[int, int], float | None], *, relay: bool
-) -> Figures:
-    """Plan all inspected ranks with one strategy and return its figures."""
+def inspect(problem: Problem, *, relay: bool) -> Figures:
+    """Plan the inspected ranks with one strategy; sizes are in bytes, times in seconds."""
     per_node = problem.ranks_per_node
     name = "relay" if relay else "direct"
-    start = time.process_time()  # process time, as the machine may be busy
-    fresh = problem.layouts()
-    plan = plan_reshard(*fresh, problem.ranks[0], per_node, relay=relay)
-    split_rounds(plan, _schedule(problem, *fresh, relay), fresh[0], 1 + relay)
-    plan_s = time.process_time() - start
     source, target = problem.layouts()
+    start = time.process_time()  # process time, as the machine may be busy
+    plan = plan_reshard(source, target, problem.ranks[0], per_node, relay=relay)
+    schedule = problem.schedule(source, target, relay)
+    split_rounds(plan, schedule, source, 1 + relay)
+    plan_s = time.process_time() - start
     bytes_of = element_bytes_of(source, BF16_BYTES)
-    schedule = _schedule(problem, source, target, relay)
     totals: list[RankTraffic] = []
     by_round: list[RoundTraffic] = []
     count = len(problem.ranks)
@@ -253,14 +260,16 @@ def _strategy(
     # The rank with the most bytes between nodes.
     busiest = max(totals, key=lambda t: (busiest_inter_node_bytes(t), busiest_bytes(t)))
     between = min(busiest_inter_node_bytes(busiest), critical)
+    estimated_s = None
+    if problem.gbs:
+        estimated_s = (critical - between) / 1e9 / problem.gbs[0] + between / 1e9 / problem.gbs[1]
     in_flight = min(ROUNDS_IN_FLIGHT, schedule.num_rounds)
-    inter_node = [t.inter_node_receive_bytes for t in totals]
     return {
         "strategy": name,
         "recv_bytes": spread([t.receive_bytes for t in totals]),
-        "recv_inter_node_bytes": spread(inter_node),
+        "recv_inter_node_bytes": spread([t.inter_node_receive_bytes for t in totals]),
         "recv_intra_node_bytes": spread(
-            [t.receive_bytes - other for t, other in zip(totals, inter_node, strict=True)]
+            [t.receive_bytes - t.inter_node_receive_bytes for t in totals]
         ),
         "send_bytes": spread([t.send_bytes for t in totals]),
         "critical_bytes": critical,
@@ -270,58 +279,8 @@ def _strategy(
         "messages_per_rank": sum(r.num_messages for r in by_round) / count,
         "rounds": schedule.num_rounds,
         "plan_s": plan_s,
-        "estimated_s": seconds(critical - between, between),
+        "estimated_s": estimated_s,
     }
-
-
-def _schedule(
-    problem: Problem, source: MegatronLayout, target: VllmLayout, relay: bool
-) -> Schedule:
-    """Return the rounds that the executor would schedule."""
-    return plan_schedule(
-        source,
-        target,
-        bucket_bytes=round_bytes(problem.bucket_bytes),
-        item_bytes=BF16_BYTES,
-        ranks_per_node=problem.ranks_per_node,
-        relay=relay,
-    )
-
-
-def problem_of(args: argparse.Namespace) -> Problem:
-    """Build the problem that the command line describes.
-
-    Raises:
-        ValueError: A flag is not possible; the message names what is.
-    """
-    if args.case:
-        model, args.train, args.rollout, args.world = CASES[args.case]
-        args.hf_config = str(CONFIGS / f"{model}.json")
-    if not args.hf_config or args.world is None:
-        raise ValueError("give --hf-config and --world, or --case")
-    _positive(args)
-    return Problem(
-        spec=_read_spec(Path(args.hf_config)),
-        train=args.train,
-        rollout=args.rollout,
-        world=args.world,
-        ranks=_ranks(args.ranks, args.world),
-        ranks_per_node=args.ranks_per_node,
-        bucket_bytes=int(args.reshard_bucket_mb * MIB),
-        relay=args.reshard_relay,
-    )
-
-
-def wire_seconds(args: argparse.Namespace) -> Callable[[int, int], float | None]:
-    """Return a function for the wire time of bytes at the given speeds; ``None`` without speeds."""
-
-    def seconds(within: int, between: int) -> float | None:
-        if args.intra_node_gbs is None:
-            return None
-        wire_s = within / 1e9 / args.intra_node_gbs + between / 1e9 / args.inter_node_gbs
-        return float(wire_s)
-
-    return seconds
 
 
 def _gb(size: float) -> str:
@@ -332,10 +291,11 @@ def _gb_spread(figures: Figures) -> str:
     return " / ".join(_gb(figures[key]) for key in ("min", "mean", "max"))
 
 
-def _rows(figures: Figures) -> dict[str, str]:
+def _column(figures: Figures) -> dict[str, str]:
     """Return the figures of one strategy as text, by label."""
     floor, seconds = figures["floor_bytes"]["mean"], figures["estimated_s"]
     return {
+        "": figures["strategy"],
         "in per rank, GB (min / mean / max)": _gb_spread(figures["recv_bytes"]),
         "  from other nodes": _gb_spread(figures["recv_inter_node_bytes"]),
         "  from its own node": _gb_spread(figures["recv_intra_node_bytes"]),
@@ -354,27 +314,19 @@ def _rows(figures: Figures) -> dict[str, str]:
 def table(strategies: Sequence[Figures], problem: Problem) -> str:
     """Format the floors and one column per strategy."""
     first = strategies[0]
-    columns = [{"": figures["strategy"]} | _rows(figures) for figures in strategies]
-    wide = max(map(len, columns[0]))
-    widths = [max(map(len, rows.values())) for rows in columns]
+    spreads = {
+        "floor per rank": "floor_bytes",
+        "floor per node": "node_floor_bytes",
+        "whole tensors to every rank": "whole_tensor_bytes",
+    }
+    columns = [_column(figures) for figures in strategies]
     lines = [
-        "  ".join(
-            [f"{label:<{wide}}"]
-            + [f"{rows[label]:>{width}}" for rows, width in zip(columns, widths, strict=True)]
-        )
-        for label in columns[0]
+        f"{len(problem.ranks)} of {problem.world} ranks, {problem.ranks_per_node} per node",
+        *(f"{what}, GB (min / mean / max): {_gb_spread(first[k])}" for what, k in spreads.items()),
+        "",
+        *aligned([[label, *(column[label] for column in columns)] for label in columns[0]]),
     ]
-    return "\n".join(
-        [
-            f"{len(problem.ranks)} of {problem.world} ranks, {problem.ranks_per_node} per node",
-            f"floor per rank, GB (min / mean / max): {_gb_spread(first['floor_bytes'])}",
-            f"floor per node, GB (min / mean / max): {_gb_spread(first['node_floor_bytes'])}",
-            "whole tensors to every rank, GB in (min / mean / max): "
-            + _gb_spread(first["whole_tensor_bytes"]),
-            "",
-            *lines,
-        ]
-    )
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -383,9 +335,11 @@ def main() -> None:
     args = parser.parse_args()
     try:
         problem = problem_of(args)
-        strategies = inspect(problem, wire_seconds(args))
-    except ValueError as error:
+        least = floors(problem)
+    except UsageError as error:
         parser.error(str(error))
+    relays = (False, True) if args.reshard_relay else (False,)
+    strategies = [least | inspect(problem, relay=relay) for relay in relays]
     print(table(strategies, problem))
     if args.json:
         Path(args.json).write_text(json.dumps(strategies, indent=1) + "\n")

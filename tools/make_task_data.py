@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -190,10 +191,10 @@ def _draw_word_problem(rng: random.Random) -> Problem:
 
 
 _OPERATIONS: dict[str, Callable[[int, int], int]] = {
-    "+": lambda value, amount: value + amount,
-    "-": lambda value, amount: value - amount,
-    "*": lambda value, amount: value * amount,
-    "/": lambda value, amount: value // amount,
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.floordiv,
 }
 
 

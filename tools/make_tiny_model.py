@@ -9,9 +9,9 @@ channels on each rank, and latent attention with the real 512 + 64 cached channe
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,105 +83,55 @@ class TinySizes:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class TinyFamily:
-    """The properties of a model family apart from the sizes.
-
-    Attributes:
-        architecture: Name of the model class in transformers.
-        experts: Config field for the number of experts; empty in a dense family.
-        latent: Whether heads share latent keys and values; ``head_dim`` is then of the rotary part.
-        usual: Further config fields.
-    """
-
-    architecture: str
-    experts: str = ""
-    latent: bool = False
-    usual: Mapping[str, Any] = field(default_factory=dict)
-
-
-TINY_FAMILIES: Mapping[str, TinyFamily] = {
-    "qwen2": TinyFamily("Qwen2ForCausalLM"),
-    "llama": TinyFamily("LlamaForCausalLM"),
-    "qwen3": TinyFamily("Qwen3ForCausalLM"),
-    "qwen3_moe": TinyFamily(
-        "Qwen3MoeForCausalLM",
-        experts="num_experts",
-        usual={"num_experts_per_tok": 2, "norm_topk_prob": True},
-    ),
-    "deepseek_v3": TinyFamily(
-        "DeepseekV3ForCausalLM",
-        experts="n_routed_experts",
-        latent=True,
-        usual={
-            "num_experts_per_tok": 2,
-            "n_shared_experts": 1,
-            "n_group": 2,
-            "topk_group": 1,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 1.5,
-            "first_k_dense_replace": 1,
-            "q_lora_rank": 32,
-            "kv_lora_rank": 512,
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 32,
-            "v_head_dim": 32,
-            "num_nextn_predict_layers": 0,
-            "scoring_func": "sigmoid",
-            "topk_method": "noaux_tc",
-        },
-    ),
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "norm_topk_prob": True}
+# transformers' name of each family, and its config fields apart from the sizes.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "llama": {},
+    "qwen3": {},
+    "qwen3_moe": _EXPERTS,
+    "deepseek_v3": _EXPERTS
+    | {
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "num_nextn_predict_layers": 0,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
 }
 
 
 def family_config(
-    name: str, num_experts: int = 0, expert_ffn: int = 0, **fields: Any
+    family: str, num_experts: int = 0, expert_ffn: int = 0, **fields: Any
 ) -> PretrainedConfig:
-    """Return the config of a family, with the fields that all families share.
+    """Return the config of a family.
 
     Args:
-        name: Key of :data:`TINY_FAMILIES`.
+        family: Key of :data:`FAMILIES`.
         num_experts: Number of routed experts of a layer; ignored in a dense family.
         expert_ffn: Width of one expert.
-        **fields: Fields that replace the family's usual ones.
+        **fields: Config fields that all families share, or that replace the family's own.
     """
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    family = TINY_FAMILIES[name]
-    fields = {**family.usual, **fields, "architectures": [family.architecture]}
-    if family.experts:
-        fields |= {family.experts: num_experts, "moe_intermediate_size": expert_ffn}
-    if family.latent:
+    fields = FAMILIES[family] | fields
+    if FAMILIES[family]:
+        fields["moe_intermediate_size"] = expert_ffn
+        fields["n_routed_experts" if family == "deepseek_v3" else "num_experts"] = num_experts
+    if family == "deepseek_v3":  # all heads share latent keys and values
         del fields["head_dim"]
         fields["num_key_value_heads"] = fields["num_attention_heads"]
-    return AutoConfig.for_model(name, **fields)
-
-
-def tiny_config(family: str, sizes: TinySizes, **more: Any) -> PretrainedConfig:
-    """Return the config of a family with untied embeddings and RoPE base 1e4.
-
-    Raises:
-        ValueError: The family is unknown.
-    """
-    if family not in TINY_FAMILIES:
-        raise ValueError(f"--family {family}: allowed are {', '.join(TINY_FAMILIES)}")
-    return family_config(
-        family,
-        vocab_size=sizes.vocab_size,
-        hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.ffn,
-        num_hidden_layers=sizes.num_layers,
-        num_attention_heads=sizes.num_heads,
-        num_key_value_heads=sizes.num_kv_heads,
-        head_dim=sizes.hidden_size // sizes.num_heads,
-        max_position_embeddings=sizes.max_position_embeddings,
-        num_experts=sizes.num_experts,
-        expert_ffn=sizes.expert_ffn,
-        rope_theta=10_000.0,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        **more,
-    )
+    architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
+    return AutoConfig.for_model(family, architectures=architectures, **fields)
 
 
 def build_tokenizer(corpus_texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -257,21 +207,33 @@ def write_tiny_model(
     Args:
         out_dir: Folder to write; made if missing, files of an earlier call are replaced.
         seed: Seed of the weights.
-        family: Key of :data:`TINY_FAMILIES`.
+        family: Key of :data:`FAMILIES`.
         **sizes: Fields of :class:`TinySizes`.
 
     Returns:
         ``out_dir`` as a path.
 
     Raises:
-        ValueError: The family is unknown, or the sizes contradict each other.
+        ValueError: The sizes contradict each other.
     """
     chosen = TinySizes(**sizes)
     tokenizer = build_tokenizer(_corpus(), chosen.vocab_size)
     tokenizer.model_max_length = chosen.max_position_embeddings
-    config = tiny_config(
+    config = family_config(
         family,
-        chosen,
+        vocab_size=chosen.vocab_size,
+        hidden_size=chosen.hidden_size,
+        intermediate_size=chosen.ffn,
+        num_hidden_layers=chosen.num_layers,
+        num_attention_heads=chosen.num_heads,
+        num_key_value_heads=chosen.num_kv_heads,
+        head_dim=chosen.hidden_size // chosen.num_heads,
+        max_position_embeddings=chosen.max_position_embeddings,
+        num_experts=chosen.num_experts,
+        expert_ffn=chosen.expert_ffn,
+        rope_theta=10_000.0,
+        tie_word_embeddings=False,
+        bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         initializer_range=_INIT_STD,
@@ -330,7 +292,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--output", required=True, help="Directory to write.")
-    parser.add_argument("--family", choices=tuple(TINY_FAMILIES), default="qwen2")
+    parser.add_argument("--family", choices=tuple(FAMILIES), default="qwen2")
     for flag, size, help_text in (
         ("--hidden-size", "hidden_size", None),
         ("--num-layers", "num_layers", None),

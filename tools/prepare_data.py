@@ -30,14 +30,7 @@ from mindspeed_rl.data.rows import DataRow, read_rows
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 """Asks for the form of answer that the reward ``math`` looks for first."""
 _GSM8K_ANSWER = re.compile(r"####\s*(\S[^\n]*)")
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A question in the words of the prompt, and its answer."""
-
-    question: str
-    answer: str
+Problem = tuple[str, str]  # a question in the words of the prompt, and its answer
 
 
 def _text(row: DataRow, *keys: str) -> str:
@@ -64,12 +57,12 @@ def _gsm8k(row: DataRow) -> Problem:
     found = _GSM8K_ANSWER.search(answer)
     if not found:
         raise ValueError(f"{row.where}: no '#### result' in the answer {answer[-60:]!r}")
-    return Problem(f"{question}\n{BOXED}", found[1].strip().replace(",", "").lstrip("$"))
+    return f"{question}\n{BOXED}", found[1].strip().replace(",", "").lstrip("$")
 
 
 def _deepscaler(row: DataRow) -> Problem:
     """Read ``problem`` and ``answer``; the solution is left out."""
-    return Problem(f"{_text(row, 'problem')}\n{BOXED}", _text(row, "answer"))
+    return f"{_text(row, 'problem')}\n{BOXED}", _text(row, "answer")
 
 
 def _dapo_math(row: DataRow) -> Problem:
@@ -82,7 +75,7 @@ def _dapo_math(row: DataRow) -> Problem:
         or not isinstance(messages[0].get("content"), str)
     ):
         raise ValueError(f"{row.where}: prompt is not a list of one message: {messages!r:.120}")
-    return Problem(messages[0]["content"].strip(), _text(row, "reward_model.ground_truth"))
+    return messages[0]["content"].strip(), _text(row, "reward_model.ground_truth")
 
 
 PUBLISHED: Mapping[str, Callable[[DataRow], Problem]] = {
@@ -125,9 +118,9 @@ def prepare(name: str, file: str | Path, num_heldout: int = 0) -> Prepared:
     """
     answers: dict[str, set[str]] = {}
     num_read = 0
-    for problem in map(PUBLISHED[name], read_rows(file)):
+    for question, answer in map(PUBLISHED[name], read_rows(file)):
         num_read += 1
-        answers.setdefault(problem.question, set()).add(problem.answer)
+        answers.setdefault(question, set()).add(answer)
     kept = {q: next(iter(several)) for q, several in answers.items() if len(several) == 1}
     if num_heldout >= len(kept):
         raise ValueError(

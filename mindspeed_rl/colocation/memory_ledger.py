@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import linear_regression
 
+from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.metrics.metric_set import Max, MetricSet
 from mindspeed_rl.platforms.base import DeviceMemory
 
@@ -150,11 +151,7 @@ class MemoryLedger:
         borders = [self.borders[state] for state in states]
         rows.append(["without owner", *(_number(b.residue_bytes) for b in borders)])
         rows.append(["in use", *(_number(b.device.used_bytes) for b in borders)])
-        widths = [max(len(row[i]) for row in rows) for i in range(len(states) + 1)]
-        return "\n".join(
-            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-            for row in rows
-        )
+        return "\n".join(aligned(rows))
 
     def _cell(self, state: str, owner: str) -> str:
         text = _number(self.borders[state].owners[owner])

@@ -7,7 +7,7 @@ from typing import Any
 from mindspeed_rl.config import ModelConfig
 from mindspeed_rl.config.layouts import layer_numbers
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.models.rules import round_up
+from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
 
 

@@ -22,9 +22,9 @@ from mindspeed_rl.convert.source import Shape, Source, StoredTensor, TensorPart
 from mindspeed_rl.convert.target import OutputFile, Target, params_of_rank
 from mindspeed_rl.convert.torch_files import read_torch_file, save_unfilled, stored_tensor
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.core.stages import StageLayout
 from mindspeed_rl.models.file_names import MTP_COPIES, FileNames, recognised_from
-from mindspeed_rl.models.rules import round_up
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.weights.layouts.checkpoint_files import MODEL_FILE, CheckpointLayout, classic_grid
 from mindspeed_rl.weights.layouts.megatron import chunk_prefix

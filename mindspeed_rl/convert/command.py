@@ -28,6 +28,7 @@ from mindspeed_rl.convert.source import Source, same_bits
 from mindspeed_rl.convert.target import Target
 from mindspeed_rl.convert.torch_dist import plan_distributed
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.core.stages import filled_slots
 from mindspeed_rl.models.file_names import (
     MTP_COPIES,
@@ -37,7 +38,6 @@ from mindspeed_rl.models.file_names import (
 )
 from mindspeed_rl.models.module_names import LOCAL, TRANSFORMER_ENGINE
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
-from mindspeed_rl.models.rules import round_up
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
 from mindspeed_rl.weights.layouts.checkpoint_files import (
     CheckpointLayout,

@@ -13,6 +13,11 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.stages import StageLayout
 
 
+def round_up(size: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``size``."""
+    return -(-size // multiple) * multiple
+
+
 @dataclass(frozen=True, slots=True)
 class Coords:
     """Position of a rank along each axis of the dense grid."""

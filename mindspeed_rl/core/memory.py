@@ -34,8 +34,8 @@ UPDATE_STATE = (MemoryOwner.GRAD_BUFFERS, MemoryOwner.OPTIMIZER)
 CRITIC_OWNERS = (MemoryOwner.CRITIC, MemoryOwner.CRITIC_GRAD_BUFFERS, MemoryOwner.CRITIC_OPTIMIZER)
 # Models other than the policy. When they are offloaded, they are on the device only for their own
 # passes and updates.
-VISITORS = (MemoryOwner.REFERENCE, MemoryOwner.REWARD_MODEL, *CRITIC_OWNERS)
-LEAVING = (*UPDATE_STATE, MemoryOwner.PARAMETERS, *VISITORS)
+OTHER_MODELS = (MemoryOwner.REFERENCE, MemoryOwner.REWARD_MODEL, *CRITIC_OWNERS)
+LEAVING = (*UPDATE_STATE, MemoryOwner.PARAMETERS, *OTHER_MODELS)
 
 
 class MemoryPhase(enum.StrEnum):
@@ -86,11 +86,11 @@ class OffloadMode(enum.StrEnum):
         return frozenset(_POLICIES[self].leaves)
 
     def away(self, phase: MemoryPhase) -> frozenset[MemoryOwner]:
-        """Owners that are off the device in a phase; VISITORS return for their own passes."""
+        """Owners that are off the device in a phase; other models return for their own passes."""
         absent: dict[MemoryPhase, tuple[MemoryOwner, ...]] = {
-            MemoryPhase.TRAIN_IDLE: VISITORS,
-            MemoryPhase.TRAIN: VISITORS,
-            MemoryPhase.SYNC: (*VISITORS, *UPDATE_STATE),
+            MemoryPhase.TRAIN_IDLE: OTHER_MODELS,
+            MemoryPhase.TRAIN: OTHER_MODELS,
+            MemoryPhase.SYNC: (*OTHER_MODELS, *UPDATE_STATE),
             MemoryPhase.ROLLOUT: LEAVING,
         }
         return self.leaves.intersection(absent.get(phase, ()))

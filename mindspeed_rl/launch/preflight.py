@@ -24,7 +24,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.diagnosis.rows import DoctorRow, green, lines, red
 from mindspeed_rl.launch.bootstrap import World
-from mindspeed_rl.planning.run_groups import all_groups_of_run
+from mindspeed_rl.planning.communicators import all_groups_of_run
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.platforms.base import Platform
 

@@ -24,6 +24,7 @@ from typing import Literal
 
 from mindspeed_rl.core.boxes import PLAIN, Box, ParamView
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.models.layers import MLP, Attention
 from mindspeed_rl.models.spec import ModelSpec
 
@@ -131,11 +132,6 @@ class WeightRow(ABC):
     def padding(self, spec: ModelSpec, share: Share) -> int:
         """Number of elements of the parameter on a rank that belong to no HF tensor."""
         return 0
-
-
-def round_up(size: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is not below ``size``."""
-    return -(-size // multiple) * multiple
 
 
 def _missing_to(multiple: int, size: int) -> int:

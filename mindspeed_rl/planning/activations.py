@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mindspeed_rl.config import TrainConfig
+from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.models.layers import DenseMLP
-from mindspeed_rl.models.rules import round_up
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 _FP32 = 4

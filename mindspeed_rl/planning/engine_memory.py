@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.models.layers import MLP, DenseMLP, LatentAttention, MoE
-from mindspeed_rl.models.rules import round_up
 from mindspeed_rl.rollout.provider import EngineSizes
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 

@@ -18,8 +18,8 @@ from mindspeed_rl.planning.prediction import (
 )
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.planning.suggestions import Suggestion, plan_of, suggest
-from mindspeed_rl.planning.volumes import update_volume
-from mindspeed_rl.weights.traffic import RankTraffic
+from mindspeed_rl.weights.planner import plan_reshard
+from mindspeed_rl.weights.traffic import RankTraffic, element_bytes_of, rank_traffic
 
 _GIB = 2**30
 
@@ -103,11 +103,8 @@ def find_out(config: Config, world: int) -> Findings:
     peak = prediction.peak(ranks)
     volume: Sequence[RankTraffic] = ()
     if isinstance(plan, RLPlan) and isinstance(config, RLRunConfig):
-        node = machine.ranks_per_node
-        relay = config.rollout.reshard_relay == "auto" and world > node
         looked_at = dict.fromkeys((ranks[0], ranks[len(ranks) // 2], world - 1))
-        item = 2 if config.rollout.engine_is_bf16(config.train) else 4
-        volume = update_volume(plan, looked_at, node, item, relay)
+        volume = [update_traffic(config, plan, rank, machine.ranks_per_node) for rank in looked_at]
     last = plan.parallel.ranks_per_stage - 1
     return Findings(
         prediction=prediction,
@@ -118,3 +115,17 @@ def find_out(config: Config, world: int) -> Findings:
         volume=volume,
         suggestions=() if peak.num_bytes <= budget else suggest(prediction, ranks, budget),
     )
+
+
+def update_traffic(
+    config: RLRunConfig, plan: RLPlan, rank: int, ranks_per_node: int
+) -> RankTraffic:
+    """Count what a weight update moves on a rank, from its plan.
+
+    Pure; about a second for a model of 671e9 weights.
+    """
+    item = 2 if config.rollout.engine_is_bf16(config.train) else 4
+    relay = config.rollout.reshard_relay == "auto" and plan.parallel.world > ranks_per_node
+    source, target = plan.megatron, plan.rollout_layout
+    update = plan_reshard(source, target, rank, ranks_per_node, relay=relay)
+    return rank_traffic(update, element_bytes_of(source, item), ranks_per_node)

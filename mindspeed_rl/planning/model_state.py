@@ -13,7 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from math import lcm, prod
 
-from mindspeed_rl.models.rules import round_up
+from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 _FP32 = 4

@@ -9,13 +9,12 @@ from functools import cached_property
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.machines import MACHINES, Machine
 from mindspeed_rl.config.npu import group_buffers
+from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner, MemoryPhase, OffloadMode
-from mindspeed_rl.models.rules import round_up
 from mindspeed_rl.planning.activations import TrainingMemory, TrainPeak, Workload
-from mindspeed_rl.planning.communicators import Groups
+from mindspeed_rl.planning.communicators import Groups, groups_of_run
 from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.model_state import ModelState, model_state
-from mindspeed_rl.planning.run_groups import groups_of_run
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
 from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout

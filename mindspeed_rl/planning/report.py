@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mindspeed_rl.core.memory import MemoryOwner
+from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.planning.findings import Findings, RankClass
 from mindspeed_rl.planning.run_plan import RLPlan
 
@@ -24,7 +25,7 @@ def lines(found: Findings) -> Iterator[str]:
 def _arithmetic(found: Findings) -> Iterator[str]:
     prediction = found.prediction
     plan, work = prediction.plan, prediction.workload
-    parallel, experts = plan.parallel, plan.spec.moe is not None
+    parallel, experts = plan.parallel, bool(plan.spec.expert_layers)
     sharded = prediction.config.parallel.shards_sequence
     layout = parallel.describe(experts=experts, sequence_parallel=sharded)
     yield f"layout: {parallel.world} ranks = {layout}"
@@ -35,13 +36,6 @@ def _arithmetic(found: Findings) -> Iterator[str]:
         f"training: {work.num_micro_batches} micro-batches of {work.tokens} tokens per rank and "
         "optimizer step"
     )
-
-
-def _table(rows: list[list[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]
-        yield "  " + "  ".join(cells)
 
 
 def _unit(found: Findings) -> tuple[str, int]:
@@ -92,7 +86,7 @@ def _memory(found: Findings) -> Iterator[str]:
             sizes_of = (table.get(owner, 0) for table in tables)
             rows.append([owner.value, *(f"{s / unit:.3f}" if s else "-" for s in sizes_of)])
         rows.append(["sum", *(f"{sum(table.values()) / unit:.3f}" for table in tables)])
-        yield from _table(rows)
+        yield from (f"  {line}" for line in aligned(rows))
 
 
 def _volume(found: Findings) -> Iterator[str]:
@@ -103,7 +97,7 @@ def _volume(found: Findings) -> Iterator[str]:
     for t in found.volume:
         sizes = (t.receive_bytes, t.send_bytes, t.copy_bytes, t.inter_node_receive_bytes)
         rows.append([str(t.rank), *(f"{s / 1e9:.3f}" for s in sizes), str(t.num_senders)])
-    yield from _table(rows)
+    yield from (f"  {line}" for line in aligned(rows))
 
 
 def _verdict(found: Findings) -> Iterator[str]:

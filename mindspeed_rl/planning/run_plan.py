@@ -134,7 +134,7 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     if files:
         _check_tokenizer(config.model)
     _check_mtp(config.checkpoint, config.model, base.spec)
-    if rl.rl_routing_replay != "none" and not base.spec.moe:
+    if rl.rl_routing_replay != "none" and not base.spec.expert_layers:
         raise UsageError(
             f"--rl-routing-replay {rl.rl_routing_replay}: the model has no experts; remove it"
         )
@@ -216,17 +216,16 @@ def batch_arithmetic(config: RLRunConfig, dp: int) -> BatchArithmetic:
             f"(--grpo-prompts-per-step {rl.grpo_prompts_per_step} x --grpo-group-size "
             f"{rl.grpo_group_size}); allowed: its divisors, or 0 for all of them"
         )
-    if per_update % dp and not train.global_batch_size:
-        raise UsageError(
-            f"the {samples} samples of a step (--grpo-prompts-per-step "
-            f"{rl.grpo_prompts_per_step} x --grpo-group-size {rl.grpo_group_size}) are not a "
-            f"multiple of the data-parallel size {dp}; change one of the two, or raise a parallel "
-            "size so that fewer replicas share them"
-        )
     if per_update % dp:
+        what = f"--global-batch-size {per_update}"
+        if not train.global_batch_size:
+            what = (
+                f"the {samples} samples of --grpo-prompts-per-step {rl.grpo_prompts_per_step} x "
+                f"--grpo-group-size {rl.grpo_group_size}"
+            )
         raise UsageError(
-            f"--global-batch-size {per_update} is not a multiple of the data-parallel size {dp}; "
-            "raise it to one, or raise a parallel size so that fewer replicas share it"
+            f"{what}: not a multiple of the data-parallel size {dp}; give a multiple, or raise a "
+            "parallel size so that fewer replicas share the samples"
         )
     return BatchArithmetic(
         prompts=rl.grpo_prompts_per_step,
@@ -380,10 +379,16 @@ def check_layout(
     if files:
         find_weights(checkpoint)
     check_architecture(model, spec, parallel.tensor_model_parallel_size)
+    megatron = _megatron_layout(model, parallel, spec, world)
+    return RunPlan(spec, megatron.parallel, megatron)
+
+
+def _megatron_layout(
+    model: ModelConfig, parallel: ParallelConfig, spec: ModelSpec, world: int
+) -> MegatronLayout:
     layout = training_layout(model, parallel, spec, world)
     modules = module_names(model, parallel.platform)
-    megatron = MegatronLayout(spec, layout, model.make_vocab_size_divisible_by, modules)
-    return RunPlan(spec, layout, megatron)
+    return MegatronLayout(spec, layout, model.make_vocab_size_divisible_by, modules)
 
 
 def _check_rollout_share(batch: BatchArithmetic, engine: EngineLayout) -> None:
@@ -424,6 +429,4 @@ def value_layout(
             f"{policy.vocab_size} and its token ids are read by both; give a model with the "
             "tokenizer of the policy"
         )
-    parallel = training_layout(model, config.parallel, spec, world)
-    modules = module_names(model, config.parallel.platform)
-    return MegatronLayout(spec, parallel, model.make_vocab_size_divisible_by, modules)
+    return _megatron_layout(model, config.parallel, spec, world)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.samples.balance import SequenceCost
 from mindspeed_rl.samples.locality import minimize_moves
 from mindspeed_rl.samples.packing import MicroBatch, TrainSample, pack
-from mindspeed_rl.samples.placement import MicroBatchPlan, padded, plan_micro_batches
+from mindspeed_rl.samples.placement import MicroBatchPlan, plan_micro_batches
 from mindspeed_rl.samples.routes import Ints
 
 
@@ -57,7 +58,7 @@ class BatchRules:
         )
         if moved is None:
             return plan
-        return minimize_moves(plan, [padded(n, self.sequence_multiple) for n in lengths], moved)
+        return minimize_moves(plan, [round_up(n, self.sequence_multiple) for n in lengths], moved)
 
     def mine(self, plan: MicroBatchPlan) -> list[int]:
         """Return positions of this rank's samples, in the order of its micro-batches."""

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TRAINING_COLUMNS
-from mindspeed_rl.samples.placement import padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def pack(
     micro-batch that trains on nothing.
     """
     real = [s.length for s in samples]
-    lengths = tuple(padded(length, sequence_multiple) for length in real)
+    lengths = tuple(round_up(length, sequence_multiple) for length in real)
     total = sum(lengths)
     if total > padded_length:
         raise RuntimeError(f"{total} tokens do not fit into a micro-batch of {padded_length}")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.samples.balance import SequenceCost, partition, rows_for_ranks
 
 
@@ -65,7 +66,7 @@ def plan_micro_batches(
             f"--max-tokens-per-micro-batch {max_tokens} is smaller than a sample of "
             f"{max(lengths)} tokens; raise it to at least the longest sequence"
         )
-    lengths = [padded(length, sequence_multiple) for length in lengths]
+    lengths = [round_up(length, sequence_multiple) for length in lengths]
     work = [cost.of(length) for length in lengths]
     if max_tokens:
         # A sample that is longer than the limit with its padding has a row of its own.
@@ -77,16 +78,11 @@ def plan_micro_batches(
     of_rank = partition([sum(work[i] for i in row) for row in rows], dp)
     return MicroBatchPlan(
         tuple(tuple(tuple(rows[r]) for r in mine) for mine in of_rank),
-        padded(max(1, longest), multiple),
+        round_up(max(1, longest), multiple),
     )
 
 
 def _rows_by_count(work: Sequence[float], size: int, multiple: int) -> list[list[int]]:
     """Make micro-batches of at most ``size`` samples and nearly equal work."""
-    count = padded(max(1, -(-len(work) // size)), multiple)
+    count = round_up(max(1, -(-len(work) // size)), multiple)
     return partition(work, count)
-
-
-def padded(size: int, multiple: int) -> int:
-    """Round ``size`` up to the next multiple."""
-    return -(-size // multiple) * multiple

@@ -21,8 +21,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.models.module_names import ModuleNames
-from mindspeed_rl.models.rules import round_up
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.trainer.built_check import check_built
 from mindspeed_rl.trainer.latent_attention import DuplicatedLinear

@@ -117,7 +117,7 @@ QWEN_7B = Reshard("qwen2.5-7b", 16, "tp=4,pp=2", "tp=2")
 SMALL = (
     QWEN_7B,
     replace(QWEN_7B, train="tp=4,pp=2,num_layer_list=3-2", changes=_TIE),
-    Reshard("qwen2.5-7b", 32, "tp=2,pp=2,vpp=2,cp=2,num_layer_list=2-1-1-2", "tp=4"),
+    Reshard("qwen2.5-7b", 32, "tp=2,pp=2,cp=2,num_layer_list=2-1-1-2", "tp=4"),
     # more rollout ranks than key/value heads
     Reshard("qwen3-8b", 32, "tp=8,pp=4,num_layer_list=2-1-1-3", "tp=16", 8),
     # experts that a rank keeps twice, in an engine that is the whole world

@@ -114,7 +114,7 @@ def family_config(case: FamilyCase) -> PretrainedConfig:
     from transformers import AutoConfig
 
     fields = {**_COMMON, **case.changes}
-    if case.family in make_tiny_model.TINY_FAMILIES:
+    if case.family in make_tiny_model.FAMILIES:
         return make_tiny_model.family_config(case.family, **fields)
     return AutoConfig.for_model(case.family, **fields)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from layout_texts import rollout_from_text, training_from_text
+from layout_texts import layouts_from_texts
 from support.architecture import ROOT
 
 from mindspeed_rl.models.registry import spec_from_hf_config
@@ -56,8 +56,5 @@ class Reshard:
         if layers := re.search(r"num_layer_list=([\d-]+)", self.train):
             config["num_hidden_layers"] = sum(map(int, layers[1].split("-")))
         spec = spec_from_hf_config(config)
-        target = rollout_from_text(spec, self.rollout, self.world, VllmLayout)
-        return (
-            training_from_text(spec, self.train, self.world),
-            replace(target, physical_experts=self.experts),
-        )
+        source, target = layouts_from_texts(spec, self.train, self.rollout, self.world)
+        return source, replace(target, physical_experts=self.experts)

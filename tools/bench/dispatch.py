@@ -6,7 +6,8 @@ ours        the workers share the sample table, plan, and move the samples among
             (TensorCache, Redistribution)
 controller  rank 0 fetches every worker's samples, makes one batch of them and sends every worker
             its part, one after the other, as a single controller does
-floor       one all-to-all of the same bytes, nothing packed, planned or checked
+floor       an all-to-all of the same ids and one of the log-probs, nothing packed, planned or
+            checked
 
 All ways hand over the same 1024 samples of log-normal lengths, with an id and a log-prob per token,
 each to the next worker, and the received samples are compared bit by bit. Seconds are medians of
@@ -17,22 +18,20 @@ last line is RESULT and a JSON object.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.core.stages import even_stages
+from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.parallel.small_collectives import sum_over_ranks
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.device_cache import TensorCache
@@ -40,12 +39,15 @@ from mindspeed_rl.samples.exchange import GroupWire, Redistribution
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 from mindspeed_rl.samples.routes import OwnerRanks, plan_hops
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.jobs import parser_of, print_result, slowest, spawn
+
 NUM_SAMPLES = 1024
 TOKEN_BYTES = 8  # a token id and a log-prob
 TABLE_WORDS = 9  # int64 numbers per sample in the table that all workers get
 VERSION = 1
 VOCAB = 50_000
-LIMIT = timedelta(minutes=5)
 COLUMNS = (TOKEN_IDS, ROLLOUT_LOGPROBS)
 Payload = list[torch.Tensor]  # ids and log-probs, one sample after the other
 
@@ -138,12 +140,13 @@ class Worker:
         return arrived
 
 
-def race(rank: int, args: argparse.Namespace, megabytes: int) -> dict[str, Any]:
+def race(args: argparse.Namespace, megabytes: int) -> dict[str, Any]:
     """Time all ways at one size on this rank. Collective: the world.
 
     Raises:
         RuntimeError: The samples that arrived are not those that were sent.
     """
+    rank = dist.get_rank()
     worker = Worker(rank, args.workers, megabytes)
     ways: dict[str, Callable[[], Payload]] = {
         "ours": worker.ours, "controller": worker.controller, "floor": worker.floor,
@@ -161,57 +164,44 @@ def race(rank: int, args: argparse.Namespace, megabytes: int) -> dict[str, Any]:
                 seconds[way].append(time.perf_counter() - began)
             elif not all(map(torch.equal, arrived, expected)):
                 raise RuntimeError(f"{way}: rank {rank} has other samples than were sent")
-    median = {way: statistics.median(taken) for way, taken in seconds.items()}
-    everyone: list[Any] = [None] * args.workers
-    dist.all_gather_object(everyone, median)
-    slowest = {way: max(of_rank[way] for of_rank in everyone) for way in ways}
+    taken_s = slowest({way: statistics.median(taken) for way, taken in seconds.items()})
     size, share = worker.num_bytes, worker.num_bytes // args.workers
     busiest = {"ours": 2 * share, "controller": 2 * (size - share), "floor": 2 * share}
     return {
-        "workers": args.workers, "bytes": size, "seconds": slowest, "busiest_bytes": busiest,
-        "controller_over_ours": slowest["controller"] / slowest["ours"],
-        "ours_over_floor": slowest["ours"] / slowest["floor"],
+        "workers": args.workers, "bytes": size, "seconds": taken_s, "busiest_bytes": busiest,
+        "controller_over_ours": taken_s["controller"] / taken_s["ours"],
+        "ours_over_floor": taken_s["ours"] / taken_s["floor"],
     }  # fmt: skip
 
 
-def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
-    """Run one of the workers; rank 0 prints."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", args.workers)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.workers, timeout=LIMIT)
-    records = [race(rank, args, megabytes) for megabytes in args.megabytes]
-    if rank == 0:
-        print(f"{'way':12}{'MB':>8}{'seconds':>10}{'x ours':>8}{'busiest rank MB':>17}")
-        for record in records:
-            for way, taken in record["seconds"].items():
-                print(
-                    f"{way:12}{record['bytes'] / 1e6:8.1f}{taken:10.4f}"
-                    f"{taken / record['seconds']['ours']:8.2f}"
-                    f"{record['busiest_bytes'][way] / 1e6:17.1f}"
-                )
-        print("RESULT " + json.dumps({"bench": "dispatch", "sizes": records}), flush=True)
-    dist.destroy_process_group()
+def run(args: argparse.Namespace) -> None:
+    """Time all sizes on this rank; rank 0 prints. Collective: the world."""
+    records = [race(args, megabytes) for megabytes in args.megabytes]
+    if dist.get_rank():
+        return
+    rows = [["way", "MB", "seconds", "x ours", "busiest rank MB"]]
+    for record in records:
+        for way, taken in record["seconds"].items():
+            ratio, busiest = taken / record["seconds"]["ours"], record["busiest_bytes"][way]
+            size = f"{record['bytes'] / 1e6:.1f}"
+            rows.append([way, size, f"{taken:.4f}", f"{ratio:.2f}", f"{busiest / 1e6:.1f}"])
+    print("\n".join(aligned(rows)))
+    print_result("dispatch", sizes=records)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> None:
     """Start the workers and wait for them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--workers", type=int, default=4, help="ranks (4)")
     parser.add_argument(
         "--megabytes", type=int, nargs="+", default=[16, 64], help="of all samples (16 64)"
     )
     parser.add_argument("--repeats", type=int, default=5, help="timed hand-overs of each (5)")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     if args.workers < 2 or min(args.megabytes) < 1 or args.repeats < 1:
         parser.error("at least 2 --workers, 1 in --megabytes and 1 in --repeats")
-    with tempfile.TemporaryDirectory(prefix="dispatch-bench-") as folder:
-        mp.spawn(  # type: ignore[attr-defined,no-untyped-call]
-            run_rank, (args, folder), args.workers
-        )
-    return 0
+    spawn(run, args, args.workers)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -19,10 +19,9 @@ The last line is RESULT and a JSON object.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,9 +33,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parents[2]
-if __name__ == "__main__":  # to import make_tiny_model and make_task_data
-    sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.jobs import parser_of, print_result, torchrun
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {},
@@ -45,7 +44,6 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 WARM_STEPS = 2
 LR = 1e-5
-REWARD = "share_of_digits"
 
 
 def share_of_digits(response: str) -> float:
@@ -53,10 +51,9 @@ def share_of_digits(response: str) -> float:
     return sum(c.isdigit() for c in response) / max(1, len(response))
 
 
-def command_line(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def command_line() -> argparse.Namespace:
+    """Read the flags; ``--plain-in`` is given to the ranks of the plain loop."""
+    parser = parser_of(__doc__)
     parser.add_argument("--size", choices=tuple(SIZES), default="0.6m")
     parser.add_argument("--ranks", type=int, default=2, help="data-parallel ranks (2)")
     parser.add_argument("--prompts", type=int, default=16, help="prompts per step (16)")
@@ -66,7 +63,7 @@ def command_line(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side (2)")
     parser.add_argument("--warm-steps", type=int, default=120, help="supervised steps (120)")
     parser.add_argument("--plain-in", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     if args.steps <= WARM_STEPS:
         parser.error(f"--steps {args.steps}: must be above {WARM_STEPS}, which are left out")
     if args.prompts % args.ranks:
@@ -84,71 +81,58 @@ def prepare(folder: Path, args: argparse.Namespace) -> None:
     write_jsonl(folder / "rl.jsonl", generate_task("word_problem", args.prompts * args.steps, 1))
     if args.warm_steps:
         write_jsonl(folder / "sft.jsonl", generate_task("word_problem", 4000, 2))
-        torchrun(args, [
-            "-m", "mindspeed_rl.pretrain", "--platform", "cpu", "--hf-checkpoint", str(model),
-            "--sft-data", f"{folder}/sft.jsonl", "--train-iters", str(args.warm_steps),
+        torchrun(
+            args.ranks, "-m", "mindspeed_rl.pretrain", "--platform", "cpu",
+            "--hf-checkpoint", str(model), "--sft-data", f"{folder}/sft.jsonl",
+            "--train-iters", str(args.warm_steps),
             "--global-batch-size", "64", "--micro-batch-size", "32", "--lr", "2e-3",
             "--lr-warmup-iters", "20", "--output-dir", f"{folder}/warm",
-            "--export-hf", f"{folder}/model",
-        ])  # fmt: skip
+            "--export-hf", f"{folder}/model", quiet=True,
+        )  # fmt: skip
     (folder / "reward.py").write_text(
-        f"def {REWARD}(request):\n"
-        "    text = request.response\n"
-        "    return sum(c.isdigit() for c in text) / max(1, len(text))\n"
+        f"{inspect.getsource(share_of_digits)}\n"
+        "def reward(request):\n"
+        "    return share_of_digits(request.response)\n"
     )
-
-
-def torchrun(args: argparse.Namespace, target: list[str]) -> None:
-    """Run a command on all ranks; if it fails, end with its output."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--nproc-per-node", str(args.ranks), *target]
-    done = subprocess.run(
-        command, env=environment, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True,
-    )  # fmt: skip
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}\n{done.stdout[-4000:]}\nended with {done.returncode}")
 
 
 def run_ours(folder: Path, args: argparse.Namespace) -> dict[str, float]:
     """Run train_rl once and return its figures."""
     samples = args.prompts * args.group_size
-    torchrun(args, [
-        "-m", "mindspeed_rl.train_rl", "--platform", "cpu",
+    torchrun(
+        args.ranks, "-m", "mindspeed_rl.train_rl", "--platform", "cpu",
         "--hf-checkpoint", str(folder / "model"), "--prompt-data", str(folder / "rl.jsonl"),
         "--train-iters", str(args.steps), "--grpo-prompts-per-step", str(args.prompts),
         "--grpo-group-size", str(args.group_size), "--micro-batch-size", str(samples // args.ranks),
         "--max-prompt-length", "192", "--rollout-max-response-length", str(args.response_length),
         "--rollout-kv-cache-gb", "0.5", "--vllm-max-num-seqs", str(samples), "--lr", str(LR),
-        "--use-distributed-optimizer", "--reward-function", f"{folder / 'reward.py'}:{REWARD}",
-        "--output-dir", str(folder / "ours"), "--overwrite-output-dir",
-    ])  # fmt: skip
+        "--use-distributed-optimizer", "--reward-function", f"{folder / 'reward.py'}:reward",
+        "--output-dir", str(folder / "ours"), "--overwrite-output-dir", quiet=True,
+    )  # fmt: skip
     lines = (folder / "ours" / "metrics.jsonl").read_text().splitlines()
-    steps = [row for row in map(json.loads, lines) if "time/step_s" in row][WARM_STEPS:]
-    tokens = sum(row["throughput/tokens_per_s"] * row["time/step_s"] for row in steps)
-    sync = [value for name, value in steps[-1].items() if name == "reshard/bytes_received"]
-    return {
-        "tokens_per_s": tokens / sum(row["time/step_s"] for row in steps),
-        "tokens_per_step": tokens / len(steps),
-        "step_s": statistics.median(row["time/step_s"] for row in steps),
-        "sync_bytes": sum(sync),  # of the rank that receives the most
-    }
+    rows = [row for row in map(json.loads, lines) if "time/step_s" in row]
+    seconds = [row["time/step_s"] for row in rows]
+    tokens = [row["throughput/tokens_per_s"] * row["time/step_s"] for row in rows]
+    sync_bytes = rows[-1].get("reshard/bytes_received", 0)
+    return figures(list(zip(seconds, tokens, strict=True)), sync_bytes)
 
 
 def run_plain(folder: Path, args: argparse.Namespace) -> dict[str, float]:
     """Run :func:`plain_rank` once on all ranks and return its figures."""
     numbers = ("prompts", "group_size", "response_length", "steps", "ranks")
     flags = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in numbers]
-    torchrun(args, [__file__, f"--plain-in={folder}", *flags])
-    steps = json.loads((folder / "plain.json").read_text())[WARM_STEPS:]
-    tokens = sum(step["tokens"] for step in steps)
+    torchrun(args.ranks, __file__, f"--plain-in={folder}", *flags, quiet=True)
+    return figures(json.loads((folder / "plain.json").read_text()), sync_bytes=0)
+
+
+def figures(steps: Sequence[tuple[float, float]], sync_bytes: float) -> dict[str, float]:
+    """Return the figures of a run from the seconds and sampled tokens of each step."""
+    seconds, tokens = zip(*steps[WARM_STEPS:], strict=True)
     return {
-        "tokens_per_s": tokens / sum(step["seconds"] for step in steps),
-        "tokens_per_step": tokens / len(steps),
-        "step_s": statistics.median(step["seconds"] for step in steps),
-        "sync_bytes": 0,
+        "tokens_per_s": sum(tokens) / sum(seconds),
+        "tokens_per_step": statistics.fmean(tokens),
+        "step_s": statistics.median(seconds),
+        "sync_bytes": sync_bytes,  # of the rank that receives the most
     }
 
 
@@ -202,10 +186,8 @@ def plain_rank(args: argparse.Namespace) -> None:
         ends.append(time.perf_counter())
         tokens.append(int(count))
     if rank == 0:
-        steps = [
-            {"seconds": after - before, "tokens": n}
-            for (before, after), n in zip(pairwise(ends), tokens, strict=True)
-        ]
+        seconds = [after - before for before, after in pairwise(ends)]
+        steps = list(zip(seconds, tokens, strict=True))
         (args.plain_in / "plain.json").write_text(json.dumps(steps))
     dist.barrier()
     dist.destroy_process_group()
@@ -242,12 +224,12 @@ def update_floor_s(folder: Path, args: argparse.Namespace, tokens_per_step: floa
     return float(3 * samples * length * per_token / rate)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> None:
     """Race both sides and report the result, or run as a rank of the plain loop."""
-    args = command_line(argv)
+    args = command_line()
     if args.plain_in:
         plain_rank(args)
-        return 0
+        return
     sides = {"ours": run_ours, "plain": run_plain}
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     with tempfile.TemporaryDirectory(prefix="e2e-bench-") as name:
@@ -272,10 +254,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"a weight sync brings a rank {last['sync_bytes'] / 1e6:.1f} MB; floor of a step, the "
         f"matrix products of its update: {floor:.3f} s of {last['step_s']:.3f} s"
     )
-    record = {"bench": "e2e", "size": args.size, "ratio": ratio, "floor_s": floor, "rounds": rounds}
-    print("RESULT " + json.dumps(record), flush=True)
-    return 0
+    print_result("e2e", size=args.size, ratio=ratio, floor_s=floor, rounds=rounds)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -4,8 +4,8 @@
     python tools/bench/reshard.py --cases deepseek-v3 --ranks 8
 
 direct   ours: every rank receives only what its engine lacks, point to point
-gather   the usual way: all shards of a replica of the trainer are broadcast to all of its ranks, in
-         large buckets, and every engine rank cuts its part out of whole tensors
+gather   the usual way: all shards of a replica of the trainer are broadcast to all of its ranks,
+         many at a time, and every engine rank cuts its part out of whole tensors
 
 Models have two layers of real shape and a vocabulary of 1024. The ways alternate in one run, and
 after the last run of each the engine's weights are compared with the HF tensors bit by bit. Seconds
@@ -21,38 +21,37 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from mindspeed_rl.core.boxes import Box
+from mindspeed_rl.core.layout import round_up
+from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.models.registry import spec_from_hf_config
-from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.executor import Resharder, wire_dtype
-from mindspeed_rl.weights.layouts.base import Piece, Shard, ShardLayout, locate, pieces_of
+from mindspeed_rl.weights.layouts.base import Piece, ShardLayout, locate, pieces_of
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 from mindspeed_rl.weights.traffic import element_bytes_of
 from mindspeed_rl.weights.transports import make_transport
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from layout_texts import rollout_from_text, training_from_text
+from layout_texts import layouts_from_texts
 from reshard_figures import rank_floor
 
-CONFIGS = Path(__file__).resolve().parents[2] / "pretrain_scripts" / "models" / "configs"
+from bench.jobs import ROOT, parser_of, print_result, spawn
+
+CONFIGS = ROOT / "pretrain_scripts" / "models" / "configs"
 DTYPE = torch.bfloat16
 _BITS = {2: torch.int16, 4: torch.int32}
-LIMIT = timedelta(minutes=10)
 Params = Mapping[str, torch.Tensor]
 
 
@@ -105,10 +104,7 @@ def layouts_of(name: str, num_ranks: int) -> tuple[MegatronLayout, ShardLayout]:
     for key in {"num_experts", "n_routed_experts"} & config.keys():
         config[key] = case.experts_per_rank * num_ranks
     spec = spec_from_hf_config(config)
-    return (
-        training_from_text(spec, case.train[num_ranks], num_ranks),
-        rollout_from_text(spec, case.rollout[num_ranks], num_ranks, VllmLayout),
-    )
+    return layouts_from_texts(spec, case.train[num_ranks], case.rollout[num_ranks], num_ranks)
 
 
 # --- weights whose every element follows from its place ------------------------------
@@ -194,111 +190,92 @@ class Direct:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bucket:
-    """Whole tensors that are broadcast together.
+class _Broadcast:
+    """A shard of the trainer on its way to all ranks of a replica.
 
     Attributes:
-        sent: Shards of each sending rank, concatenated: [bytes] uint8, by rank.
-        packs: Pairs (buffer, own shard) to copy before the broadcast.
-        cuts: Pairs (engine parameter, buffer) to copy after the broadcast.
+        buffer: Place of the shard in the staging buffer, [bytes] uint8.
+        sender: Rank that holds the shard.
+        group: Ranks of the replica.
+        packs: Pair (staged shard, own shard) to copy before, on the sender.
+        cuts: Pairs (engine parameter, staged part) to copy after.
     """
 
-    sent: Mapping[int, torch.Tensor]
+    buffer: torch.Tensor
+    sender: int
+    group: dist.ProcessGroup
     packs: Sequence[tuple[torch.Tensor, torch.Tensor]]
     cuts: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Gather:
-    """Gathers whole tensors on every rank and cuts the engine's part; its buffers are reused."""
+    """Gathers whole tensors on every rank and cuts the engine's part; its buffer is reused."""
 
     def __init__(
         self, source: MegatronLayout, target: ShardLayout, read: Params, write: Params, bucket: int
     ) -> None:
-        self._rank, self._source = dist.get_rank(), source
-        self._wanted: dict[str, list[Piece]] = {}
-        for shard in pieces_of(target, self._rank):
-            self._wanted.setdefault(shard.piece.hf_name, []).append(shard.piece)
-        self._buckets: list[tuple[dist.ProcessGroup, _Bucket]] = []
-        pool = torch.empty(0, dtype=torch.uint8)
-        grid = source.parallel
+        rank, grid = dist.get_rank(), source.parallel
+        wanted: dict[str, list[Piece]] = {}
+        for shard in pieces_of(target, rank):
+            wanted.setdefault(shard.piece.hf_name, []).append(shard.piece)
+        self._rounds: list[list[_Broadcast]] = [[]]
+        staging, start = torch.empty(bucket, dtype=torch.uint8), 0
         for experts in (False, True):
             names = [n for n in source.hf_shapes if ("{e}" in locate(n)[0]) == experts]
             replicas: dict[Any, list[int]] = {}
-            for rank in range(grid.world if names else 0):
-                at = grid.coords(rank)
-                key = grid.expert_coords(rank).dp if experts else (at.dp, at.cp)
-                replicas.setdefault(key, []).append(rank)
+            for other in range(grid.world if names else 0):
+                at = grid.coords(other)
+                key = grid.expert_coords(other).dp if experts else (at.dp, at.cp)
+                replicas.setdefault(key, []).append(other)
             groups = {tuple(ranks): dist.new_group(ranks) for ranks in replicas.values()}
-            mine = next((ranks for ranks in groups if self._rank in ranks), ())
-            for part in self._parts(names, bucket):
-                needed = sum(self._num_bytes(name) for name in part) + 16 * len(part) * grid.world
-                if pool.numel() < needed:
-                    pool = torch.empty(needed, dtype=torch.uint8)
-                self._buckets.append((groups[mine], self._bucket(part, mine, pool, read, write)))
-
-    def _num_bytes(self, name: str) -> int:
-        return prod(self._source.shape_of(name)) * dtype_of(self._source, name).itemsize
-
-    def _parts(self, names: Sequence[str], bucket: int) -> Iterator[list[str]]:
-        """Yield groups of tensors of at most ``bucket`` bytes, or of one tensor."""
-        part: list[str] = []
-        for name in names:
-            if part and sum(map(self._num_bytes, [*part, name])) > bucket:
-                yield part
-                part = []
-            part.append(name)
-        if part:
-            yield part
-
-    def _bucket(
-        self,
-        names: list[str],
-        ranks: Sequence[int],
-        pool: torch.Tensor,
-        read: Params,
-        write: Params,
-    ) -> _Bucket:
-        of_sender: dict[int, list[Shard]] = {}
-        for name in names:
-            for shard in self._source.shards(name):
-                owner_ranks = [rank for rank in shard.owner_ranks if rank in ranks]
-                if owner_ranks and not shard.is_replica:
-                    of_sender.setdefault(owner_ranks[0], []).append(shard)
-        sent, packs, cuts, start = {}, [], [], 0
-        for sender, shards in sorted(of_sender.items()):
-            first = start
-            for shard in shards:
-                piece, dtype = shard.piece, dtype_of(self._source, shard.piece.hf_name)
+            mine = next((ranks for ranks in groups if rank in ranks), ())
+            for shard in (s for name in names for s in source.shards(name)):
+                owners = [owner for owner in shard.owner_ranks if owner in mine]
+                if not owners or shard.is_replica:
+                    continue
+                piece, dtype = shard.piece, dtype_of(source, shard.piece.hf_name)
                 size = piece.hf_box.num_elements * dtype.itemsize
-                staged = pool[start : start + size].view(dtype).view(piece.hf_box.size)
-                start += -(-size // 8) * 8
-                if sender == self._rank:
-                    packs.append((staged, shown(read, piece)))
-                for wanted in self._wanted.get(piece.hf_name, ()):
-                    if box := piece.hf_box.intersect(wanted.hf_box):
-                        inside = box.moved(wanted.hf_box, wanted.param_box)
-                        to = wanted.view.of(write[wanted.param])[inside.slices]
-                        whole = Box.whole(piece.hf_box.size)
-                        cuts.append((to, staged[box.moved(piece.hf_box, whole).slices]))
-            sent[sender] = pool[first:start]
-        return _Bucket(sent, packs, cuts)
+                if start + size > len(staging):
+                    self._rounds.append([])
+                    start, staging = 0, staging if size <= bucket else staging.new_empty(size)
+                buffer = staging[start : start + size]
+                start += round_up(size, 8)
+                staged = buffer.view(dtype).view(piece.hf_box.size)
+                packs = [(staged, shown(read, piece))] if owners[0] == rank else []
+                cuts = list(_cuts(piece, staged, wanted.get(piece.hf_name, ()), write))
+                self._rounds[-1].append(_Broadcast(buffer, owners[0], groups[mine], packs, cuts))
 
     def run(self) -> int:
         """Reshard once and return the bytes that this rank received. Collective: the world."""
         received = 0
-        for group, bucket in self._buckets:
-            for to, origin in bucket.packs:
-                to.copy_(origin)
-            pending = [
-                dist.broadcast(buffer, sender, group=group, async_op=True)
-                for sender, buffer in bucket.sent.items()
-            ]
+        for moves in self._rounds:
+            pending = []
+            for move in moves:
+                for to, origin in move.packs:
+                    to.copy_(origin)
+                pending.append(
+                    dist.broadcast(move.buffer, move.sender, group=move.group, async_op=True)
+                )
+                received += 0 if move.packs else move.buffer.numel()
             for work in pending:
                 work.wait()
-            for to, origin in bucket.cuts:
+            for to, origin in (pair for move in moves for pair in move.cuts):
                 to.copy_(origin)
-            received += sum(b.numel() for s, b in bucket.sent.items() if s != self._rank)
         return received
+
+
+def _cuts(
+    piece: Piece, staged: torch.Tensor, wanted: Iterable[Piece], write: Params
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the engine's parameters that a staged shard fills, each with its part of the shard."""
+    for want in wanted:
+        if box := piece.hf_box.intersect(want.hf_box):
+            inside = box.moved(want.hf_box, want.param_box)
+            whole = Box.whole(piece.hf_box.size)
+            yield (
+                want.view.of(write[want.param])[inside.slices],
+                staged[box.moved(piece.hf_box, whole).slices],
+            )
 
 
 WAYS: dict[str, Callable[..., Direct | Gather]] = {"direct": Direct, "gather": Gather}
@@ -356,54 +333,44 @@ def race(name: str, num_ranks: int, repeats: int, bucket_bytes: int) -> dict[str
 
 def table(record: Mapping[str, Any]) -> str:
     """Format the figures of one case."""
-    ours = record["ways"]["direct"]["median_s"]
-    lines = [
-        f"{record['case']}: {record['train']} -> {record['rollout']}, {record['ranks']} ranks, "
-        f"{record['weights_bytes'] / 1e6:.1f} MB",
-        f"{'way':8}{'seconds':>9}{'x ours':>8}{'all MB':>10}{'busiest MB':>12}{'floor MB':>10}",
-    ]
+    ours, floor = record["ways"]["direct"]["median_s"], f"{record['floor_bytes'] / 1e6:.1f}"
+    rows = [["way", "seconds", "x ours", "all MB", "busiest MB", "floor MB"]]
     for name, way in record["ways"].items():
-        lines.append(
-            f"{name:8}{way['median_s']:9.3f}{way['median_s'] / ours:8.2f}"
-            f"{way['received_bytes'] / 1e6:10.1f}{way['busiest_bytes'] / 1e6:12.1f}"
-            f"{record['floor_bytes'] / 1e6:10.1f}"
-        )
-    return "\n".join([*lines, ""])
+        seconds, ratio = f"{way['median_s']:.3f}", f"{way['median_s'] / ours:.2f}"
+        moved = (f"{way[key] / 1e6:.1f}" for key in ("received_bytes", "busiest_bytes"))
+        rows.append([name, seconds, ratio, *moved, floor])
+    title = (
+        f"{record['case']}: {record['train']} -> {record['rollout']}, {record['ranks']} ranks, "
+        f"{record['weights_bytes'] / 1e6:.1f} MB"
+    )
+    return "\n".join([title, *aligned(rows), ""])
 
 
-def run_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
-    """Run one of the ranks; rank 0 prints."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", args.ranks)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks, timeout=LIMIT)
+def run(args: argparse.Namespace) -> None:
+    """Race all cases on this rank; rank 0 prints. Collective: the world."""
     records = []
     for name in args.cases:
         records.append(race(name, args.ranks, args.repeats, args.bucket_mb << 20))
-        if rank == 0:
+        if dist.get_rank() == 0:
             print(table(records[-1]), flush=True)
-    if rank == 0:
-        print("RESULT " + json.dumps({"bench": "reshard", "cases": records}), flush=True)
-    dist.destroy_process_group()
+    if dist.get_rank() == 0:
+        print_result("reshard", cases=records)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> None:
     """Start the ranks and wait for them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, choices=(4, 8), default=4, help="gloo ranks (4)")
     parser.add_argument(
         "--cases", nargs="+", choices=tuple(CASES), default=["qwen2.5-7b", "qwen3-30b-a3b"]
     )
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each way (3)")
     parser.add_argument("--bucket-mb", type=int, default=128, help="of a round, MiB (128)")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     if min(args.repeats, args.bucket_mb) < 1:
         parser.error("--repeats and --bucket-mb must be at least 1")
-    with tempfile.TemporaryDirectory(prefix="reshard-bench-") as folder:
-        mp.spawn(run_rank, (args, folder), args.ranks)  # type: ignore[attr-defined,no-untyped-call]
-    return 0
+    spawn(run, args, args.ranks)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

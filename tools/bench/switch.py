@@ -14,10 +14,8 @@ engine's weights are freed, too (--rollout-sleep all). The last line is RESULT a
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,19 +30,20 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parents[2]
-if __name__ == "__main__":  # to import make_tiny_model
-    sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+from mindspeed_rl.colocation import scheduler, transition
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.core.memory import MemoryOwner
+from mindspeed_rl.core.tables import aligned
+from mindspeed_rl.launch import bootstrap
+from mindspeed_rl.planning.run_plan import check_rl
+from mindspeed_rl.platforms.host_pages import advise_large_pages
+from mindspeed_rl.platforms.storages import as_bytes, storages_of
+from mindspeed_rl.weights.sync import WeightSync
 
-from mindspeed_rl.colocation import scheduler, transition  # noqa: E402
-from mindspeed_rl.config import RLRunConfig  # noqa: E402
-from mindspeed_rl.config.arguments import parse  # noqa: E402
-from mindspeed_rl.core.memory import MemoryOwner  # noqa: E402
-from mindspeed_rl.launch import bootstrap  # noqa: E402
-from mindspeed_rl.planning.run_plan import check_rl  # noqa: E402
-from mindspeed_rl.platforms.host_pages import advise_large_pages  # noqa: E402
-from mindspeed_rl.platforms.storages import as_bytes, storages_of  # noqa: E402
-from mindspeed_rl.weights.sync import WeightSync  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.jobs import parser_of, print_result, slowest, torchrun
 
 Seconds = dict[str, list[float]]
 FLAGS = (
@@ -249,37 +248,33 @@ def report(
     floor: list[float],
 ) -> None:
     """Print the medians of the slowest rank. Collective: the world."""
-    mine = [
-        {name: statistics.median(taken) for name, taken in way.items()}
-        for way in (ours, theirs, {"total": floor})
-    ]
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
+    our_s, their_s = (
+        slowest({name: statistics.median(taken) for name, taken in way.items()})
+        for way in (ours, theirs)
+    )
+    floor_s = slowest({"floor": statistics.median(floor)})["floor"]
     if dist.get_rank():
         return
-    slowest = [{name: max(r[i][name] for r in ranks) for name in mine[i]} for i in range(3)]
-    our_s, their_s, floor_s = slowest[0], slowest[1], slowest[2]["total"]
-    print(f"{'MB on a rank':24}" + "  ".join(f"{k} {v / 1e6:.0f}" for k, v in bytes_of.items()))
-    print(f"{'action':24}{'ours s':>10}{'sequential s':>14}")
-    for name in our_s:
-        other = f"{their_s[name]:14.4f}" if name in their_s else ""
-        print(f"{name:24}{our_s[name]:10.4f}{other}")
+    print("MB on a rank  " + "  ".join(f"{k} {v / 1e6:.0f}" for k, v in bytes_of.items()))
+    rows = [["action", "ours s", "sequential s"]]
+    for name, seconds in our_s.items():
+        other = f"{their_s[name]:.4f}" if name in their_s else ""
+        rows.append([name, f"{seconds:.4f}", other])
+    print("\n".join(aligned(rows)))
     print(
         f"sequential / ours: {their_s['total'] / our_s['total']:.2f}; floor: a plain copy of "
         f"{bytes_of['copied'] / 1e6:.0f} MB takes {floor_s:.4f} s, ours / floor "
         f"{our_s['total'] / floor_s:.2f}"
     )
-    record = {
-        "bench": "switch", "ranks": len(ranks), "cycles": args.cycles, "bytes": bytes_of,
-        "ours_s": our_s, "sequential_s": their_s, "floor_s": floor_s,
-    }  # fmt: skip
-    print("RESULT " + json.dumps(record), flush=True)
+    print_result(
+        "switch", ranks=dist.get_world_size(), cycles=args.cycles, bytes=bytes_of,
+        ours_s=our_s, sequential_s=their_s, floor_s=floor_s,
+    )  # fmt: skip
 
 
-def command_line(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def command_line() -> argparse.Namespace:
+    """Read the flags; ``--model`` is given to the ranks that the benchmark starts."""
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="data-parallel ranks (2)")
     parser.add_argument("--num-layers", type=int, default=8, help="layers of 12.8 M weights (8)")
     parser.add_argument("--hidden-size", type=int, default=1024, help="a multiple of 64 (1024)")
@@ -287,7 +282,7 @@ def command_line(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cycles", type=int, default=7, help="timed switches of each way (7)")
     parser.add_argument("--kv-cache-gb", type=float, default=0.25, help="GiB per rank (0.25)")
     parser.add_argument("--model", default="", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     if args.hidden_size < 64 or args.hidden_size % 64:
         parser.error(f"--hidden-size {args.hidden_size}: must be a multiple of 64")
     for name in ("ranks", "num_layers", "cycles", "warm_cycles"):
@@ -296,7 +291,7 @@ def command_line(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def launch(args: argparse.Namespace) -> int:
+def launch(args: argparse.Namespace) -> None:
     """Write the model, start the ranks with torchrun and wait for them."""
     from make_tiny_model import write_tiny_model
 
@@ -310,25 +305,17 @@ def launch(args: argparse.Namespace) -> int:
             num_kv_heads=args.hidden_size // 64,
             ffn=11 * args.hidden_size // 4,
         )
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(args.ranks), __file__, *sys.argv[1:], "--model", str(model)),
-        ]
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        }
-        return subprocess.run(command, env=environment, check=False).returncode
+        torchrun(args.ranks, __file__, *sys.argv[1:], "--model", str(model))
 
 
-def main() -> int:
+def main() -> None:
     """Start the ranks, or run as one of them."""
     args = command_line()
-    if not args.model:
-        return launch(args)
-    race(args)
-    return 0
+    if args.model:
+        race(args)
+    else:
+        launch(args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

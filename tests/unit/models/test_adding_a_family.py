@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mapping_checks import check_layout, check_tensors, tensor_shapes
+from check_mapping import check_layout, check_tensors, tensor_shapes
 from support.architecture import ROOT
 from support.family_models import FAMILY_CASES, FamilyCase, write_family_model
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import prod
 
 import pytest
-from mapping_checks import check_layout
+from check_mapping import check_layout
 
 from mindspeed_rl.config import ModelConfig, ParallelConfig, TrainConfig
 from mindspeed_rl.config.architecture import check_architecture

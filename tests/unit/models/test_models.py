@@ -13,13 +13,13 @@ from safetensors import safe_open
 from support.layout_cases import GQA, layouts_of, spec_of, with_attention
 from support.published import published_config
 
-from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.core.layout import EngineLayout, ParallelLayout, round_up
 from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.models.attention_rules import GroupedQKV, StackedQKV
 from mindspeed_rl.models.layers import DenseMLP, GroupedQueryAttention, LayerSpec
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
 from mindspeed_rl.models.rope import RopeSpec
-from mindspeed_rl.models.rules import Share, round_up
+from mindspeed_rl.models.rules import Share
 from mindspeed_rl.models.spec import ModelSpec, eos_ids_of, read_hf_config
 from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
