@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import PretrainRunConfig
-from mindspeed_rl.config.modules import modules_note
+from mindspeed_rl.config.kernels import modules_note
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.job import Job

@@ -9,14 +9,13 @@ from mindspeed_rl.algorithms.policy_losses import SurrogateSettings
 from mindspeed_rl.config.algorithms import (
     AdvantageConfig,
     CorrectionConfig,
+    CriticConfig,
     KLConfig,
     PolicyLossConfig,
     SamplingConfig,
 )
-from mindspeed_rl.config.critic import CriticConfig
 from mindspeed_rl.config.diagnostics import ProfilerConfig, TrackerConfig
 from mindspeed_rl.config.dry_run import DryRunConfig
-from mindspeed_rl.config.engine_tuning import EngineTuningConfig
 from mindspeed_rl.config.environment import EnvironmentConfig
 from mindspeed_rl.config.kernels import KernelConfig
 from mindspeed_rl.config.launch import LaunchConfig
@@ -24,10 +23,10 @@ from mindspeed_rl.config.memory import DeviceConfig, MemoryConfig
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
 from mindspeed_rl.config.npu import NpuConfig
 from mindspeed_rl.config.rewards import RewardConfig
-from mindspeed_rl.config.rl import PromptConfig, RLConfig, RolloutConfig
-from mindspeed_rl.config.rollout_balance import RolloutBalanceConfig
+from mindspeed_rl.config.rl import PromptConfig, RLConfig
+from mindspeed_rl.config.rollout import EngineTuningConfig, RolloutBalanceConfig, RolloutConfig
 from mindspeed_rl.config.score import ScoreConfig
-from mindspeed_rl.config.sft import IndexedDataConfig, SftConfig
+from mindspeed_rl.config.supervised import IndexedDataConfig, SftConfig
 from mindspeed_rl.config.training import CheckpointConfig, LoggingConfig, TrainConfig
 
 __all__ = [

@@ -31,7 +31,7 @@ def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:
     num_layers = None if model.num_layers is None else model.num_layers - num_noop
     num_layers_flag = "--num-layers less --noop-layers =" if num_noop else "--num-layers"
     padded = round_up(spec.vocab_size, model.make_vocab_size_divisible_by * tp)
-    attention = spec.attention
+    attention, grouped = spec.attention, spec.attention.kind == "grouped"
     pairs = (
         (num_layers_flag, num_layers, spec.num_layers),
         ("--hidden-size", model.hidden_size, spec.hidden_size),
@@ -39,7 +39,7 @@ def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:
         ("--num-attention-heads", model.num_attention_heads, attention.num_heads),
         ("--num-query-groups", model.num_query_groups, attention.num_kv_heads),
         # megatron-core does not read this flag with latent attention.
-        ("--kv-channels", None if spec.latent else model.kv_channels, attention.head_dim),
+        ("--kv-channels", model.kv_channels if grouped else None, attention.head_dim),
         ("--vocab-size", model.vocab_size, spec.vocab_size),
         ("--padded-vocab-size", model.padded_vocab_size, padded),
         ("--rotary-base", model.rotary_base, spec.rope.theta),

@@ -19,7 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from mindspeed_rl.compat import ForeignUse, UnknownToken, UsedFlag, classify
+from mindspeed_rl.compat import ForeignUse, UnknownToken, UsedFlag, classify, foreign_flags
+from mindspeed_rl.compat.foreign_flags import ForeignFlag
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
 from mindspeed_rl.config.engine_options import take_engine_options
 from mindspeed_rl.config.needs import needs_of
@@ -186,45 +187,76 @@ def parse(run_type: type[Run], argv: Sequence[str], prog: str) -> ParsedArgument
         UsageError: Flags are unknown, refused or malformed; one message has as many as possible.
         SystemExit: ``--help`` was asked for.
     """
-    parser = build_parser(run_type, prog)
-    if not {"-h", "--help"}.isdisjoint(argv):
-        parser.parse_args(["--help"])
-    by_spelling = _by_spelling(run_type)
-    sections = _sections(run_type)
     takes_options = "engine_options" in run_type.__dataclass_fields__
     rest, engine_options = take_engine_options(argv) if takes_options else (list(argv), {})
-    use = classify(rest, by_spelling)
-    if problems := _problems(use, run_type):
-        raise UsageError("; ".join(problems))
-    namespace = vars(parser.parse_args(_bind(use.own_argv, by_spelling)))
-    built: dict[str, Any] = {
-        name: section(**{f.name: _as_field(namespace[f.name]) for f in dataclasses.fields(section)})
-        for name, section in sections.items()
-    }
+    parser = build_parser(run_type, prog)
+    built, use = parse_sections(run_type, rest, parser, foreign_flags())
     if engine_options:
         built["engine_options"] = engine_options
     ignored = [_as_typed(used) for used in use.accepted]
-    ignored += _inert(use.own_argv, by_spelling)
+    ignored += _inert(use.own_argv, _by_spelling(run_type))
     parallel = built["parallel"]
     ignored += parallel.idle_flags
     ignored += built["kernels"].idle_flags(resolve_platform(parallel.platform))
     return ParsedArguments(run_type(**built), tuple(ignored), use.compared)
 
 
-def build_parser(run_type: type[Any], prog: str) -> argparse.ArgumentParser:
-    """Make the parser of an entry: one argument group per section, help from the field metadata."""
+def parse_sections(
+    run_type: type[Any],
+    argv: Sequence[str],
+    parser: argparse.ArgumentParser,
+    foreign: Mapping[str, ForeignFlag],
+) -> tuple[dict[str, Any], ForeignUse]:
+    """Parse a command line into the sections of ``run_type``, by the name of their field.
+
+    Args:
+        run_type: A dataclass whose fields are dataclasses of flags.
+        argv: Tokens after the program name.
+        parser: Result of :func:`build_parser`.
+        foreign: Answers to flags that ``run_type`` does not have.
+
+    Returns:
+        The sections, and what was found of foreign flags.
+
+    Raises:
+        UsageError: Flags are unknown, refused or malformed; one message has as many as possible.
+        SystemExit: ``--help`` was asked for.
+    """
+    if not {"-h", "--help"}.isdisjoint(argv):
+        parser.parse_args(["--help"])
+    by_spelling = _by_spelling(run_type)
+    use = classify(argv, by_spelling, foreign)
+    if problems := _problems(use, run_type):
+        raise UsageError("; ".join(problems))
+    namespace = vars(parser.parse_args(_bind(use.own_argv, by_spelling)))
+    built = {
+        name: section(**{f.name: _as_field(namespace[f.name]) for f in dataclasses.fields(section)})
+        for name, section in _sections(run_type).items()
+    }
+    return built, use
+
+
+def build_parser(
+    run_type: type[Any], prog: str, usage: str = "", epilog: str = ""
+) -> argparse.ArgumentParser:
+    """Make a parser: one argument group per section, help from the field metadata.
+
+    ``usage`` and ``epilog`` are those of the entries where they are not given.
+    """
     # The last column stays free, because some terminals wrap when it is written.
     columns = min(shutil.get_terminal_size().columns - 1, _MAX_HELP_COLUMNS)
-    example = " \\\n        ".join(_EXAMPLES[run_type])
+    if not epilog:
+        example = " \\\n        ".join(_EXAMPLES[run_type])
+        epilog = _EPILOG.format(prog=prog, example=example)
     parser = _Parser(
         prog=prog,
-        usage=f"torchrun ... -m {prog} --hf-checkpoint DIR [flags]",
+        usage=usage or f"torchrun ... -m {prog} --hf-checkpoint DIR [flags]",
         allow_abbrev=False,
         formatter_class=partial(
             argparse.RawTextHelpFormatter, max_help_position=_HELP_INDENT, width=columns
         ),
         description=_paragraphs(run_type, columns),
-        epilog=_EPILOG.format(prog=prog, example=example),
+        epilog=epilog,
     )
     for section, flags in own_flags(run_type):
         title, _, text = _paragraphs(section, columns - 2).partition("\n")
@@ -248,10 +280,9 @@ def _add_flag(group: Any, flag: OwnFlag, columns: int) -> None:
         action = "store_false" if flag.default is True else "store_true"
         group.add_argument(*flag.spellings, action=action, **common)
         return
-    read = {int: _integer, float: _finite}.get(flag.kind)
     group.add_argument(
         *flag.spellings,
-        type=partial(read, info=flag.info) if read else str,
+        type=str if flag.kind is str else partial(_number, kind=flag.kind, info=flag.info),
         choices=flag.info.choices or None,
         nargs=flag.info.nargs,
         metavar=None if flag.info.choices else _METAVARS[flag.kind],
@@ -259,32 +290,19 @@ def _add_flag(group: Any, flag: OwnFlag, columns: int) -> None:
     )
 
 
-def _integer(text: str, info: FlagInfo) -> int:
+def _number(text: str, kind: type[int] | type[float], info: FlagInfo) -> float:
     try:
-        value = int(text)
-    except ValueError:
-        value = None
-    if value is None or not info.allows(value):
+        value = kind(text)
+        allowed = math.isfinite(value) and info.allows(value)
+    except (ValueError, OverflowError):
+        allowed = False
+    if not allowed:
+        what, like = ("whole", "1000") if kind is int else ("finite", "0.5 or 1e-6")
+        limits = f" of {info.limits}" if info.limits else ""
         raise argparse.ArgumentTypeError(
-            f"must be a whole number{_of(info.limits)}, written like 1000, got {text!r}"
+            f"must be a {what} number{limits}, written like {like}, got {text!r}"
         )
     return value
-
-
-def _finite(text: str, info: FlagInfo) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or not info.allows(value):
-        raise argparse.ArgumentTypeError(
-            f"must be a finite number{_of(info.limits)}, written like 0.5 or 1e-6, got {text!r}"
-        )
-    return value
-
-
-def _of(limits: str) -> str:
-    return f" of {limits}" if limits else ""
 
 
 def _inert(argv: Sequence[str], flags: Mapping[str, OwnFlag]) -> Iterator[str]:
@@ -372,4 +390,12 @@ def _filled(text: str, columns: int) -> str:
     return textwrap.fill(text, max(columns, 24), break_on_hyphens=False)
 
 
-__all__ = ["ENTRIES", "OwnFlag", "ParsedArguments", "build_parser", "own_flags", "parse"]
+__all__ = [
+    "ENTRIES",
+    "OwnFlag",
+    "ParsedArguments",
+    "build_parser",
+    "own_flags",
+    "parse",
+    "parse_sections",
+]

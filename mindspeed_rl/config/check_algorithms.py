@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mindspeed_rl.algorithms.advantages import ESTIMATORS
 from mindspeed_rl.algorithms.kl import KL_ESTIMATORS, STRAIGHT_THROUGH
-from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config import RLRunConfig, RolloutBalanceConfig
 from mindspeed_rl.config.needs import check_needs
 from mindspeed_rl.core.errors import UsageError
 
@@ -21,6 +21,7 @@ def check_algorithms(config: RLRunConfig) -> None:
     _check_sampling(config)
     _check_reward_model(config)
     _check_routing(config)
+    _check_environment(config.balance, config.environment.rl_environment)
     warmup, last = config.critic.critic_warmup_steps, config.train.train_iters
     if warmup and warmup >= last:
         raise UsageError(
@@ -139,3 +140,16 @@ def _check_sampling(config: RLRunConfig) -> None:
             "allowed: --old-logprob rollout, or recompute with "
             "--rl-inference-logprobs-is-correction"
         )
+
+
+def _check_environment(flags: RolloutBalanceConfig, environment: str) -> None:
+    """Refuse flags that move samples between engines or steps together with an environment."""
+    for name, value in (
+        ("--partial-rollout-tokens", flags.partial_rollout_tokens),
+        ("--rollout-rebalance", flags.rollout_rebalance),
+    ):
+        if environment and value not in (0, "off"):
+            raise UsageError(
+                f"{name} {value}: not with --rl-environment {environment}, whose conversations "
+                "stay on the engine that holds them; remove one of the two"
+            )

@@ -1,11 +1,14 @@
-"""Flags of the trainer's fused kernels and of its overlap, which a CPU does not have."""
+"""Modules, fused kernels and overlap of the trainer: what flags and installed packages choose."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.core.flag import flag, flag_names
+from mindspeed_rl.core.installed import has_transformer_engine, resolve_platform
+from mindspeed_rl.models.module_names import GROUPED, LOCAL, TRANSFORMER_ENGINE, ModuleNames
 
 # Dispatchers of megatron-core that are used as given; others are computed as alltoall.
 DISPATCHERS = ("alltoall", "allgather")
@@ -59,3 +62,26 @@ class KernelConfig:
             yield f"{names} (a CPU has neither fused kernels nor streams to overlap)"
         elif dispatcher not in DISPATCHERS:
             yield f"--moe-token-dispatcher-type {dispatcher} (computed as alltoall)"
+
+
+def module_names(model: ModelConfig, platform: str) -> ModuleNames:
+    """The modules of ``--transformer-impl`` and ``--moe-grouped-gemm`` on ``--platform``.
+
+    A script may ask for Transformer Engine where there is none; it then gets local modules.
+    """
+    asked = model.transformer_impl
+    if asked == "auto" and resolve_platform(platform) == "npu":
+        asked = "transformer_engine"
+    if asked != "transformer_engine" or not has_transformer_engine(platform):
+        return LOCAL
+    return GROUPED if model.moe_grouped_gemm else TRANSFORMER_ENGINE
+
+
+def modules_note(model: ModelConfig, platform: str) -> list[str]:
+    """The line of the log for a ``--transformer-impl`` whose modules are not installed."""
+    if model.transformer_impl != "transformer_engine" or has_transformer_engine(platform):
+        return []
+    return [
+        "--transformer-impl transformer_engine: Transformer Engine is not installed here, the "
+        "model is built of megatron-core's local modules"
+    ]

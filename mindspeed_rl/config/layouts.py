@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
-from mindspeed_rl.config.rl import RolloutConfig
+from mindspeed_rl.config.rollout import RolloutConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import StageLayout, accounted_stages, even_stages, listed_stages
@@ -32,7 +32,8 @@ def training_layout(
                 "allowed is 1"
             )
         ep, etp = ep * tp, 1
-    if tp > 1 and (spec.moe or spec.latent) and not parallel.sequence_parallel:
+    latent = "latent" in spec.attention_kinds
+    if tp > 1 and (spec.moe or latent) and not parallel.sequence_parallel:
         what = "experts" if spec.moe else "latent attention"
         raise UsageError(
             f"--tensor-model-parallel-size {tp} with {what} needs --sequence-parallel; without it "

@@ -1,10 +1,9 @@
-"""Flags of reinforcement learning: Megatron's native-RL names, ``--rollout-*`` for the rest."""
+"""Flags of the RL step and of its prompts, in the names of Megatron's native RL."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rl.config.training import TrainConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flag import Needs, flag
 
@@ -105,100 +104,6 @@ class RLConfig:
         "Stop when the largest |log p(trainer) - log p(engine)| of a step exceeds this; 0 is off.",
         minimum=0.0,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutConfig:
-    """Rollout engine.
-
-    vLLM runs in the training processes. An engine is ``--rollout-tp`` neighbouring ranks; the
-    world holds world / that many engines (replicas), which share the prompts. The layout is free
-    of the training layout: weights are resharded after every step.
-
-    Further engine options pass through with a prefix: ``--vllm-max-num-seqs 512``. A value is read
-    as JSON (``--vllm-compilation-config '{"level": 0}'``) and else as text; an option without a
-    value is switched on. Options that vLLM does not have are refused, and so are those that
-    mindspeed_rl sets itself or cannot honour, like the tensor-parallel size or quantization, with
-    the flag to use or the reason.
-
-    Example, 16 ranks: --rollout-tp 2 makes 8 engines; 256 samples are 32 samples each.
-    """
-
-    rl_inference_tensor_model_parallel_size: int = flag(
-        1,
-        "Ranks of one engine; must divide the world size and the attention heads.",
-        minimum=1,
-        names=("--rl-inference-tensor-model-parallel-size", "--rollout-tp"),
-    )
-    rollout_dp: int = flag(
-        1,
-        "Data-parallel ranks of one engine, for models with experts: an engine is --rollout-tp x "
-        "this many ranks, which share the experts and have prompts of their own.",
-        minimum=1,
-    )
-    rl_inference_expert_model_parallel_size: int = flag(
-        1,
-        "Ranks that share the experts of a layer: 1 (each rank has a slice of every expert) or "
-        "--rollout-tp x --rollout-dp (each rank has whole experts).",
-        minimum=1,
-        names=("--rl-inference-expert-model-parallel-size", "--rollout-ep"),
-    )
-    rollout_max_response_length: int = flag(
-        128, "Longest response, in tokens; a longer one is cut and marked as truncated.", minimum=1
-    )
-    rollout_kv_cache_gb: float = flag(
-        0.03125, "Key/value cache of each rank, in GiB; must be above 0."
-    )
-    rollout_dtype: str = flag(
-        "auto",
-        "Engine precision; auto takes that of training.",
-        choices=("auto", "float32", "bfloat16"),
-    )
-    reshard_bucket_mb: float = flag(
-        512.0,
-        "Staging of a reshard on one rank, in MiB: what is sent and received of the two rounds "
-        "on their way.",
-        minimum=0.001,
-    )
-    reshard_path: str = flag(
-        "direct",
-        "Way of the weights into the engine. direct: every rank receives the rectangles it needs, "
-        "into the live parameters; stream: whole tensors through the engine's own loader, which "
-        "moves the whole model to every rank.",
-        choices=("direct", "stream"),
-    )
-    reshard_transport: str = flag(
-        "auto",
-        "How a round travels: one all-to-all-v of the world, or p2p sends between the ranks that "
-        "have something for each other, large ones from and into the weights without a copy. auto "
-        "takes p2p on CPU, and the collective where each pair of ranks would need buffers of its "
-        "own.",
-        choices=("auto", "all-to-all", "p2p"),
-    )
-    reshard_relay: str = flag(
-        "auto",
-        "On several nodes, send each rectangle once to a node and pass it on there (auto), or "
-        "always from its holder (off: right for a flat fabric such as A3's).",
-        choices=("auto", "off"),
-    )
-    reshard_verify_interval: int = flag(
-        1,
-        "Steps between bit-equality checks of engine and trainer weights; 0 checks the first sync "
-        "only.",
-        minimum=0,
-    )
-    rl_sync_check_tol: float | None = flag(
-        None,
-        "Largest mean |log p(trainer) - log p(engine)| on the probe prompt after the first sync, "
-        "and on the samples of every step that --reshard-verify-interval checks; unset takes "
-        "0.001 where trainer and engine compute in fp32, and 0.05 where one of them computes in "
-        "bfloat16.",
-        minimum=0.0,
-    )
-
-    def engine_is_bf16(self, train: TrainConfig) -> bool:
-        """Return whether the engine computes in bfloat16; otherwise it computes in float32."""
-        return train.bf16 if self.rollout_dtype == "auto" else self.rollout_dtype == "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)

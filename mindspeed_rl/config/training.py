@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flag import flag
+
+RECOMPUTE_MODULES = ("core_attn", "mlp", "moe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,3 +181,36 @@ class LoggingConfig:
         "Limit of one phase of a step, in seconds; a longer one ends the job on all ranks.",
         minimum=1.0,
     )
+
+
+def check_recompute(train: TrainConfig) -> None:
+    """Check the flags of recomputation against each other.
+
+    Raises:
+        UsageError: The message names the flag, its value, what is allowed and the fix.
+    """
+    full = train.recompute_granularity == "full"
+    if full and (not train.recompute_method or train.recompute_num_layers is None):
+        raise UsageError(
+            "--recompute-granularity full needs --recompute-method (uniform or block) and "
+            "--recompute-num-layers; add them, e.g. --recompute-method uniform "
+            "--recompute-num-layers 1"
+        )
+    given = [
+        name
+        for name, value in (
+            ("--recompute-method", train.recompute_method),
+            ("--recompute-num-layers", train.recompute_num_layers),
+        )
+        if value
+    ]
+    if given and not full:
+        raise UsageError(
+            f"{given[0]} with --recompute-granularity {train.recompute_granularity}: it has a "
+            "meaning for full only; add --recompute-granularity full, or remove it"
+        )
+    unknown = sorted(set(train.recompute_modules) - set(RECOMPUTE_MODULES))
+    if unknown:
+        raise UsageError(
+            f"--recompute-modules {' '.join(unknown)}: allowed are {', '.join(RECOMPUTE_MODULES)}"
+        )

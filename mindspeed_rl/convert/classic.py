@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,21 @@ from typing import Any
 import torch
 
 from mindspeed_rl.checkpoint.resume import TRACKER
+from mindspeed_rl.config.layouts import layer_numbers, stage_layout
+from mindspeed_rl.config.model import ModelConfig, ParallelConfig
+from mindspeed_rl.convert.format import Format, LayoutFlags, Request
 from mindspeed_rl.convert.source import Shape, Source, StoredTensor, TensorPart
 from mindspeed_rl.convert.target import OutputFile, Target, params_of_rank
 from mindspeed_rl.convert.torch_files import read_torch_file, save_unfilled, stored_tensor
+from mindspeed_rl.convert.training_arguments import run_arguments
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.layout import round_up
-from mindspeed_rl.core.stages import StageLayout
-from mindspeed_rl.models.file_names import MTP_COPIES, FileNames, recognised_from
+from mindspeed_rl.core.stages import StageLayout, filled_slots
+from mindspeed_rl.models.file_names import (
+    MTP_COPIES,
+    FileNames,
+    mindspeed_names,
+    recognised_from,
+)
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.weights.layouts.checkpoint_files import MODEL_FILE, CheckpointLayout, classic_grid
 from mindspeed_rl.weights.layouts.megatron import chunk_prefix
@@ -55,7 +63,7 @@ class _Files:
         return tp, pp, ep
 
 
-def open_classic(folder: Path, spec: ModelSpec, *, extends_ep: bool = False) -> Source:
+def open_classic(folder: Path, spec: ModelSpec, extends_ep: bool) -> Source:
     """Open a classic checkpoint as a source.
 
     Args:
@@ -270,36 +278,61 @@ def _some(names: list[str]) -> str:
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def plan_classic(
-    layout: CheckpointLayout,
-    dtype_of: Callable[[str], torch.dtype],
-    iteration: int,
-    arguments: Mapping[str, Any],
-) -> Target:
-    """Plan ``iter_<iteration>/mp_rank_*`` of every rank of ``layout``, and the tracker file.
+def plan_classic(request: Request) -> Target:
+    """Plan ``iter_<iteration>/mp_rank_*`` of every rank of the layout, and the tracker file.
 
-    Args:
-        layout: Layout with one rank for each file.
-        dtype_of: Element type of an HF tensor; a parameter takes that of its first HF tensor.
-        iteration: Iteration in the name of the folder and in the files.
-        arguments: Arguments of the run that readers of the format look up.
+    Raises:
+        UsageError: Sizes that do not fit the model or each other.
     """
-    args = argparse.Namespace(**arguments)
+    layout, noop = _target_layout(request.layout, request.spec, request.keeps_mtp)
+    args = argparse.Namespace(**run_arguments(layout, noop))
+    dtypes, iteration = request.dtypes(), request.source.iteration
     files = tuple(
-        _file(layout, rank, dtype_of, iteration, args) for rank in range(layout.parallel.world)
+        _file(layout, rank, dtypes, iteration, args) for rank in range(layout.parallel.world)
     )
     small = {TRACKER: f"{iteration}".encode()}
-    return Target(files, small, {name: dtype_of(name) for name in layout.hf_shapes})
+    return Target(files, small, {name: dtypes[name] for name in layout.hf_shapes})
+
+
+def _target_layout(
+    flags: LayoutFlags, spec: ModelSpec, keeps_mtp: bool
+) -> tuple[CheckpointLayout, list[int]]:
+    """Return a layout with one rank for each file, and its empty slots."""
+    tp, pp = flags.tensor_parallel, flags.pipeline_parallel
+    noop = layer_numbers("--noop-layers", flags.noop_layers)
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=pp,
+        num_layer_list=flags.num_layer_list,
+        num_layers_per_virtual_pipeline_stage=flags.num_layers_per_virtual_pipeline_stage,
+    )
+    stages = stage_layout(ModelConfig(noop_layers=flags.noop_layers), parallel, spec.num_layers)
+    etp, extends = flags.expert_tensor_parallel or tp, flags.moe_tp_extend_ep
+    if extends and flags.expert_tensor_parallel not in (None, 1):
+        raise UsageError(
+            f"--moe-tp-extend-ep makes experts whole; --expert-tensor-parallel-size {etp}: remove "
+            "one of the two"
+        )
+    grid = classic_grid(stages, tp, flags.expert_parallel, etp, extends)
+    names = mindspeed_names(
+        spec,
+        transformer_engine=flags.transformer_impl == "transformer_engine",
+        grouped=flags.moe_grouped_gemm,
+        split_up=flags.mla_mm_split,
+        mtp=keeps_mtp,
+    )
+    slots = filled_slots(spec.num_layers, pp, stages.vpp, noop) if noop else ()
+    divisor = flags.make_vocab_size_divisible_by
+    return CheckpointLayout(spec, grid, divisor, names=names, slots=slots, extends_ep=extends), noop
 
 
 def _file(
     layout: CheckpointLayout,
     rank: int,
-    dtype_of: Callable[[str], torch.dtype],
+    dtypes: Mapping[str, torch.dtype],
     iteration: int,
     args: argparse.Namespace,
 ) -> OutputFile:
-    tensors = params_of_rank(layout, rank, dtype_of)
+    tensors = params_of_rank(layout, rank, dtypes)
     stored = [(t.dtype, layout.stored_shape(name, t.shape)) for name, t in tensors.items()]
     vpp = layout.parallel.stages.vpp
 
@@ -324,81 +357,13 @@ def _file(
     return OutputFile(path, tuple(tensors.values()), frame)
 
 
-def run_arguments(layout: CheckpointLayout, noop_layers: Sequence[int]) -> dict[str, Any]:
-    """Make the arguments of a run that readers of classic checkpoints look up.
-
-    Sources: ``check_checkpoint_args`` of Megatron-LM, ``convert_mg2hf.py`` of MindSpeed-LLM.
-    """
-    spec, parallel, names = layout.spec, layout.parallel, layout.names
-    stages = parallel.stages
-    slots = spec.num_layers + len(noop_layers)
-    even = (not layout.slots and stages.is_even) or bool(noop_layers)
-    fields: dict[str, Any] = {
-        "tensor_model_parallel_size": parallel.tp,
-        "pipeline_model_parallel_size": parallel.pp,
-        "expert_model_parallel_size": layout.num_file_ep,
-        "expert_tensor_parallel_size": parallel.tp if layout.extends_ep else parallel.etp,
-        "context_parallel_size": 1,
-        "num_layers": slots,
-        "noop_layers": ",".join(map(str, noop_layers)) or None,
-        "num_layer_list": None if even else ",".join(map(str, stages.layers_per_chunk)),
-        "num_layers_per_virtual_pipeline_stage": (
-            slots // (parallel.pp * stages.vpp) if stages.vpp > 1 else None
-        ),
-        "moe_tp_extend_ep": layout.extends_ep,
-        "moe_grouped_gemm": names.experts != "single",
-        "transformer_impl": "transformer_engine" if names.dense_norm else "local",
-        "mla_mm_split": names.split_up,
-        "mtp_num_layers": spec.num_mtp_layers if names.mtp else 0,
-        "make_vocab_size_divisible_by": layout.vocab_divisor,
-        "padded_vocab_size": round_up(spec.vocab_size, layout.vocab_multiple),
-    }
-    return fields | _architecture(spec)
-
-
-def _architecture(spec: ModelSpec) -> dict[str, Any]:
-    attention = spec.attention
-    fields: dict[str, Any] = {
-        "hidden_size": spec.hidden_size,
-        "ffn_hidden_size": spec.ffn_hidden_size,
-        "intermediate_size": spec.ffn_hidden_size,
-        "num_attention_heads": attention.num_heads,
-        "num_key_value_heads": attention.num_kv_heads,
-        "num_query_groups": attention.num_kv_heads,
-        "group_query_attention": attention.num_kv_heads != attention.num_heads,
-        "kv_channels": attention.head_dim,
-        "vocab_size": spec.vocab_size,
-        "max_position_embeddings": spec.max_position_embeddings,
-        "norm_epsilon": spec.norm_eps,
-        "rotary_base": spec.rope.theta,
-        "tie_word_embeddings": spec.tie_embeddings,
-        "untie_embeddings_and_output_weights": not spec.tie_embeddings,
-        "qk_layernorm": attention.qk_norm,
-        "add_bias_linear": False,
-        "add_position_embedding": True,
-        "normalization": "RMSNorm",
-        "swiglu": True,
-    }
-    if attention.qkv_bias:
-        fields["add_qkv_bias"] = True
-    if spec.moe is not None:
-        shared = spec.moe.shared_ffn_size // spec.moe.expert_ffn_size
-        fields |= {
-            "num_experts": spec.moe.num_experts,
-            "moe_router_topk": spec.moe.top_k,
-            "moe_intermediate_size": spec.moe.expert_ffn_size,
-            "moe_ffn_hidden_size": spec.moe.expert_ffn_size,
-            "first_k_dense_replace": spec.expert_layers[0],
-        }
-        if shared:
-            fields["n_shared_experts"] = shared
-    if spec.latent is not None:
-        fields |= {
-            "multi_latent_attention": True,
-            "q_lora_rank": spec.latent.q_lora_rank or None,
-            "kv_lora_rank": spec.latent.kv_lora_rank,
-            "qk_head_dim": spec.latent.nope_head_dim,
-            "qk_pos_emb_head_dim": spec.latent.rope_head_dim,
-            "v_head_dim": spec.latent.v_head_dim,
-        }
-    return fields
+FORMAT = Format(
+    name="torch",
+    model_type="mg",
+    files=f"mp_rank_*/{MODEL_FILE}",
+    help="one file per rank of the layout, under MindSpeed-LLM's names",
+    recognises=lambda folder: any(folder.glob(f"mp_rank_*/{MODEL_FILE}")),
+    open=open_classic,
+    plan=plan_classic,
+    layout_flags=frozenset(field.name for field in fields(LayoutFlags)),
+)

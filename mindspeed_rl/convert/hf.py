@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mindspeed_rl.checkpoint.hf import weight_files
+from mindspeed_rl.checkpoint.hf_writer import config_text, side_files
 from mindspeed_rl.checkpoint.safetensors_files import StoredEntry, safetensors_entries
-from mindspeed_rl.convert.source import Scales, Shape, Source, StoredTensor, TensorPart
-from mindspeed_rl.convert.target import OutputTensor, Target, safetensors_file
+from mindspeed_rl.convert.format import Format, Request
+from mindspeed_rl.convert.source import Scales, Source, StoredTensor, TensorPart
+from mindspeed_rl.convert.target import SAFETENSORS_TYPES, OutputTensor, Target, safetensors_file
 from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.models.blocks import EMBED_NAME
 from mindspeed_rl.models.hf_files import INDEX, index_text, shard_names
+from mindspeed_rl.models.registry import weight_table
+from mindspeed_rl.models.spec import ModelSpec, read_hf_config
 from mindspeed_rl.weights.layouts.base import Piece
 
 SCALE = "_scale_inv"
-_TYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
+# Key of config.json that only a quantised checkpoint has.
+QUANTISATION = "quantization_config"
+_TYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
+_TYPES["F8_E4M3"] = torch.float8_e4m3fn
 
 
-def open_hf(directory: Path, config: Mapping[str, Any], flag: str) -> Source:
+def open_hf(directory: Path, spec: ModelSpec, extends_ep: bool) -> Source:
     """Open a Hugging Face checkpoint as a source; quantised tensors are read as bfloat16.
-
-    Args:
-        directory: Directory with safetensors weights.
-        config: Contents of its ``config.json``.
-        flag: Flag that names the directory, for messages.
 
     Raises:
         UsageError: Unreadable files, or a quantisation other than FP8 in blocks.
@@ -45,7 +42,7 @@ def open_hf(directory: Path, config: Mapping[str, Any], flag: str) -> Source:
         entries |= {name: (path, entry) for name, entry in found.items() if files.get(name) == path}
     if lacking := sorted(set(files) - set(entries)):
         raise UsageError(f"{files[lacking[0]]}: lacks {lacking[0]}, which the index says is there")
-    block = _block_size(config, f"{flag} {directory}")
+    block = _block_size(read_hf_config(directory), directory)
     parts = {
         name: (_part(name, path, entry, entries, block),)
         for name, (path, entry) in entries.items()
@@ -58,15 +55,15 @@ def open_hf(directory: Path, config: Mapping[str, Any], flag: str) -> Source:
     )
 
 
-def _block_size(config: Mapping[str, Any], where: str) -> tuple[int, int] | None:
+def _block_size(config: Mapping[str, Any], directory: Path) -> tuple[int, int] | None:
     """Return rows and columns that share a factor; ``None`` where nothing is quantised."""
-    quantised = config.get("quantization_config")
+    quantised = config.get(QUANTISATION)
     if not quantised:
         return None
     method, block = quantised.get("quant_method"), quantised.get("weight_block_size")
     if method != "fp8" or not block or len(block) != 2:
         raise UsageError(
-            f"{where}: config.json has quantization_config with quant_method {method!r} and "
+            f"{directory}: config.json has {QUANTISATION} with quant_method {method!r} and "
             f"weight_block_size {block}; allowed: fp8 with blocks such as [128, 128]. Convert the "
             "checkpoint to bfloat16 with the tool that came with it first"
         )
@@ -86,8 +83,8 @@ def _part(
         raise UsageError(
             f"{path}: {name} has the element type {entry.dtype}"
             + ("" if scaled else f" and no {name}{SCALE}")
-            + f"; allowed: {', '.join(list(_TYPES)[:4])}, or F8_E4M3 with such factors and "
-            "weight_block_size in config.json"
+            + f"; allowed: {', '.join(SAFETENSORS_TYPES.values())}, or F8_E4M3 with such factors "
+            "and weight_block_size in config.json"
         )
     box = Box.whole(entry.shape)
     stored = StoredTensor(path, entry.offset, dtype, entry.shape)
@@ -104,22 +101,18 @@ def _part(
     return TensorPart(box, stored, box, scales=scales)
 
 
-def plan_hf(
-    shapes: Mapping[str, Shape], dtype_of: Callable[[str], torch.dtype], shard_bytes: int
-) -> Target:
-    """Plan safetensors files of at most ``shard_bytes``; a larger tensor has its own file.
+def plan_hf(request: Request) -> Target:
+    """Plan safetensors files of at most ``shard_bytes``, with the files that describe the model.
 
-    Args:
-        shapes: Shapes of the tensors, in order of writing.
-        dtype_of: Element type of each tensor.
-        shard_bytes: Size at which a new file begins.
+    A tensor that is larger has its own file.
     """
+    dtypes = request.dtypes()
     groups: list[list[OutputTensor]] = [[]]
     filled = 0
-    for name, shape in shapes.items():
+    for name, shape in request.shapes.items():
         box = Box.whole(shape)
-        tensor = OutputTensor(name, dtype_of(name), shape, (Piece(name, box, name, box),))
-        if groups[-1] and filled + tensor.num_bytes > shard_bytes:
+        tensor = OutputTensor(name, dtypes[name], shape, (Piece(name, box, name, box),))
+        if groups[-1] and filled + tensor.num_bytes > request.shard_bytes:
             groups.append([])
             filled = 0
         groups[-1].append(tensor)
@@ -128,5 +121,29 @@ def plan_hf(
     files = tuple(safetensors_file(*file) for file in zip(names, groups, strict=True))
     file_of = {tensor.name: file.path for file in files for tensor in file.tensors}
     text = index_text(file_of, sum(file.num_bytes for file in files)).encode()
-    small = {INDEX: text} if len(files) > 1 else {}
-    return Target(files, small, {n: dtype_of(n) for n in shapes})
+    small = _side_files(request, dtypes[EMBED_NAME])
+    if len(files) > 1:
+        small[INDEX] = text
+    return Target(files, small, dtypes)
+
+
+def _side_files(request: Request, dtype: torch.dtype) -> dict[str, bytes]:
+    """Make the config and tokenizer files."""
+    keys: dict[str, Any] = dict(weight_table(request.spec.family).config_keys)
+    if request.spec.num_mtp_layers and not request.keeps_mtp:
+        keys["num_nextn_predict_layers"] = 0
+    folder = request.config_dir
+    files = {file.name: file.read_bytes() for file in side_files(folder, folder)}
+    text = config_text(folder, dtype, keys, without=(QUANTISATION,))
+    return files | {"config.json": text.encode()}
+
+
+FORMAT = Format(
+    name="safetensors",
+    model_type="hf",
+    files="*.safetensors",
+    help="",
+    recognises=lambda folder: any(folder.glob("*.safetensors*")),
+    open=open_hf,
+    plan=plan_hf,
+)

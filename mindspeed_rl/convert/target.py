@@ -126,7 +126,7 @@ def safetensors_file(path: str, tensors: Sequence[OutputTensor]) -> OutputFile:
 
 
 def params_of_rank(
-    layout: CheckpointLayout, rank: int, dtype_of: Callable[[str], torch.dtype]
+    layout: CheckpointLayout, rank: int, dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, OutputTensor]:
     """Return the parameters of a rank by local name, each of the type of its first HF tensor.
 
@@ -139,6 +139,6 @@ def params_of_rank(
     found = {}
     for param, shape in layout.local_shapes(rank).items():
         mine = tuple(pieces.get(param, ()))
-        dtype = dtype_of(mine[0].hf_name if mine else first)
+        dtype = dtypes[mine[0].hf_name if mine else first]
         found[param] = OutputTensor(param, dtype, shape, mine)
     return found

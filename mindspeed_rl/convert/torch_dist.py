@@ -13,8 +13,8 @@ import io
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mindspeed_rl.checkpoint.resume import RECORD, TRACKER
+from mindspeed_rl.checkpoint.resume import CONVERTED, RECORD, TRACKER, CheckpointRecord
+from mindspeed_rl.convert.format import Format, Request
 from mindspeed_rl.convert.source import Source, StoredTensor, TensorPart
 from mindspeed_rl.convert.target import OutputFile, OutputTensor, Target, params_of_rank
 from mindspeed_rl.convert.torch_files import (
@@ -39,14 +40,17 @@ from mindspeed_rl.convert.torch_files import (
     saved_bytes,
     stored_tensor,
 )
+from mindspeed_rl.convert.training_arguments import run_arguments
 from mindspeed_rl.core.boxes import Box, ParamView
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.models.file_names import recognised_from
+from mindspeed_rl.core.layout import round_up
+from mindspeed_rl.models.file_names import distributed_names, recognised_from
+from mindspeed_rl.models.module_names import LOCAL, TRANSFORMER_ENGINE
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.weights.layouts.base import Shard
-from mindspeed_rl.weights.layouts.checkpoint_files import CheckpointLayout, whole_layout
+from mindspeed_rl.weights.layouts.checkpoint_files import whole_layout
 
-COMMON, INDEX, FORMAT = "common.pt", ".metadata", "metadata.json"
+COMMON, INDEX, FORMAT_FILE = "common.pt", ".metadata", "metadata.json"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
 _FORMAT = {
@@ -80,13 +84,13 @@ def key_of(param: str, stacked: bool) -> tuple[str, tuple[int, ...]]:
     return f"decoder.layers.{layer}.{tail}", position
 
 
-def open_distributed(folder: Path, spec: ModelSpec) -> Source:
+def open_distributed(folder: Path, spec: ModelSpec, extends_ep: bool) -> Source:
     """Open the weights of a distributed checkpoint; optimizer and random states are ignored.
 
     Raises:
         UsageError: Another format, unreadable files, or weights that the model does not have.
     """
-    kind = json.loads((folder / FORMAT).read_text(encoding="utf-8")).get("sharded_backend")
+    kind = json.loads((folder / FORMAT_FILE).read_text(encoding="utf-8")).get("sharded_backend")
     if kind != "torch_dist":
         raise UsageError(
             f"{folder}: distributed checkpoint of format {kind!r}; allowed: torch_dist. Save it "
@@ -204,27 +208,15 @@ class _Chunk:
         return torch.Size((*(1 for _ in self.position), *self.tensor.shape))
 
 
-def plan_distributed(
-    layout: CheckpointLayout,
-    dtype_of: Callable[[str], torch.dtype],
-    iteration: int,
-    arguments: Mapping[str, Any],
-    record: Mapping[str, Any],
-    record_name: str,
-) -> Target:
-    """Plan ``iter_<iteration>`` in the distributed format, and the tracker file.
-
-    Args:
-        layout: Layout of one rank that holds everything.
-        dtype_of: Element type of an HF tensor; a parameter takes that of its first HF tensor.
-        iteration: Iteration in the name of the folder and in the files.
-        arguments: Arguments of a run, for readers that look them up.
-        record: Record that mindspeed_rl's own trainer reads of a checkpoint; files are added.
-        record_name: Name of the record's file.
-    """
+def plan_distributed(request: Request) -> Target:
+    """Plan ``iter_<iteration>`` in the distributed format, and the tracker file."""
+    spec, flags, iteration = request.spec, request.layout, request.source.iteration
+    modules = TRANSFORMER_ENGINE if flags.transformer_impl == "transformer_engine" else LOCAL
+    padded = round_up(spec.vocab_size, flags.make_vocab_size_divisible_by)
+    layout, dtypes = whole_layout(spec, distributed_names(spec, modules), padded), request.dtypes()
     # Layers share keys where all are alike, that is, without experts; the trainer saves like this.
-    stacked = layout.spec.moe is None
-    params = params_of_rank(layout, 0, dtype_of)
+    stacked = spec.moe is None
+    params = params_of_rank(layout, 0, dtypes)
     chunks = tuple(_Chunk(*key_of(param, stacked), tensor) for param, tensor in params.items())
     counts = _counts(chunks)
     states = tuple(_states(chunks, counts))
@@ -240,22 +232,37 @@ def plan_distributed(
         _describe(index, chunk, counts[chunk.key])
     for state in states:
         index.state_dict_metadata[state] = BytesStorageMetadata()
-    common = {"checkpoint_version": 3.0, "iteration": iteration}
+    args = argparse.Namespace(**run_arguments(layout, ()))
+    common = {"checkpoint_version": 3.0, "iteration": iteration, "args": args}
     small = {
         f"{folder}/{INDEX}": pickle.dumps(index, protocol=2),
-        f"{folder}/{FORMAT}": json.dumps(_FORMAT).encode(),
-        f"{folder}/{COMMON}": saved_bytes({**common, "args": argparse.Namespace(**arguments)}),
+        f"{folder}/{FORMAT_FILE}": json.dumps(_FORMAT).encode(),
+        f"{folder}/{COMMON}": saved_bytes(common),
         TRACKER: f"{iteration}".encode(),
     }
     sizes |= {p.removeprefix(f"{folder}/"): len(data) for p, data in small.items() if "/" in p}
-    small[f"{folder}/{record_name}"] = json.dumps({**record, "files": sizes}, indent=1).encode()
+    record = asdict(_record(request)) | {"files": sizes}
+    small[f"{folder}/{RECORD}"] = json.dumps(record, indent=1).encode()
     outputs = tuple(
         OutputFile(
             f"{folder}/{file.name}", tuple(chunk.tensor for chunk in file.chunks), file.frame
         )
         for file in files
     )
-    return Target(outputs, small, {name: dtype_of(name) for name in layout.hf_shapes})
+    return Target(outputs, small, {name: dtypes[name] for name in layout.hf_shapes})
+
+
+def _record(request: Request) -> CheckpointRecord:
+    """Make the record that this project's own trainer reads of a checkpoint."""
+    return CheckpointRecord(
+        step=request.source.iteration,
+        num_updates=0,
+        model=asdict(request.spec),
+        layout=dict.fromkeys(("tp", "pp", "cp", "dp", "vpp", "ep", "etp"), 1),
+        optimizer="",
+        has_rng=False,
+        extra={CONVERTED: request.source.place},
+    )
 
 
 def _counts(chunks: Sequence[_Chunk]) -> dict[str, tuple[int, ...]]:
@@ -352,3 +359,16 @@ class _Nowhere(io.BytesIO):
 
     def tell(self) -> int:
         return self._position
+
+
+FORMAT = Format(
+    name="torch_dist",
+    model_type="mg",
+    files=f"{FORMAT_FILE} and *.distcp",
+    help="megatron-core's own, which every layout loads",
+    recognises=lambda folder: (folder / FORMAT_FILE).is_file() and (folder / INDEX).is_file(),
+    open=open_distributed,
+    plan=plan_distributed,
+    layout_flags=frozenset({"transformer_impl", "make_vocab_size_divisible_by"}),
+    writes_mtp=False,
+)

@@ -161,8 +161,7 @@ class HeadPart(HeadSplit):
 
     def _channels(self, spec: ModelSpec) -> tuple[int, int, int]:
         """Channels of a head, the first channel that is kept, and how many channels are kept."""
-        assert spec.latent is not None, f"{self.param}: heads have parts in latent attention only"
-        first, second = (int(getattr(spec.latent, name)) for name in self.sizes)
+        first, second = spec.dims(self.sizes)
         return first + second, first * self.part, second if self.part else first
 
     def local_shape(self, spec: ModelSpec, share: Share) -> tuple[int, ...]:

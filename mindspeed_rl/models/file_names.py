@@ -141,7 +141,7 @@ class _JoinedDown(Joined):
     key_value: str = ""
 
     def hf_shapes(self, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-        compressed = spec.latent is not None and spec.latent.compressed_query
+        (compressed,) = spec.dims(("q_lora_rank",))
         name, rows = ("q_a_proj", "q_lora_rank") if compressed else ("q_proj", "q_size")
         return {
             self.query.replace("{q}", name): spec.dims((rows, "hidden_size")),
@@ -195,7 +195,7 @@ def mindspeed_names(
         input_norm=transformer_engine,
         dense_norm=transformer_engine,
         experts=experts if spec.moe else "single",
-        joined_down=spec.latent is not None,
+        joined_down="latent" in spec.attention_kinds,
         split_up=split_up,
         mtp=mtp,
     )
@@ -203,10 +203,9 @@ def mindspeed_names(
 
 def distributed_names(spec: ModelSpec, modules: ModuleNames) -> FileNames:
     """The dialect of megatron-core's distributed format, whose own modules use the fused names."""
+    latent = "latent" in spec.attention_kinds
     if not modules.fused_norms:
-        plain = spec.latent is None
-        return FileNames(input_norm=plain, dense_norm=plain, expert_norm=plain)
-    latent = spec.latent is not None
+        return FileNames(input_norm=not latent, dense_norm=not latent, expert_norm=not latent)
     return FileNames(input_norm=not latent, dense_norm=True, latent_norms=latent)
 
 
@@ -216,6 +215,7 @@ def recognised_from(params: Collection[str], spec: ModelSpec) -> FileNames:
     def ends(tail: str) -> bool:
         return any(name.endswith(tail) for name in params)
 
+    latent = "latent" in spec.attention_kinds
     stacked, numbered = ends("mlp.experts.weight1"), ends("mlp.experts.linear_fc1.weight0")
     dense_norm = ends("mlp.linear_fc1.layer_norm_weight")
     return FileNames(
@@ -224,8 +224,8 @@ def recognised_from(params: Collection[str], spec: ModelSpec) -> FileNames:
         expert_norm=dense_norm and not ends("pre_mlp_layernorm.weight"),
         latent_norms=ends("linear_kv_up_proj.layer_norm_weight"),
         experts="stacked" if stacked else "numbered" if numbered else "single",
-        joined_down=spec.latent is not None and ends("linear_qkv.weight"),
-        old_latent=spec.latent is not None and ends("linear_kvb.weight"),
+        joined_down=latent and ends("linear_qkv.weight"),
+        old_latent=latent and ends("linear_kvb.weight"),
         split_up=ends("linear_kv_nope.weight"),
         mtp=any(name.startswith("mtp.") for name in params),
     )

@@ -12,7 +12,6 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.layers import (
     Attention,
     DenseMLP,
-    LatentAttention,
     LayerSpec,
     MoE,
     check_positive,
@@ -82,6 +81,11 @@ class ModelSpec:
         """Whether a layer (from 0) has experts instead of a dense MLP."""
         return self.layer(layer).moe is not None
 
+    @property
+    def attention_kinds(self) -> frozenset[str]:
+        """The kinds of attention that layers have."""
+        return frozenset(layer.attention.kind for layer in self.layers)
+
     def cached_values(self, tp: int) -> int:
         """Number of elements that an engine of ``tp`` ranks caches per token on each rank."""
         return sum(layer.attention.cached_values(tp) for layer in self.layers)
@@ -90,7 +94,9 @@ class ModelSpec:
 
     @property
     def attention(self) -> Attention:
-        """The attention that all layers have.
+        """The attention that all layers have, for readers of Megatron's configuration.
+
+        It has one attention for all layers. Whatever has one per layer reads :attr:`layers`.
 
         Raises:
             UsageError: The layers differ in attention.
@@ -98,15 +104,6 @@ class ModelSpec:
         found = self._agreed("attention", (layer.attention for layer in self.layers))
         assert found is not None
         return found
-
-    @property
-    def latent(self) -> LatentAttention | None:
-        """The attention that all layers have if it is latent attention, else ``None``.
-
-        Raises:
-            UsageError: The layers differ in attention.
-        """
-        return self.attention if isinstance(self.attention, LatentAttention) else None
 
     @property
     def moe(self) -> MoE | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import Coords, ExpertCoords, ParallelLayout
+from mindspeed_rl.parallel.small_collectives import gather_objects
 
 
 def rank_lists(layout: ParallelLayout) -> dict[str, list[list[int]]]:
@@ -42,10 +42,7 @@ def check_equal_nodes(local_size: int) -> None:
     Raises:
         UsageError: Nodes differ; raised on all ranks, with the sizes.
     """
-    mine = torch.tensor([local_size])
-    sizes = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, mine)
-    found = [int(size) for size in sizes]
+    found = gather_objects(local_size)
     if len(set(found)) > 1:
         per_rank = ", ".join(
             f"{found.count(size)} ranks on nodes of {size}" for size in sorted(set(found))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.machines import MACHINES, Machine
+from mindspeed_rl.config.dry_run import MACHINES, Machine
 from mindspeed_rl.core.memory import FIXED_MODES, OffloadMode
 from mindspeed_rl.planning.prediction import Config, MemoryPrediction
 

@@ -9,13 +9,7 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import MemoryPhase
 from mindspeed_rl.planning.budget import device_bytes, machine_on, resolve_offload, usable_bytes
-from mindspeed_rl.planning.prediction import (
-    Config,
-    MemoryPrediction,
-    Peak,
-    Table,
-    predict,
-)
+from mindspeed_rl.planning.prediction import Config, MemoryPrediction, Peak, Table
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.planning.suggestions import Suggestion, plan_of, suggest
 from mindspeed_rl.weights.planner import plan_reshard
@@ -96,7 +90,7 @@ def find_out(config: Config, world: int) -> Findings:
     """
     machine, plan = machine_on(config), plan_of(config, world)
     budget = usable_bytes(device_bytes(config, machine.memory_gib * _GIB), machine)
-    prediction = predict(config, plan, machine)
+    prediction = MemoryPrediction(config, plan, machine)
     ranks = prediction.representatives()
     mode, why = resolve_offload(prediction, ranks, budget)
     prediction = replace(prediction, offload=mode)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
-from mindspeed_rl.config.machines import MACHINES, Machine
+from mindspeed_rl.config.dry_run import MACHINES, Machine
 from mindspeed_rl.config.npu import group_buffers
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner, MemoryPhase, OffloadMode
@@ -295,13 +295,3 @@ class MemoryPrediction:
 def _passing(peak: TrainPeak) -> Table:
     """Return the bytes that an update allocates itself."""
     return {MemoryOwner.ACTIVATIONS: peak.activations, MemoryOwner.LOGITS: peak.logits}
-
-
-def predict(
-    config: Config,
-    plan: RunPlan,
-    machine: Machine = MACHINES["cpu"],
-    offload: OffloadMode = OffloadMode.NONE,
-) -> MemoryPrediction:
-    """Predict the device memory of a run. Pure; tables are computed on demand."""
-    return MemoryPrediction(config, plan, machine, offload)

@@ -14,18 +14,16 @@ from mindspeed_rl.config import (
 )
 from mindspeed_rl.config.architecture import check_architecture, model_config
 from mindspeed_rl.config.check_algorithms import check_algorithms
-from mindspeed_rl.config.check_balance import check_balance
 from mindspeed_rl.config.diagnostics import check_profiler, check_trackers
-from mindspeed_rl.config.engine_tuning import EngineTuningConfig
 from mindspeed_rl.config.environment import check_environment
-from mindspeed_rl.config.indexed_data import check_indexed_data
+from mindspeed_rl.config.kernels import module_names
 from mindspeed_rl.config.launch import check_environment_workers
 from mindspeed_rl.config.layouts import engine_layout, training_layout
-from mindspeed_rl.config.modules import module_names
 from mindspeed_rl.config.outputs import check_output_file, check_paths
-from mindspeed_rl.config.recompute import check_recompute
 from mindspeed_rl.config.rewards import check_rewards
-from mindspeed_rl.config.training import CheckpointConfig, TrainConfig
+from mindspeed_rl.config.rollout import EngineTuningConfig
+from mindspeed_rl.config.supervised import check_indexed_data
+from mindspeed_rl.config.training import CheckpointConfig, TrainConfig, check_recompute
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.models.hf_files import check_tokenizer_files, find_weights
@@ -110,7 +108,6 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     rl = config.rl
     engine_provider().check_options(config.engine_options)
     check_algorithms(config)
-    check_balance(config)
     _check_sampling(config)
     if files:
         _need_file("--prompt-data", config.prompts.prompt_data)

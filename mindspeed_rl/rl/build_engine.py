@@ -17,7 +17,7 @@ from mindspeed_rl.config import RLRunConfig, RolloutConfig, TrainConfig
 from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.planning.budget import device_bytes, machine_on, resolve_offload, usable_bytes
-from mindspeed_rl.planning.prediction import MemoryPrediction, predict
+from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rl.components import Models
 from mindspeed_rl.rollout.engine import EngineState, InferenceEngine
@@ -50,7 +50,7 @@ def memory_limit(job: Job[RLRunConfig, RLPlan]) -> int:
 def predict_run(job: Job[RLRunConfig, RLPlan]) -> tuple[MemoryPrediction, str]:
     """Predict the run's memory with an offload mode; also return why. Collective: the world."""
     machine = machine_on(job.config, job.platform.name)
-    prediction = predict(job.config, job.plan, machine)
+    prediction = MemoryPrediction(job.config, job.plan, machine)
     limit = memory_limit(job)
     if not limit and job.config.memory.rl_offload == OffloadMode.AUTO:
         why = "auto: the device is the host, so nothing is gained by moving"

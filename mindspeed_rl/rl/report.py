@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl.algorithms.correction import derived_mismatch
-from mindspeed_rl.config.modules import modules_note
+from mindspeed_rl.config.kernels import modules_note
 from mindspeed_rl.config.outputs import (
     CURVES_FILE,
     METRICS_FILE,
@@ -38,7 +38,7 @@ from mindspeed_rl.metrics.names import (
 from mindspeed_rl.metrics.output_dir import take_output_dir
 from mindspeed_rl.metrics.rollout_dump import RolloutRow, evenly_spread
 from mindspeed_rl.planning.budget import machine_on
-from mindspeed_rl.planning.prediction import predict
+from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.platforms.npu_install import determinism_line
 from mindspeed_rl.platforms.process_groups import existing_groups, group_lines
 from mindspeed_rl.rl.components import Components, RunState
@@ -73,7 +73,7 @@ def describe(run: Components) -> None:
         + (f"; control: {run.config.rl.rl_control}" if run.config.rl.rl_control != "none" else ""),
         *(pool.notices if (pool := run.rollouts.rewards.pool) is not None else ()),
     )
-    prediction = predict(run.config, plan, machine_on(run.config, run.job.platform.name))
+    prediction = MemoryPrediction(run.config, plan, machine_on(run.config, run.job.platform.name))
     run.job.log_rank0(*group_lines(existing_groups(), prediction.group_bytes(0)))
     if run.job.platform.name == "npu":
         run.job.log_rank0(determinism_line())

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.engine_tuning import EngineTuningConfig
+from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout

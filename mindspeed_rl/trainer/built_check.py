@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 
+from mindspeed_rl.models.megatron_fields import attention_fields
 from mindspeed_rl.models.spec import ModelSpec
 
 # Name of a field, its value in the built model, its value in the model's config.
@@ -52,7 +53,6 @@ def check_built(model: GPTModel, spec: ModelSpec, num_layers: int) -> None:
         *_dense_pairs(model, spec),
         ("layers of the chunk", len(model.decoder.layers), num_layers),
         *(_expert_pairs(model.config, spec) if spec.moe else ()),
-        *(_latent_pairs(model.config, spec) if spec.latent else ()),
         *(pair for layer in model.decoder.layers for pair in _layer_pairs(layer, model, spec)),
         *_norm_pairs(model, spec),
     ]
@@ -62,21 +62,18 @@ def check_built(model: GPTModel, spec: ModelSpec, num_layers: int) -> None:
 
 
 def _dense_pairs(model: GPTModel, spec: ModelSpec) -> Iterator[_Pair]:
-    config, attention = model.config, spec.attention
+    config = model.config
+    for name, value in attention_fields(spec.attention).items():
+        yield name, getattr(config, name), value
     yield "num_layers", config.num_layers, spec.num_layers
     yield "hidden_size", config.hidden_size, spec.hidden_size
     yield "ffn_hidden_size", config.ffn_hidden_size, spec.ffn_hidden_size
-    yield "num_heads", config.num_attention_heads, attention.num_heads
-    yield "num_kv_heads", config.num_query_groups, attention.num_kv_heads
-    yield "head_dim", config.kv_channels, attention.head_dim
     yield "norm_eps", config.layernorm_epsilon, spec.norm_eps
     yield "normalization", config.normalization, "RMSNorm"
     yield "gated_linear_unit", config.gated_linear_unit, True
     yield "activation", config.activation_func, F.silu
-    yield "qkv_bias", config.add_qkv_bias, attention.qkv_bias
     yield "linear bias", config.add_bias_linear, False
     yield "tie_embeddings", model.share_embeddings_and_output_weights, spec.tie_embeddings
-    yield "multi_latent_attention", config.multi_latent_attention, spec.latent is not None
     yield "experts", config.num_moe_experts, spec.num_experts or None
     yield "rotary_interleaved", config.rotary_interleaved, False
 
@@ -110,16 +107,6 @@ def _expert_pairs(config: Any, spec: ModelSpec) -> Iterator[_Pair]:
     yield "expert capacity (drops tokens)", config.moe_expert_capacity_factor, None
 
 
-def _latent_pairs(config: Any, spec: ModelSpec) -> Iterator[_Pair]:
-    latent = spec.latent
-    assert latent is not None
-    yield "q_lora_rank", config.q_lora_rank or 0, latent.q_lora_rank
-    yield "kv_lora_rank", config.kv_lora_rank, latent.kv_lora_rank
-    yield "qk_nope_head_dim", config.qk_head_dim, latent.nope_head_dim
-    yield "qk_rope_head_dim", config.qk_pos_emb_head_dim, latent.rope_head_dim
-    yield "v_head_dim", config.v_head_dim, latent.v_head_dim
-
-
 def _layer_pairs(layer: Any, model: GPTModel, spec: ModelSpec) -> Iterator[_Pair]:
     name = f"layer {layer.layer_number}"
     attention = layer.self_attention
@@ -127,6 +114,7 @@ def _layer_pairs(layer: Any, model: GPTModel, spec: ModelSpec) -> Iterator[_Pair
     declared = spec.layer(layer.layer_number - 1).attention
     scale = declared.softmax_scale(spec.rope)
     yield f"{name} softmax scale", attention.core_attention.softmax_scale, scale
-    rotary = attention.rotary_pos_emb if spec.latent else model.rotary_pos_emb
+    latent = declared.kind == "latent"
+    rotary = attention.rotary_pos_emb if latent else model.rotary_pos_emb
     expected = torch.tensor(spec.rope.inverse_frequencies(declared.rope_dim))
     yield f"{name} rope", torch.equal(rotary.inv_freq.cpu(), expected), True

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.convert.megatron import checkpoint_folder, open_megatron
+from mindspeed_rl.convert.formats import open_checkpoint, recognise
 from mindspeed_rl.convert.source import Source
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.trainer.train_engine import TrainEngine
@@ -27,14 +27,14 @@ def load_foreign(directory: str | os.PathLike[str], engine: TrainEngine) -> str:
         UsageError: On all ranks, if some rank cannot read it or it is of another model.
     """
     found: list[str] = [""]
-    if dist.get_rank() == 0:
-        found = [str(checkpoint_folder(Path(directory)) or "")]
+    if dist.get_rank() == 0 and (newest := recognise(Path(directory), "mg")):
+        found = [str(newest[1])]
     dist.broadcast_object_list(found, 0)
     if not found[0]:
         return ""
     problem, source = "", None
     try:
-        source = open_megatron(Path(found[0]), engine.spec, flag="--load")
+        source = open_checkpoint(Path(found[0]), "mg", engine.spec, flag="--load")
         _fill(engine, source)
     except (OSError, ValueError) as error:
         problem = f"rank {dist.get_rank()}: {error}"

@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.datasets.utils import compile_helpers
 
-from mindspeed_rl.config.indexed_data import data_bytes, parse_blend
-from mindspeed_rl.config.sft import IndexedDataConfig
+from mindspeed_rl.config.supervised import IndexedDataConfig, data_bytes, parse_blend
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.batches import StepSamples
 from mindspeed_rl.samples.packing import TrainSample

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mindspeed_rl.core.layout import round_up
+from mindspeed_rl.models.layers import LayerSpec
 from mindspeed_rl.models.module_names import ModuleNames
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.trainer.built_check import check_built
@@ -112,54 +113,53 @@ def _cut_dimension(module: torch.nn.Module) -> int | None:
 
 
 def _apply_patches(spec: ModelSpec, modules: ModuleNames, device: torch.device) -> None:
-    if (spec.moe or spec.latent) and not modules.fused_norms:
+    if (spec.moe or "latent" in spec.attention_kinds) and not modules.fused_norms:
         without_transformer_engine.apply()
     if spec.moe and device.type == "cpu":
         expert_splits_on_host.apply()
         uneven_collectives.apply()
 
 
-def _layer_spec(spec: ModelSpec, experts: bool, modules: ModuleNames) -> ModuleSpec:
-    attention = spec.attention
+def _layer_spec(layer: LayerSpec, modules: ModuleNames) -> ModuleSpec:
+    """Return megatron-core's modules of one layer. A new kind of layer has its modules here."""
     common = {
-        "num_experts": spec.num_experts if experts else None,
+        "num_experts": layer.moe.num_experts if layer.moe else None,
         "moe_grouped_gemm": modules.grouped_experts,
-        "qk_layernorm": attention.qk_norm,
-        "multi_latent_attention": spec.latent is not None,
+        "qk_layernorm": layer.attention.qk_norm,
+        "multi_latent_attention": layer.attention.kind == "latent",
     }
     if modules.fused_norms:
-        layer = get_gpt_layer_with_transformer_engine_spec(**common)
-        layer.submodules.self_attention.submodules.core_attention = PackedSelfAttention
-        return layer
-    layer = get_gpt_layer_local_spec(**common, normalization="RMSNorm")
-    return _with_our_norms(layer, spec)
+        built = get_gpt_layer_with_transformer_engine_spec(**common)
+        built.submodules.self_attention.submodules.core_attention = PackedSelfAttention
+        return built
+    return _with_our_norms(get_gpt_layer_local_spec(**common, normalization="RMSNorm"), layer)
 
 
-def _with_our_norms(layer: ModuleSpec, spec: ModelSpec) -> ModuleSpec:
+def _with_our_norms(built: ModuleSpec, layer: LayerSpec) -> ModuleSpec:
     """Put this project's norms and attention into a spec of megatron-core's own modules."""
-    parts = layer.submodules
+    parts = built.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = PackedSelfAttention
-    if spec.latent:
+    if layer.attention.kind == "latent":
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
         attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
-    elif spec.attention.qk_norm:
+    elif layer.attention.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return layer
+    return built
 
 
 def _block_spec(layout: MegatronLayout, stage: int, chunk: int) -> TransformerBlockSubmodules:
     spec, modules = layout.spec, layout.modules
-    kinds = {experts: _layer_spec(spec, experts, modules) for experts in (False, bool(spec.moe))}
-    layers = layout.parallel.stages.layers_of(stage, chunk)
+    layers = [spec.layers[n] for n in layout.parallel.stages.layers_of(stage, chunk)]
+    kinds = {layer: _layer_spec(layer, modules) for layer in layers}
     norm: Any = RMSNorm
     if modules.fused_norms:
         from megatron.core.extensions.transformer_engine import TENorm
 
         norm = TENorm
     return TransformerBlockSubmodules(
-        layer_specs=[kinds[spec.has_experts(layer)] for layer in layers], layer_norm=norm
+        layer_specs=[kinds[layer] for layer in layers], layer_norm=norm
     )
 
 
@@ -206,14 +206,13 @@ def build_model(
 
 def _set_attention(model: GPTModel, spec: ModelSpec, device: torch.device) -> None:
     """Set this project's rotary embedding and the spec's softmax scale in all layers."""
-    if not spec.latent:
-        model.rotary_pos_emb = PackedRotaryEmbedding(spec, device)
-    scale = spec.attention.softmax_scale(spec.rope)
+    for shared in {layer.attention for layer in spec.layers if layer.attention.kind == "grouped"}:
+        model.rotary_pos_emb = PackedRotaryEmbedding(spec.rope, shared.rope_dim, device)
     for layer in model.decoder.layers:
-        attention = layer.self_attention
-        if spec.latent:
-            attention.rotary_pos_emb = PackedRotaryEmbedding(spec, device, latent=True)
-        attention.core_attention.softmax_scale = scale
+        built, own = layer.self_attention, spec.layer(layer.layer_number - 1).attention
+        if own.kind == "latent":
+            built.rotary_pos_emb = PackedRotaryEmbedding(spec.rope, own.rope_dim, device, True)
+        built.core_attention.softmax_scale = own.softmax_scale(spec.rope)
 
 
 def mixed_precision(module: Any, config: Any) -> Any:

@@ -12,6 +12,7 @@ from mindspeed_rl.config import KernelConfig, ModelConfig, ParallelConfig, Train
 from mindspeed_rl.config.kernels import DISPATCHERS
 from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.core.stages import StageLayout
+from mindspeed_rl.models.megatron_fields import attention_fields
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.platforms.features import TransformerFeatures
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
@@ -31,28 +32,24 @@ def build_transformer_config(
     fields |= _recompute(train) | _kernels(layout, kernels, features)
     if spec.moe:
         fields |= _experts(spec, layout.parallel) | {"moe_grouped_gemm": modules.grouped_experts}
-    if spec.latent:
-        return MLATransformerConfig(**fields, **_latent(spec))
-    return TransformerConfig(**fields)
+    if not fields["multi_latent_attention"]:
+        return TransformerConfig(**fields)
+    return MLATransformerConfig(**fields, rope_type="yarn")  # only yarn scales cosine and sine
 
 
 def _common(spec: ModelSpec, model: ModelConfig, bf16: bool) -> dict[str, Any]:
     """Return the fields of the spec and the model flags; weights come from a checkpoint."""
-    dtype, attention = torch.bfloat16 if bf16 else torch.float32, spec.attention
+    dtype = torch.bfloat16 if bf16 else torch.float32
     return {
+        **attention_fields(spec.attention),
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
-        "num_attention_heads": attention.num_heads,
-        "num_query_groups": attention.num_kv_heads,
-        "kv_channels": attention.head_dim,
         "ffn_hidden_size": spec.ffn_hidden_size,
         "normalization": "RMSNorm",
         "layernorm_epsilon": spec.norm_eps,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": attention.qkv_bias,
-        "qk_layernorm": attention.qk_norm,
         "attention_dropout": model.attention_dropout,
         "hidden_dropout": model.hidden_dropout,
         "params_dtype": dtype,
@@ -99,7 +96,7 @@ def _kernels(
         "bias_activation_fusion": kernels.bias_swiglu_fusion,
         "bias_dropout_fusion": kernels.bias_dropout_fusion,
         # Latent attention takes cosine and sine from megatron-core's own module.
-        "apply_rope_fusion": kernels.rope_fusion and not layout.spec.latent,
+        "apply_rope_fusion": kernels.rope_fusion and "latent" not in layout.spec.attention_kinds,
         "gradient_accumulation_fusion": kernels.gradient_accumulation_fusion,
     }
     available = set(features.fusions)
@@ -160,19 +157,4 @@ def _experts(spec: ModelSpec, layout: ParallelLayout) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": moe.scaling_factor if moe.scaling_factor != 1 else None,
         # Models with a sigmoid router compute its scores in fp32.
         "moe_router_dtype": "fp32" if moe.score_function == "sigmoid" else None,
-    }
-
-
-def _latent(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of latent attention; only yarn lets cosine and sine be scaled."""
-    latent = spec.latent
-    assert latent is not None
-    return {
-        "multi_latent_attention": True,
-        "q_lora_rank": latent.q_lora_rank or None,
-        "kv_lora_rank": latent.kv_lora_rank,
-        "qk_head_dim": latent.nope_head_dim,
-        "qk_pos_emb_head_dim": latent.rope_head_dim,
-        "v_head_dim": latent.v_head_dim,
-        "rope_type": "yarn",
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.models.rope import RopeSpec
 from mindspeed_rl.trainer.packed_attention import PackedRow
 
 
@@ -18,15 +18,18 @@ class PackedRotaryEmbedding(torch.nn.Module):
     """Rotary angles of a packed row.
 
     Args:
-        spec: Gives the frequencies.
+        rope: Gives the frequencies.
+        rope_dim: Rotated channels of a head.
         device: Device of the frequencies.
         latent: Whether latent attention takes the angles; it needs another shape, and the factor of
             cosine and sine.
     """
 
-    def __init__(self, spec: ModelSpec, device: torch.device, latent: bool = False) -> None:
+    def __init__(
+        self, rope: RopeSpec, rope_dim: int, device: torch.device, latent: bool = False
+    ) -> None:
         super().__init__()
-        frequencies = spec.rope.inverse_frequencies(spec.attention.rope_dim)
+        frequencies = rope.inverse_frequencies(rope_dim)
         self.inv_freq: torch.Tensor
         self.register_buffer(
             "inv_freq",
@@ -34,7 +37,7 @@ class PackedRotaryEmbedding(torch.nn.Module):
             persistent=False,
         )
         self._latent = latent
-        self._attention_factor = spec.rope.attention_factor
+        self._attention_factor = rope.attention_factor
 
     def get_rotary_seq_len(
         self,

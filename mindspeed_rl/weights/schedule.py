@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.garbage import without_collection
-from mindspeed_rl.weights.layouts.base import ShardLayout, Unit, locate
+from mindspeed_rl.weights.layouts.base import ShardLayout, Unit, element_bytes, locate
 from mindspeed_rl.weights.planner import overlaps
 
-_ITEM_BYTES = {"float32": 4}
 _MAX_PARTS = 1 << 16
 
 Loads = NDArray[np.float64]
@@ -210,7 +209,7 @@ class _Costs:
         loads: dict[tuple[int, range], float] = {}
         narrowest = _MAX_PARTS
         dtype = self._source.dtype_of(unit.names[0])
-        size = _ITEM_BYTES.get(dtype, self._item_bytes)
+        size = element_bytes(dtype, self._item_bytes)
         for name in unit.names:
             found = overlaps(self._source, self._target, name, self._ranks_per_node, self._relay)
             for cell, dst, box, assigned in found:

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from mindspeed_rl.weights.layouts.base import ShardLayout
+from mindspeed_rl.weights.layouts.base import ShardLayout, element_bytes
 from mindspeed_rl.weights.planner import ReshardPlan, Transfer
 
 # A function from HF tensor to the bytes of one of its elements.
 ElementBytes = Callable[[str], int]
 
-_DECLARED_BYTES = {"float32": 4}
-
 
 def element_bytes_of(layout: ShardLayout, default: int) -> ElementBytes:
     """Return a function from HF tensor to element size; ``default`` is for the model's type."""
-    return lambda name: _DECLARED_BYTES.get(layout.dtype_of(name), default)
+    return lambda name: element_bytes(layout.dtype_of(name), default)
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,7 @@ def _setup(features: dict[str, Any]) -> Any:
         return NpuSetup(features)
     from mindspeed_rl.config import RLRunConfig
     from mindspeed_rl.config.arguments import parse
-    from mindspeed_rl.config.modules import module_names
+    from mindspeed_rl.config.kernels import module_names
 
     argv = ["--hf-checkpoint", "x", "--prompt-data", "y", *features["flags"]]
     config = parse(RLRunConfig, argv, "test").config

@@ -23,6 +23,7 @@ from support.fake_ascend import GARBAGE
 from support.layout_cases import GQA, LATENT, MOE, Case, spec_of
 
 from mindspeed_rl.core.layout import EngineLayout
+from mindspeed_rl.models.layers import LatentAttention
 from mindspeed_rl.platforms.allocator_settings import WANTED
 from mindspeed_rl.rollout.engine import EngineState
 from mindspeed_rl.rollout.provider import EngineSettings
@@ -170,12 +171,12 @@ class RealEngine(VllmEngine):
     def _latent(self, kv_b_proj: torch.nn.Module) -> torch.nn.Module:
         from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 
-        latent = self._layout.spec.latent
-        assert latent is not None
+        latent = self._layout.spec.attention
+        assert isinstance(latent, LatentAttention)
         shared = {
             "kv_b_proj": kv_b_proj,
             "kv_lora_rank": latent.kv_lora_rank,
-            "num_heads": self._layout.spec.attention.num_heads,
+            "num_heads": latent.num_heads,
             "qk_nope_head_dim": latent.nope_head_dim,
             "v_head_dim": latent.v_head_dim,
         }
@@ -244,10 +245,10 @@ def check(engine: RealEngine, expected: dict[str, torch.Tensor]) -> None:
     for name, param in engine.model.named_parameters():
         assert torch.equal(param.data.cpu(), expected[name]), name
         assert param.is_contiguous(), name
-    latent = engine._layout.spec.latent
+    latent = engine._layout.spec.attention
     for module in engine.model.modules():
         impl = getattr(module, "impl", None)
-        if impl is None or latent is None:
+        if impl is None or not isinstance(latent, LatentAttention):
             continue
         wide = latent.nope_head_dim + latent.v_head_dim
         heads = impl.kv_b_proj.weight.data.cpu().view(-1, wide, latent.kv_lora_rank)

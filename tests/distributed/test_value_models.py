@@ -74,7 +74,7 @@ def value_world(world: World, flags: Sequence[str], model: str, scorer: str, sav
     from support.batches import local_batches
 
     from mindspeed_rl.core.memory import MemoryPhase
-    from mindspeed_rl.planning.prediction import predict
+    from mindspeed_rl.planning.prediction import MemoryPrediction
     from mindspeed_rl.rl.build_models import build_reward_model
     from mindspeed_rl.trainer.resident_memory import trainer_memory
 
@@ -90,7 +90,7 @@ def value_world(world: World, flags: Sequence[str], model: str, scorer: str, sav
     values, scores = _by_sample(critic, batches), _scores(job, scores_by, samples)
 
     groups = trainer_memory(policy, None, critic, scores_by)
-    prediction = predict(job.config, job.plan).rank_table(world.rank)
+    prediction = MemoryPrediction(job.config, job.plan).rank_table(world.rank)
 
     def predicted(phase: MemoryPhase) -> dict[str, int]:
         return {owner.value: prediction[phase].get(owner, 0) for owner in groups}

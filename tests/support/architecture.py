@@ -58,7 +58,9 @@ ROOMS: Mapping[str, Room] = {
     "environments": Room(("core", "config", "rewards"), TORCH),
     "colocation": Room(("core", "metrics", "platforms", "rollout"), TORCH),
     "checkpoint": Room(("core", "config", "models", "weights"), TORCH),
-    "convert": Room(("core", "config", "models", "weights", "checkpoint"), TORCH_DISTRIBUTED),
+    "convert": Room(
+        ("core", "compat", "config", "models", "weights", "checkpoint"), TORCH_DISTRIBUTED
+    ),
     "trainer": Room(
         (
             *("core", "config", "models", "parallel", "platforms", "metrics", "weights"),

@@ -37,7 +37,7 @@ WORLD = 8
 
 def write_model(folder: Path, **changes: Any) -> Path:
     """A model: its configuration, empty weights and an empty tokenizer."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     (folder / "config.json").write_text(json.dumps(SMALL_QWEN2 | changes))
     for name in ("model.safetensors", "tokenizer.json"):
         (folder / name).touch()

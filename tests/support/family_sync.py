@@ -12,7 +12,7 @@ from support.rollout_worlds import TEMPERATURE, Both, SyncFacts, build_both, syn
 from support.training_worlds import make_job
 
 from mindspeed_rl.launch.bootstrap import World
-from mindspeed_rl.planning.prediction import predict
+from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.weights.layouts.base import Piece, pieces_of
 
 
@@ -94,7 +94,7 @@ def one_sync(both: Both, version: int, work_dir: str) -> FamilySync:
         unreadable = ""
     except RuntimeError as error:
         unreadable = str(error)
-    predicted = predict(both.job.config, both.job.plan).engine
+    predicted = MemoryPrediction(both.job.config, both.job.plan).engine
     return FamilySync(
         facts,
         differing,

@@ -49,7 +49,7 @@ def used_groups_world(
     from support.training_worlds import Case, make_job, make_samples, run_case
 
     from mindspeed_rl.core.groups import MEGATRON_GROUPS
-    from mindspeed_rl.planning.prediction import predict
+    from mindspeed_rl.planning.prediction import MemoryPrediction
     from mindspeed_rl.platforms.process_groups import existing_groups
     from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
 
@@ -62,7 +62,7 @@ def used_groups_world(
     assert used <= there
     predicted = {
         (MEGATRON_GROUPS.get(name, name), ranks)
-        for name, ranks in predict(job.config, job.plan).groups(world.rank).items()
+        for name, ranks in MemoryPrediction(job.config, job.plan).groups(world.rank).items()
         if not name.startswith("rollout")
     }
     return used, predicted

@@ -17,7 +17,7 @@ from mindspeed_rl.algorithms.losses import supervised_loss
 from mindspeed_rl.colocation.scheduler import ColocationPlan, DeviceScheduler
 from mindspeed_rl.core.memory import FIXED_MODES, MemoryOwner, MemoryPhase, OffloadMode
 from mindspeed_rl.launch.bootstrap import World
-from mindspeed_rl.planning.prediction import MemoryPrediction, predict
+from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.platforms.storages import num_bytes, storages_of
 from mindspeed_rl.samples.packing import TrainSample
 from mindspeed_rl.weights.sync import WeightSync
@@ -99,7 +99,7 @@ def _measure(job: Any, engine: TrainEngine) -> Measured:
     num_tokens = NUM_SAMPLES * (LENGTH - 1)
     engine.forward_backward(batches, lambda inputs: supervised_loss(inputs, num_tokens))
     engine.step()
-    table = predict(job.config, job.plan).rank_table(job.world.rank)
+    table = MemoryPrediction(job.config, job.plan).rank_table(job.world.rank)
     owners = _owners(engine)
     return Measured(
         owners=owners,
@@ -121,7 +121,7 @@ def walk_borders(
     groups = trainer_memory(policy, reference)
     found: dict[str, tuple[dict[str, int], dict[str, int]]] = {}
     for mode in FIXED_MODES:
-        prediction = predict(job.config, job.plan, offload=mode)
+        prediction = MemoryPrediction(job.config, job.plan, offload=mode)
 
         def look(
             state: str, mode: OffloadMode = mode, prediction: MemoryPrediction = prediction

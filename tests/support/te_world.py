@@ -40,6 +40,6 @@ def te_world(
     import transformer_engine
 
     assert transformer_engine.__version__ == "2.11.0"
-    with mock.patch("mindspeed_rl.config.modules.has_transformer_engine", lambda platform: True):
+    with mock.patch("mindspeed_rl.config.kernels.has_transformer_engine", lambda platform: True):
         result = train_world(world, layout, cases, model, samples)
     return TeResult(result, dict(transformer_engine.pytorch.MADE)) if result else None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.engine_options import as_flag
-from mindspeed_rl.config.engine_tuning import EngineTuningConfig
+from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.models.spec import ModelSpec
@@ -64,7 +64,7 @@ class VllmProvider(EngineProvider):
     def sizes(self, options: Mapping[str, object], spec: ModelSpec, platform: str) -> EngineSizes:
         """Return sizes; vLLM-Ascend copies latent attention's up projection, vLLM views it."""
         ascend = platform == "npu"
-        latent = any(layer.attention.kind == "latent" for layer in spec.layers)
+        latent = "latent" in spec.attention_kinds
         block = _LATENT_BLOCK_TOKENS if latent and not ascend else _BLOCK_TOKENS
         return EngineSizes(
             _number(options.get(self.batched_tokens_option), DEFAULT_BATCHED_TOKENS),

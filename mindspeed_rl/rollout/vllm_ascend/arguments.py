@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_rl.config.engine_tuning import EngineTuningConfig
+from mindspeed_rl.config.rollout import EngineTuningConfig
 
 # Weights stay in the plain format ND; weight updates read this besides the key weight_nz_mode.
 ENVIRONMENT = {"VLLM_ASCEND_ENABLE_NZ": "0"}

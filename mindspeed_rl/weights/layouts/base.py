@@ -134,6 +134,14 @@ def expert_name(pattern: str, expert: int) -> str:
     return pattern.replace("{e}", str(expert))
 
 
+_DECLARED_BYTES = {"float32": 4}
+
+
+def element_bytes(declared: str, default: int) -> int:
+    """Return the bytes of an element of a declared type; ``default`` where none is declared."""
+    return _DECLARED_BYTES.get(declared, default)
+
+
 _NO_STAGE = -1
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -413,8 +421,7 @@ class TableLayout(ABC):
     def local_bytes(self, rank: int, item_bytes: int) -> dict[str, int]:
         """Return the bytes of local parameters; ``item_bytes`` is the size of the model's type."""
         return {
-            param: prod(row.local_shape(spec, share))
-            * (4 if row.dtype == "float32" else item_bytes)
+            param: prod(row.local_shape(spec, share)) * element_bytes(row.dtype, item_bytes)
             for param, (row, spec, share) in self._parameters(rank).items()
         }
 

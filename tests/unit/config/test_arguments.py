@@ -18,6 +18,7 @@ from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.arguments import ENTRIES, build_parser, own_flags, parse
 from mindspeed_rl.config.engine_options import take_engine_options
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.planning.run_plan import check_rl
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGS = {run_type: prog for prog, run_type in ENTRIES.items()}
@@ -35,6 +36,12 @@ RL_BLOCK = """
 --rl-inference-tensor-model-parallel-size 2 --rl-inference-pipeline-model-parallel-size 1
 --rollout-max-response-length 1024 --reward-function math format=0.2 --vllm-max-num-seqs 256
 """
+
+QWEN2_5_7B = {
+    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+    "rope_theta": 1000000.0, "max_position_embeddings": 32768, "eos_token_id": 151645,
+}  # fmt: skip
 
 
 def rl(text=""):
@@ -172,26 +179,19 @@ def test_help_is_grouped_and_fits_the_terminal(run_type, columns, monkeypatch):
             assert all(spelling in text for spelling in flag.spellings)
 
 
-def test_group_texts_teach_steps_batches_layouts_and_pass_through():
-    text = " ".join(build_parser(RLRunConfig, "mindspeed_rl.train_rl").format_help().split())
-    for lesson in (
-        "One RL step:",
-        "Samples of a step = prompts x group size",
-        "World size = tensor x pipeline x context x data parallelism",
-        "Example, 16 ranks: --rollout-tp 2 makes 8 engines",
-        "--vllm-max-num-seqs 512",
-        '"${GPT_ARGS[@]}"',
-    ):
-        assert lesson in text, lesson
-
-
-def test_worked_example_of_the_help_parses():
+def test_worked_example_of_the_help_is_accepted(tmp_path, monkeypatch):
+    """Behind a pretraining script of the model that it names; that of RL passes all checks."""
+    write_model(tmp_path / "models" / "qwen2.5-7b", **QWEN2_5_7B)
+    (tmp_path / "train.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    script = ["--tensor-model-parallel-size", "4", "--sequence-parallel", "--bf16"]
     for run_type, prog in PROGS.items():
         text = build_parser(run_type, prog).epilog
         command = text[text.index("--hf-checkpoint") : text.index("\n\n  Flags of")]
-        parsed = parse(run_type, command.replace("\\\n", " ").split(), prog)
-        assert parsed.config.model.hf_checkpoint == "models/qwen2.5-7b"
+        parsed = parse(run_type, [*script, *command.replace("\\\n", " ").split()], prog)
         assert parsed.ignored == ()
+        if run_type is RLRunConfig:
+            check_rl(parsed.config, 16)
 
 
 WITHOUT_TORCH = """

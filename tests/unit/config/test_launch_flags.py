@@ -10,27 +10,27 @@ from support.rl_run import make_run
 
 from mindspeed_rl.config.environment import EnvironmentConfig
 from mindspeed_rl.config.launch import LaunchConfig, check_environment_workers, check_launch
+from mindspeed_rl.core.errors import UsageError
 
 RAY = LaunchConfig(orchestrator="ray", ray_ranks_per_node=4)
 
 
 @pytest.mark.parametrize(
-    ("launch", "environ", "words"),
+    ("launch", "environ", "flag"),
     [
-        (LaunchConfig(ray_address="auto"), {}, ("--ray-address auto", "--orchestrator ray")),
-        (LaunchConfig(ray_ranks_per_node=2), {}, ("--ray-ranks-per-node 2", "--orchestrator ray")),
-        (RAY, {"RANK": "0"}, ("under torchrun", "python -m entry")),
-        (replace(RAY, ray_ranks_per_node=0), {}, ("--ray-ranks-per-node",)),
-        (replace(RAY, ray_address="ray://host:1"), {}, ("ray://host:1", "ray job submit")),
-        (replace(RAY, ray_num_nodes=2), {}, ("--ray-num-nodes 2", "--ray-address")),
+        (LaunchConfig(ray_address="auto"), {}, "--ray-address auto"),
+        (LaunchConfig(ray_ranks_per_node=2), {}, "--ray-ranks-per-node 2"),
+        (RAY, {"RANK": "0"}, "--orchestrator ray"),
+        (replace(RAY, ray_ranks_per_node=0), {}, "--ray-ranks-per-node"),
+        (replace(RAY, ray_address="ray://host:1"), {}, "--ray-address ray://host:1"),
+        (replace(RAY, ray_num_nodes=2), {}, "--ray-num-nodes 2"),
     ],
 )
 def test_what_does_not_fit_is_refused(
-    launch: LaunchConfig, environ: dict[str, str], words: tuple[str, ...]
+    launch: LaunchConfig, environ: dict[str, str], flag: str
 ) -> None:
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(UsageError, match=flag):
         check_launch(launch, environ, "entry")
-    assert all(word in str(told.value) for word in words), told.value
 
 
 def test_possible_launches() -> None:
@@ -44,10 +44,10 @@ def test_possible_launches() -> None:
 
 def test_environment_workers_need_environments_and_ray() -> None:
     workers = EnvironmentConfig(rl_environment_ray_workers=2)
-    with pytest.raises(ValueError, match="--rl-environment-ray-workers 2 without --rl-environment"):
+    with pytest.raises(UsageError, match="--rl-environment-ray-workers 2"):
         check_environment_workers(workers, RAY)
     named = replace(workers, rl_environment="calculator")
-    with pytest.raises(ValueError, match="without --orchestrator ray"):
+    with pytest.raises(UsageError, match="--orchestrator ray"):
         check_environment_workers(named, LaunchConfig())
     check_environment_workers(named, RAY)
 

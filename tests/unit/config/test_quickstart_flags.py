@@ -1,51 +1,16 @@
-"""The example of the help is accepted; the quickstart refuses what is wrong at its start."""
+"""The quickstart refuses what is wrong at its start."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.checked_runs import write_model
-
-from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import build_parser, parse
-from mindspeed_rl.planning.run_plan import check_rl
 
 ROOT = Path(__file__).resolve().parents[3]
-WORLD = 16
-# What a pretraining script of this model brings along.
-PRETRAINING = ["--tensor-model-parallel-size", "4", "--sequence-parallel", "--bf16"]
-QWEN2_5_7B = {
-    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
-    "rope_theta": 1000000.0, "max_position_embeddings": 32768, "eos_token_id": 151645,
-}  # fmt: skip
-
-
-def help_flags() -> list[str]:
-    """The example at the end of ``--help``, without the pretraining script's own arrays."""
-    epilog = build_parser(RLRunConfig, "mindspeed_rl.train_rl").epilog
-    assert epilog is not None
-    (block,) = re.findall(r"torchrun (.*?)\n\n", epilog, re.DOTALL)
-    words: list[str] = block.replace("\\\n", " ").split()
-    return words[words.index("--hf-checkpoint") :]
-
-
-def test_the_example_of_the_help_passes_all_checks(tmp_path, monkeypatch):
-    write_model(tmp_path / "model", **QWEN2_5_7B)
-    for name in ("train.jsonl", "heldout.jsonl"):
-        (tmp_path / name).touch()
-    monkeypatch.chdir(tmp_path)
-    argv = help_flags()
-    argv[argv.index("--hf-checkpoint") + 1] = "model"
-    parsed = parse(RLRunConfig, [*PRETRAINING, *argv], "test")
-    check_rl(parsed.config, WORLD)
-    assert parsed.ignored == ()
 
 
 def test_a_quickstart_on_several_nodes_needs_a_common_port():

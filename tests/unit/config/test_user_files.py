@@ -13,6 +13,7 @@ from mindspeed_rl.config.environment import (
     check_environment,
 )
 from mindspeed_rl.config.rewards import RewardConfig, check_rewards
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.environments import resolve_environment
 
 MINE = """
@@ -64,36 +65,31 @@ def test_names_that_cannot_be_read_are_left_to_the_import(tmp_path: Path, text: 
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "near"),
     [
-        ("calculater", "calculater: unknown; did you mean 'calculator'? known: "),
-        ("/no/file.py:X", "/no/file.py:X: no Python file at '/no/file.py'; give the path"),
-        ("{mine}:Mime", "{mine}:Mime: the file defines no 'Mime'; nearest: Mine"),
-        ("{mine}:zzz", "the file defines no 'zzz'; define it at the top level"),
-        ("{broken}:X", "the file is no Python: invalid syntax"),
+        ("calculater", "calculator"),
+        ("/no/file.py:X", "/no/file.py"),
+        ("{mine}:Mime", "Mine"),
+        ("{mine}:zzz", "zzz"),
+        ("{broken}:X", "syntax"),
     ],
 )
-def test_an_environment_that_is_none_is_told_before_anything_is_loaded(
-    mine: Path, tmp_path: Path, name: str, message: str
+def test_what_is_not_there_is_told_before_anything_is_loaded(
+    mine: Path, tmp_path: Path, name: str, near: str
 ) -> None:
+    """With the nearest name; of an environment and of a reward alike."""
     broken = tmp_path / "broken.py"
     broken.write_text("class X:\n    def\n")
-    places = {"mine": mine, "broken": broken}
-    flags = EnvironmentConfig(rl_environment=name.format(**places))
-    with pytest.raises(ValueError, match="--rl-environment ") as told:
-        check_environment(flags)
-    assert message.format(**places) in str(told.value)
-
-
-def test_a_reward_function_that_is_not_in_its_file_is_told_as_early(mine: Path) -> None:
-    flags = RewardConfig(reward_function=(f"{mine}:biuld=0.5",))
-    told = re.escape(f"--reward-function {mine}:biuld: the file defines no 'biuld'; nearest: build")
-    with pytest.raises(ValueError, match=told):
-        check_rewards(flags, 60.0, "")
+    text = name.format(mine=mine, broken=broken)
+    with pytest.raises(UsageError, match=f"--rl-environment {re.escape(text)}.*{near}"):
+        check_environment(EnvironmentConfig(rl_environment=text))
+    if ":" in text:
+        with pytest.raises(UsageError, match=f"--reward-function {re.escape(text)}.*{near}"):
+            check_rewards(RewardConfig(reward_function=(f"{text}=0.5",)), 60.0, "")
 
 
 def test_a_dry_run_needs_no_files_and_knows_the_names() -> None:
     check_environment(EnvironmentConfig(rl_environment="/no/file.py:X"), files=False)
     check_environment(EnvironmentConfig(), files=False)
-    with pytest.raises(ValueError, match="--rl-environment nothing"):
+    with pytest.raises(UsageError, match="--rl-environment nothing"):
         check_environment(EnvironmentConfig(rl_environment="nothing"), files=False)

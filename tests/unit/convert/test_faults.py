@@ -30,6 +30,7 @@ from mindspeed_rl.convert import source as sources
 from mindspeed_rl.convert.options import parse_options
 from mindspeed_rl.convert.source import Source
 from mindspeed_rl.convert.target import Target
+from mindspeed_rl.core.errors import UsageError
 
 TP2 = ("--target-tensor-parallel-size", "2")
 FOUR = (*TP2, "--target-pipeline-parallel-size", "2")
@@ -73,12 +74,10 @@ def test_a_source_that_fails_while_it_is_read_is_named(
 
     with (
         mock.patch.object(sources.os, "preadv", preadv),
-        pytest.raises(
-            ValueError, match=r"model\.safetensors: cannot be read: Input/output error"
-        ) as caught,
+        pytest.raises(ValueError, match=r"model\.safetensors") as caught,
     ):
         hf_to_mg(model, target, [*TP2, "--workers", "1", *flags])
-    assert "--save-dir" not in str(caught.value) and "free space" not in str(caught.value)
+    assert "--save-dir" not in str(caught.value)
     assert not target.exists() and finished() == (2 if flags else 0)
     said = hf_to_mg(model, target, TP2)
     assert any(line.startswith("resumed: ") for line in said) == bool(flags)
@@ -88,7 +87,7 @@ def test_space_is_checked_before_anything_is_written(model: Path, tmp_path: Path
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     with (
         mock.patch.object(shutil, "disk_usage", return_value=usage),
-        pytest.raises(OSError, match=r"takes 0\.00 GiB .* and 0\.00 GiB are free.*Nothing"),
+        pytest.raises(OSError, match="--save-dir"),
     ):
         hf_to_mg(model, tmp_path / "mg", TP2)
     assert not (tmp_path / "mg").exists()
@@ -110,7 +109,7 @@ def test_verify_finds_a_bit_that_was_lost(model: Path, tmp_path: Path) -> None:
     flags = ("--save-model-type", "hf", "--load-dir", model, "--save-dir", target, "--verify")
     with (
         mock.patch.object(command, "verify", lossy),
-        pytest.raises(ValueError, match="--verify: 1 of 93 tensors differ"),
+        pytest.raises(ValueError, match="--verify: 1 of 93"),
     ):
         convert(*flags)
     assert not list(tmp_path.iterdir()), "wrong files must not be taken up again"
@@ -128,70 +127,58 @@ def first_file(folder: Path) -> Path:
     return min(folder.glob("iter_*/*/model_optim_rng.pt"))
 
 
+RANK = "iter_0000001/mp_rank_01_001_001"
+
+
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "named"),
     [
-        (lambda f: cut(first_file(f)), r"model_optim_rng\.pt: truncated, or not written by torch"),
-        (lambda f: first_file(f).write_bytes(b"x" * 999), "truncated, or not written by torch.sav"),
-        (lambda f: first_file(f).unlink(), r"mp_rank_00_000_000: model_optim_rng\.pt is missing"),
-        (lambda f: shutil.rmtree(first_file(f).parent), "files of some pipeline stages are missin"),
-        (
-            lambda f: shutil.rmtree(f / "iter_0000001/mp_rank_01_001_001"),
-            r"mp_rank_01_001_001 is missing; the other files are of classic Megatron, tp 2 x pp 2",
-        ),
-        (
-            lambda f: (f / "iter_0000001/mp_rank_01_001_001").rename(
-                f / "iter_0000001/mp_rank_01_001"
-            ),
-            "files of several layouts",
-        ),
-        (
-            lambda f: (f / "latest_checkpointed_iteration.txt").write_text("7"),
-            r"no Megatron checkpoint; needed: latest_checkpointed_iteration\.txt and the folder",
-        ),
+        (lambda f: cut(first_file(f)), "model_optim_rng.pt"),
+        (lambda f: first_file(f).write_bytes(b"x" * 999), "model_optim_rng.pt"),
+        (lambda f: first_file(f).unlink(), "mp_rank_00_000_000"),
+        (lambda f: shutil.rmtree(first_file(f).parent), "pipeline stages"),
+        (lambda f: shutil.rmtree(f / RANK), "mp_rank_01_001_001"),
+        (lambda f: (f / RANK).rename(f / RANK[:-4]), "several layouts"),
+        (lambda f: (f / "latest_checkpointed_iteration.txt").write_text("7"), "--load-dir"),
     ],
 )
 def test_damaged_classic_files(
-    classic: Path, model: Path, damage: Callable[[Path], object], message: str, tmp_path: Path
+    classic: Path, model: Path, damage: Callable[[Path], object], named: str, tmp_path: Path
 ) -> None:
     folder = copied(classic, tmp_path / "mg")
     damage(folder)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=named):
         mg_to_hf(folder, model, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_hidden_layers": 5}, r"hold 4 layers \(2-2\), config\.json has 5"),
-        ({"hidden_size": 64}, "has shape .* config.json implies"),
-        ({"n_shared_experts": 0}, r"shared_experts.* in it, which config\.json does not imply"),
-        ({"vocab_size": 500}, "34 rows on each of 2 ranks; config.json has a vocabulary of 500"),
-    ],
+    "changes",
+    [{"num_hidden_layers": 5}, {"hidden_size": 64}, {"n_shared_experts": 0}, {"vocab_size": 500}],
+    ids=str,
 )
 def test_classic_files_of_another_model(
-    classic: Path, model: Path, changes: dict[str, int], message: str, tmp_path: Path
+    classic: Path, model: Path, changes: dict[str, int], tmp_path: Path
 ) -> None:
     config = copied(model, tmp_path / "config")
     edit_config(config, **changes)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UsageError, match=r"config\.json"):
         mg_to_hf(classic, config, tmp_path / "hf")
 
 
 def test_damaged_and_foreign_hf_files(model: Path, tmp_path: Path) -> None:
-    folder = copied(model, tmp_path / "hf")
+    folder, weights = copied(model, tmp_path / "hf"), hf_tensors(model)
+    norm = "model.norm.weight"
     cut(folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"model\.safetensors: (truncated|\d+ bytes, its header)"):
-        hf_to_mg(folder, tmp_path / "mg", TP2)
-    weights = hf_tensors(model)
-    save_file({**weights, "extra.weight": torch.ones(1)}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"1 unknown: extra\.weight"):
-        hf_to_mg(folder, tmp_path / "mg", TP2)
-    weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.float8_e4m3fn)
-    save_file(weights, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"model\.norm\.weight has the element type F8_E4M3 and"):
-        hf_to_mg(folder, tmp_path / "mg", TP2)
+    for named, changed in (
+        ("model.safetensors", None),
+        ("extra.weight", weights | {"extra.weight": torch.ones(1)}),
+        (norm, weights | {norm: weights[norm].to(torch.float8_e4m3fn)}),
+    ):
+        if changed:
+            save_file(changed, folder / "model.safetensors")
+        with pytest.raises(UsageError, match=named):
+            hf_to_mg(folder, tmp_path / "mg", TP2)
 
 
 def test_mtp_with_an_embedding_of_its_own_is_refused(model: Path, tmp_path: Path) -> None:
@@ -200,7 +187,7 @@ def test_mtp_with_an_embedding_of_its_own_is_refused(model: Path, tmp_path: Path
     weights = hf_tensors(folder)
     weights["model.layers.4.embed_tokens.weight"] += 1
     save_file(weights, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"layers\.4\.embed_tokens\.weight differs from mod"):
+    with pytest.raises(UsageError, match=r"layers\.4\.embed_tokens\.weight"):
         hf_to_mg(folder, tmp_path / "mg", [*TP2, "--mtp-num-layers", "1"])
 
 
@@ -208,31 +195,33 @@ def test_mtp_with_an_embedding_of_its_own_is_refused(model: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    "flags",
     [
-        (
-            ["--model-type-hf", "qwen3"],
-            "--model-type-hf qwen3: config.json is of a deepseek_v3",
-        ),
-        (["--model-type-hf", "bloom"], "--model-type-hf bloom is not supported; allowed: llama2,"),
-        (["--num-layers", "5"], "--num-layers 5: config.json has 4 layers"),
-        (["--first-k-dense-replace", "3"], "--first-k-dense-replace 3: config.json has 1"),
-        (["--mtp-num-layers", "1"], r"--mtp-num-layers 1: config\.json has 0"),
-        (["--expert-tensor-parallel-size", "4"], "4: a classic checkpoint has one file per tensor"),
-        (["--target-pipeline-parallel-size", "3"], "does not divide the model's 4 layers"),
-        (["--target-expert-parallel-size", "3"], "--expert-model-parallel-size 3 does not divide"),
-        (["--num-layer-list", "1,2"], "--num-layer-list 1,2"),
-        (["--moe-tp-extend-ep", "--expert-tensor-parallel-size", "4"], "makes experts whole"),
-        (["--qlora-nf4"], "--qlora-nf4: not supported; 4-bit weights"),
-        (["--schedules-method", "dualpipev"], "--schedules-method: not supported; dualpipev"),
-        (["--save-dir", "MODEL"], "is or contains --load-dir"),
-        (["--load-dir", "/nowhere"], "--load-dir /nowhere: no such directory"),
-        (["--load-model-type", "mg"], "--hf-cfg-dir is missing"),
+        "--model-type-hf qwen3",
+        "--model-type-hf bloom",
+        "--num-layers 5",
+        "--first-k-dense-replace 3",
+        "--mtp-num-layers 1",
+        "--expert-tensor-parallel-size 4",
+        "--pipeline-model-parallel-size 3",
+        "--expert-model-parallel-size 3",
+        "--num-layer-list 1,2",
+        "--moe-tp-extend-ep --expert-tensor-parallel-size 4",
+        "--qlora-nf4",
+        "--schedules-method dualpipev",
+        "--workers -1",
+        "--max-shard-size-gb 0",
+        "--save-dir MODEL",
+        "--load-dir /nowhere",
+        "--save-dir=",
+        "--load-model-type mg",
     ],
 )
-def test_flags_that_do_not_fit(model: Path, flags: list[str], message: str, tmp_path: Path) -> None:
-    argv = [str(model) if word == "MODEL" else word for word in flags]
-    with pytest.raises(ValueError, match=message):
+def test_flags_that_do_not_fit(model: Path, flags: str, tmp_path: Path) -> None:
+    """The message names the flag; a Megatron source lacks --hf-cfg-dir."""
+    argv = flags.replace("MODEL", str(model)).split()
+    named = "--hf-cfg-dir" if flags == "--load-model-type mg" else argv[0].rstrip("=")
+    with pytest.raises(UsageError, match=named):
         hf_to_mg(model, tmp_path / "mg", [*TP2, *argv])
     assert not list(tmp_path.iterdir())
 
@@ -242,21 +231,21 @@ def test_threads_by_default_stay_within_the_documented_memory(cores: int, worker
     flags = ["--load-dir", "a", "--save-dir", "b", "--load-model-type", "hf",
              "--save-model-type", "mg"]  # fmt: skip
     with mock.patch.object(os, "sched_getaffinity", return_value=set(range(cores))):
-        assert parse_options(flags).workers == workers
+        assert parse_options(flags).work.num_threads == workers
 
 
 def test_formats_that_are_confused(model: Path, classic: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is a Hugging Face checkpoint: --load-model-type hf"):
+    with pytest.raises(UsageError, match="--load-model-type hf"):
         mg_to_hf(model, model, tmp_path / "out")
     folder = copied(classic, tmp_path / "mg")
     shutil.copy(model / "config.json", folder)
-    with pytest.raises(ValueError, match="is a Megatron checkpoint: --load-model-type mg"):
+    with pytest.raises(UsageError, match="--load-model-type mg"):
         hf_to_mg(folder, tmp_path / "out", TP2)
 
 
 def test_nothing_is_replaced(model: Path, tmp_path: Path) -> None:
     (tmp_path / "mg").mkdir()
     (tmp_path / "mg" / "precious").write_text("data")
-    with pytest.raises(ValueError, match="exists and is not empty; a conversion replaces nothing"):
+    with pytest.raises(UsageError, match="--save-dir"):
         hf_to_mg(model, tmp_path / "mg", TP2)
     assert (tmp_path / "mg" / "precious").read_text() == "data"

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
-import sys
-import termios
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, suppress
+from collections.abc import Callable
 from functools import partial
-from itertools import groupby
 from pathlib import Path
-from threading import Thread
 from typing import Any
 from unittest import mock
 
 import pytest
 from support.conversions import assert_equal, hf_tensors, hf_to_mg, mg_to_hf, write_model
 
-from mindspeed_rl.convert import run, source
-from mindspeed_rl.convert.command import run_conversion
+from mindspeed_rl.convert import command, run, source
 from mindspeed_rl.convert.options import parse_options
 from mindspeed_rl.platforms.host_memory import peak_bytes, reset_peak_bytes
 
@@ -98,69 +91,44 @@ def test_memory_does_not_grow_with_the_number_of_layers(
         assert large < small + LARGEST_BYTES, f"two more layers have 12 MB: {peaks}"
 
 
-@contextmanager
-def terminal() -> Iterator[list[str]]:
-    """Standard error is a terminal; afterwards the list holds all that it has shown."""
-    shown, inner = os.openpty()
-    termios.tcsetwinsize(inner, (24, 80))
-    texts: list[str] = []
+class Bar:
+    """What tqdm was told."""
 
-    def drain() -> None:  # a terminal that nobody reads blocks who writes to it
-        with suppress(OSError):  # which is how its end is told
-            while text := os.read(shown, 1 << 12):
-                texts.append(text.decode())
+    def __init__(self, total: int, disable: bool | None, **_: object) -> None:
+        self.total, self.disable = total, disable
+        self.updates: list[int] = []
 
-    reader = Thread(target=drain)
-    reader.start()
-    with os.fdopen(inner, "w", buffering=1) as stream, redirect_stderr(stream):
-        yield texts
-    reader.join(timeout=10)
-    os.close(shown)
-    assert not reader.is_alive()
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def update(self, size: int) -> None:
+        self.updates.append(size)
 
 
-def test_a_bar_goes_from_what_was_written_before_to_all_bytes(tmp_path: Path) -> None:
-    """Percent of the tensors' bytes; those in finished files of an earlier attempt count."""
+def test_a_bar_goes_from_what_was_written_before_to_all_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of tensors; those in finished files of an earlier attempt count."""
+    bars: list[Bar] = []
+    monkeypatch.setattr(command, "tqdm", lambda **flags: bars.append(Bar(**flags)) or bars[-1])
     model = write_model("deepseek", tmp_path / "model")
     argv = ["--load-dir", str(model), "--save-dir", str(tmp_path / "mg"), *TP2, "--workers", "1"]
-    number = 0
     real = run._Writer._write_tensor
 
     def stopping(*args: Any) -> None:
-        nonlocal number
-        number += 1
-        if number == 60:
+        if len(bars[0].updates) == 90:
             raise OSError(28, "No space left on device")
         real(*args)
 
-    with terminal() as texts:
-        with (
-            mock.patch.object(run._Writer, "_write_tensor", stopping),
-            pytest.raises(OSError, match="No space left"),
-        ):
-            run_conversion(parse_options(argv), lambda line: None)
-        run_conversion(parse_options(argv), lambda line: None)
-    shown = bar("".join(texts))
-    # a slow machine shows one state several times
-    percents = [percent for percent, _ in groupby(int(percent[:-1]) for percent, _ in shown)]
-    totals = {total for _, total in shown}
-    assert len(totals) == 1 and percents[0] == 0 and percents[-1] == 100
-    (second,) = [i for i, percent in enumerate(percents) if percent == 0 and i]
-    assert 0 < percents[second - 1] < 100, "where the first attempt ended"
-    for attempt in (percents[:second], percents[second:]):
-        assert attempt == sorted(attempt)
-
-
-def bar(text: str) -> list[tuple[str, str]]:
-    """Percent and total of every state of a bar that the terminal showed."""
-    found: list[tuple[str, str]] = re.findall(r"(\d+%)\|[^|]*\| +[\d.]+[kMG]?/([\d.]+[kMG]?)", text)
-    assert found, repr(text)
-    return found
-
-
-def test_no_progress_shows_no_bar(tmp_path: Path) -> None:
-    model = write_model("qwen3", tmp_path / "model")
-    with terminal() as texts:
-        hf_to_mg(model, tmp_path / "mg", TP2)  # with --no-progress
-        print("all that is shown", file=sys.stderr)
-    assert "".join(texts) == "all that is shown\r\n"
+    with (
+        mock.patch.object(run._Writer, "_write_tensor", stopping),
+        pytest.raises(OSError, match="No space left"),
+    ):
+        command.run_conversion(parse_options(argv), lambda line: None)
+    command.run_conversion(parse_options([*argv, "--no-progress"]), lambda line: None)
+    first, second = bars
+    assert not first.disable and second.disable
+    assert first.updates[0] == 0 and 0 < sum(first.updates) < first.total == second.total
+    assert 0 < second.updates[0] < sum(second.updates) == second.total

@@ -69,8 +69,3 @@ def test_what_the_file_does_not_compute_is_refused(mistral: FamilyCase, tmp_path
     config = read_hf_config(folder) | {"sliding_window": 4096}
     with pytest.raises(ValueError, match="sliding_window 4096 is not"):
         spec_from_hf_config(config)
-
-
-def test_without_the_file_the_family_is_unknown() -> None:
-    with pytest.raises(ValueError, match=r"\['MistralForCausalLM'\] are not supported"):
-        spec_from_hf_config({"architectures": ["MistralForCausalLM"]})

@@ -211,8 +211,9 @@ def test_what_the_trainer_cannot_build_is_refused_before_it_is(
 
 
 def test_what_the_engine_and_the_trainer_know_one_of() -> None:
-    with pytest.raises(UsageError, match="differ in attention"):
+    with pytest.raises(UsageError, match="head_dim 6"):
         check_model_support("cpu", KINDS)
+    check_model_support("cpu", spec_of(LayerSpec(replace(WIDE, head_dim=64), MOE)))
     other = spec_of(LayerSpec(WIDE, MOE), LayerSpec(WIDE, replace(MOE, top_k=1)))
     with pytest.raises(UsageError, match=r"differ in experts: .*top_k=2.*top_k=1"):
         training_layout(ModelConfig(), ParallelConfig(), other, world=1)

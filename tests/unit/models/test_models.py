@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import pickle
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,8 @@ from safetensors import safe_open
 from support.layout_cases import GQA, layouts_of, spec_of, with_attention
 from support.published import published_config
 
-from mindspeed_rl.core.layout import EngineLayout, ParallelLayout, round_up
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.models.attention_rules import GroupedQKV, StackedQKV
 from mindspeed_rl.models.layers import DenseMLP, GroupedQueryAttention, LayerSpec
@@ -66,48 +65,36 @@ def test_end_tokens(eos: object, ids: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, r"'GPT2LMHeadModel'.*known: .*Qwen2ForCausalLM"),
-        ({"architectures": None}, r"architectures \[\] are not supported"),
-        ({"use_sliding_window": True}, "use_sliding_window true is not supported; set it to false"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'; allowed: 'silu'"),
-        ({"rope_scaling": {"type": "su", "factor": 4.0}}, "rope type 'su' is not supported"),
-        ({"rope_scaling": {"type": "llama3"}}, "rope type 'llama3' lacks 'factor'"),
-        ({"rope_theta": None}, "neither rope_theta nor rope_parameters"),
-        ({"num_key_value_heads": 4}, "num_attention_heads 14 is not a multiple of .* 4"),
-        ({"num_hidden_layers": 0}, "num_layers is 0, must be positive"),
+        ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel.*known: .*Qwen2ForCausalLM"),
+        ({"architectures": None}, "architectures"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"rope_scaling": {"type": "su", "factor": 4.0}}, "'su'"),
+        ({"rope_scaling": {"type": "llama3"}}, "'factor'"),
+        ({"rope_theta": None}, "rope_theta"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads 4"),
+        ({"num_hidden_layers": 0}, "num_layers"),
+        ({"head_dim": 33}, "33 rotated"),
+        ({"intermediate_size": None}, "'intermediate_size'"),
+        # values of wrong types
+        ({"hidden_size": "4096"}, "hidden_size '4096'"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers 2.5"),
+        ({"num_attention_heads": True}, "num_attention_heads True"),
+        ({"vocab_size": -1}, "vocab_size -1"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps '1e-6'"),
+        ({"rope_theta": float("nan")}, "rope_theta nan"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings 1"),
+        ({"hidden_act": 3}, "hidden_act 3"),
+        ({"rope_scaling": []}, r"rope_scaling \[\]"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, r"rope_scaling\.factor '4'"),
     ],
+    ids=str,
 )
-def test_models_that_are_not_computed_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_models_that_are_not_computed_are_refused(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
         spec_from_hf_config(CONFIG | change)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "needed"),
-    [
-        ("hidden_size", "4096", "a whole number, 0 or more"),
-        ("num_hidden_layers", 2.5, "a whole number, 0 or more"),
-        ("num_attention_heads", True, "a whole number, 0 or more"),
-        ("vocab_size", -1, "a whole number, 0 or more"),
-        ("rms_norm_eps", "1e-6", "a finite number"),
-        ("rope_theta", float("nan"), "a finite number"),
-        ("tie_word_embeddings", 1, "true or false"),
-        ("hidden_act", 3, "a text"),
-        ("rope_scaling", [], "an object"),
-    ],
-)
-def test_values_of_wrong_types_are_refused(key: str, value: object, needed: str) -> None:
-    told = re.escape(f"config.json: {key} {value!r}: must be {needed}")
-    with pytest.raises(ValueError, match=told):
-        spec_from_hf_config(published_config("qwen3-8b") | {key: value})
-
-
-def test_values_inside_of_objects_are_looked_at() -> None:
-    scaling = {"rope_type": "yarn", "factor": "4", "original_max_position_embeddings": 32768}
-    with pytest.raises(ValueError, match=r"rope_scaling\.factor '4': must be"):
-        spec_from_hf_config(published_config("qwen3-8b") | {"rope_scaling": scaling})
 
 
 def test_null_means_as_much_as_no_key() -> None:
@@ -115,35 +102,14 @@ def test_null_means_as_much_as_no_key() -> None:
     absent = {k: v for k, v in config.items() if k not in ("head_dim", "rms_norm_eps")}
     nulls = {"head_dim": None, "rms_norm_eps": None}
     assert spec_from_hf_config(config | nulls) == spec_from_hf_config(absent)
-    with pytest.raises(ValueError, match="lacks the key 'hidden_size'"):
-        spec_from_hf_config(config | {"hidden_size": None})
 
 
-def test_heads_that_cannot_be_rotated_are_refused() -> None:
-    with pytest.raises(ValueError, match="33 rotated channels; rotary"):
-        spec_from_hf_config(published_config("qwen3-8b") | {"head_dim": 33})
-
-
-def test_a_missing_key_is_named() -> None:
-    config = {key: value for key, value in CONFIG.items() if key != "intermediate_size"}
-    with pytest.raises(ValueError, match="lacks the key 'intermediate_size'"):
-        spec_from_hf_config(config)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(None, "is missing; give a directory"), ("{", "is no JSON"), ("[]", "holds no JSON object")],
-)
-def test_unreadable_configs(tmp_path: Path, content: str | None, message: str) -> None:
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_unreadable_configs(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=rf"--hf-checkpoint {tmp_path}: .*{message}"):
+    with pytest.raises(UsageError, match=f"--hf-checkpoint {tmp_path}"):
         read_hf_config(tmp_path)
-
-
-def test_read_a_config(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    assert read_hf_config(tmp_path) == CONFIG
 
 
 @pytest.mark.parametrize("model", ["tiny_model", "tied_model"])
@@ -171,14 +137,6 @@ def test_every_row_has_a_name_of_its_own() -> None:
         weight_table("mamba")
 
 
-def test_heads_that_a_trainer_cannot_share() -> None:
-    spec = spec_of(GQA)
-    layout = ParallelLayout.build(world=3, stages=even_stages(4), tp=3)
-    told = r"--tensor-model-parallel-size 3 does not fit .* 2 key/value heads; allowed: their div"
-    with pytest.raises(ValueError, match=told):
-        MegatronLayout(spec, layout, 8)
-
-
 def test_ranks_share_a_key_value_head() -> None:
     """Four query heads, a key and a value of two channels: runs of 12 / 4 rows, by hand."""
     spec = with_attention(spec_of(GQA), GroupedQueryAttention(4, 1, 2))
@@ -195,10 +153,14 @@ def test_ranks_share_a_key_value_head() -> None:
     ]
 
 
-@pytest.mark.parametrize("tp", [5, 24])
-def test_heads_that_an_engine_cannot_share(tp: int) -> None:
-    with pytest.raises(ValueError, match=rf"--rollout-tp {tp} does not fit the model's 12 att"):
-        VllmLayout(spec_of(GQA), EngineLayout(tp, tp))
+def test_heads_that_cannot_be_shared() -> None:
+    spec = spec_of(GQA)
+    layout = ParallelLayout.build(world=3, stages=even_stages(4), tp=3)
+    with pytest.raises(UsageError, match="--tensor-model-parallel-size 3"):
+        MegatronLayout(spec, layout, 8)
+    for tp in (5, 24):
+        with pytest.raises(UsageError, match=f"--rollout-tp {tp}"):
+            VllmLayout(spec, EngineLayout(tp, tp))
 
 
 def test_engines_replicate_key_value_heads() -> None:
@@ -218,11 +180,6 @@ def test_training_interleaves_heads_by_group() -> None:
         ("q", 0, 0, 12), ("k", 0, 12, 2), ("v", 0, 14, 2),
         ("q", 12, 16, 12), ("k", 2, 28, 2), ("v", 2, 30, 2),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("size", "multiple", "padded"), [(67, 16, 80), (64, 64, 64), (1, 64, 64)])
-def test_padding_of_the_vocabulary(size: int, multiple: int, padded: int) -> None:
-    assert round_up(size, multiple) == padded
 
 
 def test_no_cut_reaches_into_the_padding() -> None:

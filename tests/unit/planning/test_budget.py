@@ -13,13 +13,13 @@ from support.tiers import slow_but
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
-from mindspeed_rl.config.machines import MACHINES
+from mindspeed_rl.config.dry_run import MACHINES
 from mindspeed_rl.core.memory import LEAVING, MemoryOwner, OffloadMode
 from mindspeed_rl.launch.job import npu_setup_of
 from mindspeed_rl.metrics.metric_set import Max
 from mindspeed_rl.planning.budget import device_bytes, machine_on, usable_bytes
 from mindspeed_rl.planning.findings import find_out
-from mindspeed_rl.planning.prediction import predict
+from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.report import lines
 from mindspeed_rl.planning.suggestions import plan_of
 from mindspeed_rl.platforms.base import DeviceMemory
@@ -98,7 +98,7 @@ def test_blocks_of_latent_attention_are_those_of_the_platform() -> None:
     flags = f"--hf-checkpoint {PUBLISHED['deepseek-v3']} --pipeline-model-parallel-size 1"
     config = config_of(*flags.split())
     for machine, tokens in (("a3", 128), ("cpu", 16)):
-        engine = predict(config, plan_of(config, WORLD), MACHINES[machine]).engine
+        engine = MemoryPrediction(config, plan_of(config, WORLD), MACHINES[machine]).engine
         assert engine.sizes.block_tokens == tokens
         assert engine.kv_cache() % (tokens * engine.token_bytes()) == 0
 
@@ -217,7 +217,7 @@ def test_the_ledger_knows_trainer_engine_and_samples(monkeypatch: pytest.MonkeyP
         "parameters": 700, "engine_weights": 0, "kv_cache": 0, "samples": 44,
     }  # fmt: skip
     assert metrics["memory/train/samples_bytes"] == Max(44)
-    predicted = predict(config, plan_of(config, WORLD)).border(0, "train")
+    predicted = MemoryPrediction(config, plan_of(config, WORLD)).border(0, "train")
     expected = predicted["parameters"] + predicted["engine_weights"]
     assert metrics["memory/train_predicted_bytes"] == Max(expected)
     cache.begin_step(2)

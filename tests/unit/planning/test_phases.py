@@ -9,10 +9,10 @@ from support.planned_run import EXPERT_RUN, RECOMPUTE, WORLD
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
-from mindspeed_rl.config.machines import MACHINES
+from mindspeed_rl.config.dry_run import MACHINES
 from mindspeed_rl.core.memory import FIXED_MODES, MemoryOwner, MemoryPhase, OffloadMode
 from mindspeed_rl.planning.budget import resolve_offload
-from mindspeed_rl.planning.prediction import MemoryPrediction, predict
+from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.suggestions import plan_of
 
 RANK = 17
@@ -23,7 +23,7 @@ def prediction_of(
 ) -> MemoryPrediction:
     """With full recomputation, or other ``flags`` instead."""
     config = parse(RLRunConfig, [*EXPERT_RUN, *(flags or RECOMPUTE)], "test").config
-    return predict(config, plan_of(config, WORLD), MACHINES[machine], offload)
+    return MemoryPrediction(config, plan_of(config, WORLD), MACHINES[machine], offload)
 
 
 def test_phases_hold_what_the_offload_mode_says() -> None:

@@ -18,7 +18,7 @@ from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.planning.activations import TrainingMemory, Workload, chunks_in_flight
 from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.model_state import model_state
-from mindspeed_rl.planning.prediction import predict
+from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.suggestions import plan_of
 from mindspeed_rl.rl.build_models import batch_rules
 from mindspeed_rl.rollout.registry import engine_provider
@@ -49,7 +49,7 @@ def test_rows_are_padded_as_in_the_run(flags: str, tokens: int) -> None:
     plan = plan_of(config, 4)
     job: Any = SimpleNamespace(config=config, plan=plan, world=SimpleNamespace(rank=0))
     assert batch_rules(job).plan([1511] * 24).padded_length == tokens
-    assert predict(config, plan).workload.tokens == tokens
+    assert MemoryPrediction(config, plan).workload.tokens == tokens
 
 
 def test_micro_batches_in_flight() -> None:

@@ -10,7 +10,7 @@ from support.checked_runs import CLASSIFIER, configured, write_model
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner, MemoryPhase, OffloadMode
-from mindspeed_rl.planning.prediction import predict
+from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.run_plan import RLPlan, check_rl
 
 GAE = "--rl-advantage-estimator gae"
@@ -98,11 +98,11 @@ def test_memory_of_the_other_models(tmp_path: Path) -> None:
         OffloadMode.ALL: set(),
     }
     for mode, expected in stays.items():
-        table = predict(config, plan, offload=mode).rank_table(0)
+        table = MemoryPrediction(config, plan, offload=mode).rank_table(0)
         for phase in (MemoryPhase.TRAIN_IDLE, MemoryPhase.SYNC, MemoryPhase.ROLLOUT):
             assert set(table[phase]) & set(OTHERS) == expected, (mode, phase)
         assert set(table[MemoryPhase.LOAD]) >= set(OTHERS) - {MemoryOwner.CRITIC_OPTIMIZER}
         assert table[MemoryPhase.TRAIN].keys() >= set(CRITIC_OWNERS), "the critic's update"
     plain_config, plain = plan_of(tmp_path, "")
-    without = predict(plain_config, plain).rank_table(0)
+    without = MemoryPrediction(plain_config, plain).rank_table(0)
     assert all(not set(t) & set(OTHERS) for t in without.values())

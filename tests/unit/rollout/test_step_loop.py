@@ -131,14 +131,6 @@ def test_batches_are_those_of_the_fullest_rank(monkeypatch: pytest.MonkeyPatch) 
     assert sync.finished()
 
 
-def test_stats_add_up() -> None:
-    total, engine = StepStats(), Engine((2, 2), None)
-    for _ in range(2):
-        engine._left = {"0": [2, 0], "1": [2, 0]}
-        all_steps(engine, None, 1, total)
-    assert total.steps == 4 and total.running == {2: 2}
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_loop_that_is_left_goes_on_where_it_was(packed: bool) -> None:
     """Settling points cut a rollout; what is stepped and finished is that of one call."""

@@ -12,12 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engine_double import CACHE_BYTES, EngineDouble
+from support.engine_double import EngineDouble
 from support.layout_cases import GQA, MOE, Case, layouts_of, with_attention
 
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.models.layers import GroupedQueryAttention, LatentAttention
-from mindspeed_rl.rollout.engine import EngineState, GenerationRequest, SamplingSettings
+from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings
 from mindspeed_rl.rollout.vllm import capabilities
 from mindspeed_rl.rollout.vllm.engine import VllmEngine
 from mindspeed_rl.rollout.vllm.options import check_option_names
@@ -107,19 +107,6 @@ def test_half_written_weights_do_not_generate() -> None:
     engine.begin_update()
     with pytest.raises(RuntimeError, match="sync and wake it first"):
         engine.generate(REQUESTS, SETTINGS, 1)
-
-
-def test_the_cache_is_given_back_and_wake_clears_it() -> None:
-    engine = EngineDouble()
-    engine.free_cache()
-    engine.free_cache()
-    assert engine.state is EngineState.WEIGHTS
-    engine.wake_weights()
-    assert engine.state is EngineState.WEIGHTS
-    engine.wake_cache()
-    assert engine.state is EngineState.AWAKE
-    assert torch.count_nonzero(engine.toy.cache) == 0
-    assert engine.cache_bytes == CACHE_BYTES
 
 
 @given(st.lists(st.sampled_from(CALLS), max_size=25), st.data())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from support.indexed_corpus import write_corpus
 
 from mindspeed_rl.config import IndexedDataConfig, PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.arguments import parse
-from mindspeed_rl.config.indexed_data import Blend, check_indexed_data, data_bytes, parse_blend
+from mindspeed_rl.config.supervised import Blend, check_indexed_data, data_bytes, parse_blend
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.pretrain import refuse_other_data
 
 
@@ -34,65 +36,52 @@ def test_blends_are_read_as_megatron_does(given: tuple[str, ...], expected: Blen
 
 @pytest.mark.parametrize("given", [("30", "a", "b", "c"), ("0", "a"), ("-1", "a", "2", "b")])
 def test_weights_must_be_positive_numbers(given: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match=rf"--data-path {' '.join(given)}: must be prefixes only"):
+    with pytest.raises(UsageError, match=f"--data-path {' '.join(given)}"):
         parse_blend(given)
 
 
-def cut_tokens(prefix: Path) -> None:
-    file = Path(f"{prefix}.bin")
-    file.write_bytes(file.read_bytes()[:-2])
-
-
-def cut_index(prefix: Path) -> None:
-    file = Path(f"{prefix}.idx")
-    file.write_bytes(file.read_bytes()[:-8])
-
-
-def other_index(prefix: Path) -> None:
-    Path(f"{prefix}.idx").write_text('{"index": 1}' * 9)
-
-
-def floats(prefix: Path) -> None:
-    file = Path(f"{prefix}.idx")
-    content = bytearray(file.read_bytes())
-    content[17] = 7
-    file.write_bytes(content)
+def floating(content: bytes) -> bytes:
+    """Another element type."""
+    return content[:17] + b"\7" + content[18:]
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("file", "spoil"),
     [
-        (lambda prefix: Path(f"{prefix}.bin").unlink(), r"corpus\.bin is missing; give the path"),
-        (lambda prefix: Path(f"{prefix}.idx").unlink(), r"corpus\.idx is missing; give the path"),
-        (cut_tokens, r"corpus\.bin has \d+ bytes, its index implies \d+; copy it again"),
-        (cut_index, r"corpus\.idx has \d+ bytes, its header implies \d+; copy it again"),
-        (other_index, r"corpus\.idx is no index of Megatron's datasets"),
-        (floats, r"corpus\.idx has 3 sequences of element type 7; needed: at least one, of integ"),
+        ("corpus.bin", lambda content: None),
+        ("corpus.idx", lambda content: None),
+        ("corpus.bin", lambda content: content[:-2]),
+        ("corpus.idx", lambda content: content[:-8]),
+        ("corpus.idx", lambda content: b'{"index": 1}' * 9),
+        ("corpus.idx", floating),
     ],
 )
-def test_broken_datasets_are_told(tmp_path: Path, spoil: Callable[[Path], None], told: str) -> None:
-    prefix = tmp_path / "corpus"
+def test_broken_datasets_are_told(
+    tmp_path: Path, file: str, spoil: Callable[[bytes], bytes | None]
+) -> None:
+    prefix, place = tmp_path / "corpus", tmp_path / file
     documents = write_corpus(prefix, 99, 3, seed=0)
     assert data_bytes(str(prefix)) == 2 * sum(map(len, documents))
     config = IndexedDataConfig(data_path=(str(prefix),))
     check_indexed_data(config, 8)
-    spoil(prefix)
-    with pytest.raises(ValueError, match=rf"--data-path .*corpus: .*{told}"):
+    if (content := spoil(place.read_bytes())) is None:
+        place.unlink()
+    else:
+        place.write_bytes(content)
+    with pytest.raises(UsageError, match=f"--data-path .*{re.escape(file)}"):
         check_indexed_data(config, 8)
 
 
 @pytest.mark.parametrize(
-    ("config", "seq_length", "told"),
+    ("config", "seq_length", "flag"),
     [
-        (IndexedDataConfig(), 8, r"--data-path is required with --stage pretrain"),
-        (IndexedDataConfig(("a",)), 0, r"--seq-length is required with --stage pretrain"),
-        (IndexedDataConfig(("a",), split="0,1"), 8, r"--split 0,1: must be up to three shares"),
-        (IndexedDataConfig(("a",), split="9,1,1,1"), 8, r"--split 9,1,1,1: must be up to three"),
-        (IndexedDataConfig(("a",), split="x"), 8, r"--split x: must be up to three shares"),
+        (IndexedDataConfig(), 8, "--data-path"),
+        (IndexedDataConfig(("a",)), 0, "--seq-length"),
+        *((IndexedDataConfig(("a",), s), 8, f"--split {s}") for s in ("0,1", "9,1,1,1", "x")),
     ],
 )
-def test_flags_of_pretraining(config: IndexedDataConfig, seq_length: int, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_flags_of_pretraining(config: IndexedDataConfig, seq_length: int, flag: str) -> None:
+    with pytest.raises(UsageError, match=flag):
         check_indexed_data(config, seq_length)
 
 
@@ -115,6 +104,6 @@ def test_a_pretraining_script_means_the_same_to_both_entries() -> None:
 )  # fmt: skip
 def test_flags_that_make_it_another_training_are_refused(flags: str) -> None:
     ignored = parse(PretrainRunConfig, f"{SCRIPT} {flags}".split(), "test").ignored
-    with pytest.raises(ValueError, match=rf"{flags}: not available with --stage pretrain"):
+    with pytest.raises(UsageError, match=flags):
         refuse_other_data(ignored)
     refuse_other_data(("--dataloader-type single", "--num-workers 2"))

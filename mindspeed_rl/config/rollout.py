@@ -1,0 +1,224 @@
+"""Flags of the rollout engines: layout and weights, execution, distribution of samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindspeed_rl.config.training import TrainConfig
+from mindspeed_rl.core.flag import Needs, flag
+
+_WITH_REBALANCE = Needs("--rollout-rebalance", ("waiting", "all"))
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutConfig:
+    """Rollout engine.
+
+    vLLM runs in the training processes. An engine is ``--rollout-tp`` neighbouring ranks; the
+    world holds world / that many engines (replicas), which share the prompts. The layout is free
+    of the training layout: weights are resharded after every step.
+
+    Further engine options pass through with a prefix: ``--vllm-max-num-seqs 512``. A value is read
+    as JSON (``--vllm-compilation-config '{"level": 0}'``) and else as text; an option without a
+    value is switched on. Options that vLLM does not have are refused, and so are those that
+    mindspeed_rl sets itself or cannot honour, like the tensor-parallel size or quantization, with
+    the flag to use or the reason.
+
+    Example, 16 ranks: --rollout-tp 2 makes 8 engines; 256 samples are 32 samples each.
+    """
+
+    rl_inference_tensor_model_parallel_size: int = flag(
+        1,
+        "Ranks of one engine; must divide the world size and the attention heads.",
+        minimum=1,
+        names=("--rl-inference-tensor-model-parallel-size", "--rollout-tp"),
+    )
+    rollout_dp: int = flag(
+        1,
+        "Data-parallel ranks of one engine, for models with experts: an engine is --rollout-tp x "
+        "this many ranks, which share the experts and have prompts of their own.",
+        minimum=1,
+    )
+    rl_inference_expert_model_parallel_size: int = flag(
+        1,
+        "Ranks that share the experts of a layer: 1 (each rank has a slice of every expert) or "
+        "--rollout-tp x --rollout-dp (each rank has whole experts).",
+        minimum=1,
+        names=("--rl-inference-expert-model-parallel-size", "--rollout-ep"),
+    )
+    rollout_max_response_length: int = flag(
+        128, "Longest response, in tokens; a longer one is cut and marked as truncated.", minimum=1
+    )
+    rollout_kv_cache_gb: float = flag(
+        0.03125, "Key/value cache of each rank, in GiB; must be above 0."
+    )
+    rollout_dtype: str = flag(
+        "auto",
+        "Engine precision; auto takes that of training.",
+        choices=("auto", "float32", "bfloat16"),
+    )
+    reshard_bucket_mb: float = flag(
+        512.0,
+        "Staging of a reshard on one rank, in MiB: what is sent and received of the two rounds "
+        "on their way.",
+        minimum=0.001,
+    )
+    reshard_path: str = flag(
+        "direct",
+        "Way of the weights into the engine. direct: every rank receives the rectangles it needs, "
+        "into the live parameters; stream: whole tensors through the engine's own loader, which "
+        "moves the whole model to every rank.",
+        choices=("direct", "stream"),
+    )
+    reshard_transport: str = flag(
+        "auto",
+        "How a round travels: one all-to-all-v of the world, or p2p sends between the ranks that "
+        "have something for each other, large ones from and into the weights without a copy. auto "
+        "takes p2p on CPU, and the collective where each pair of ranks would need buffers of its "
+        "own.",
+        choices=("auto", "all-to-all", "p2p"),
+    )
+    reshard_relay: str = flag(
+        "auto",
+        "On several nodes, send each rectangle once to a node and pass it on there (auto), or "
+        "always from its holder (off: right for a flat fabric such as A3's).",
+        choices=("auto", "off"),
+    )
+    reshard_verify_interval: int = flag(
+        1,
+        "Steps between bit-equality checks of engine and trainer weights; 0 checks the first sync "
+        "only.",
+        minimum=0,
+    )
+    rl_sync_check_tol: float | None = flag(
+        None,
+        "Largest mean |log p(trainer) - log p(engine)| on the probe prompt after the first sync, "
+        "and on the samples of every step that --reshard-verify-interval checks; unset takes "
+        "0.001 where trainer and engine compute in fp32, and 0.05 where one of them computes in "
+        "bfloat16.",
+        minimum=0.0,
+    )
+
+    def engine_is_bf16(self, train: TrainConfig) -> bool:
+        """Return whether the engine computes in bfloat16; otherwise it computes in float32."""
+        return train.bf16 if self.rollout_dtype == "auto" else self.rollout_dtype == "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTuningConfig:
+    """Execution of the rollout engine.
+
+    docs/ascend.md has the keys of vLLM-Ascend that they set. All but ``--rollout-dp-sync*`` and
+    ``--rollout-graph-sizes auto`` need vLLM-Ascend.
+
+    Example, decode graphs fitted to what earlier steps ran: --rollout-graph-mode full-decode
+    --rollout-graph-sizes auto.
+    """
+
+    rollout_graph_mode: str = flag(
+        "eager",
+        "How decode steps run. eager: operator by operator; piecewise: graphs between attention "
+        "layers; full-decode: one graph per decode step; full-and-piecewise: both, the latter for "
+        "prefill.",
+        choices=("eager", "piecewise", "full-decode", "full-and-piecewise"),
+    )
+    rollout_graph_sizes: tuple[str, ...] = flag(
+        (),
+        "Batch sizes that graphs are captured for; a smaller batch is padded to the next one. "
+        "Numbers, or auto: those with the least padding for the decode steps that earlier steps of "
+        "--output-dir ran, which is printed with its waste. Unset takes the engine's own.",
+        nargs="+",
+    )
+    rollout_graph_count: int = flag(
+        16, "Most sizes that --rollout-graph-sizes auto may choose.", minimum=1, maximum=512
+    )
+    rollout_multistream_moe: bool = flag(
+        False, "Compute shared experts on a stream of their own, beside the routed ones."
+    )
+    rollout_scheduler: str = flag(
+        "vllm",
+        "Who orders requests. vllm: its own; balance: waiting requests start together on all "
+        "data-parallel ranks.",
+        choices=("vllm", "balance"),
+    )
+    rollout_chunked_prefill: str = flag(
+        "auto",
+        "Whether long prompts are read in parts between decode steps; auto leaves it to the "
+        "engine.",
+        choices=("auto", "on", "off"),
+    )
+    rollout_expert_map: str = flag(
+        "",
+        "JSON file with the experts of every rank, as vLLM-Ascend reads it (static EPLB); the same "
+        "for all layers. Needs --rollout-ep above 1.",
+    )
+    rollout_dp_sync: str = flag(
+        "auto",
+        "How data-parallel ranks of an engine agree before a step. engine: as the engine does, one "
+        "reduction for its batch and one on the host for who is done; packed: one reduction of one "
+        "integer vector on the device for both; auto: packed where it is proven.",
+        choices=("auto", "engine", "packed"),
+    )
+    rollout_dp_sync_interval: int = flag(
+        1,
+        "With packed, steps between looks at who is done: the ranks of an engine run up to this "
+        "many steps without work at the end of a batch.",
+        minimum=1,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBalanceConfig:
+    """Balance of rollouts.
+
+    A step ends with its longest response. Samples are dealt to the engines by the length that
+    earlier responses to their prompts had; --rollout-rebalance moves requests from engines that
+    are behind to those that are ahead, as tokens: prompt and response so far are read again, and
+    sampling goes on with the random stream of the sample. Neither changes what is sampled.
+    --partial-rollout-tokens ends a step before its longest responses do: they go on in the next
+    step with newer weights, and every token keeps the version of the weights that sampled it.
+
+    Example: --rollout-rebalance all --rollout-rebalance-interval 256
+    """
+
+    rollout_balance: str = flag(
+        "history",
+        "How samples are dealt to engines. history: equal numbers with equal sums of expected "
+        "lengths, from earlier responses to the prompt (the first step is dealt evenly); even: "
+        "neighbours together, which share the cache of their prompt.",
+        choices=("history", "even"),
+    )
+    rollout_rebalance: str = flag(
+        "off",
+        "What moves between engines while they generate. off: nothing; waiting: requests that have "
+        "not begun; all: also requests that have, where their new prefill costs less than it "
+        "gains.",
+        choices=("off", "waiting", "all"),
+    )
+    rollout_rebalance_interval: int = flag(
+        128,
+        "Steps of an engine between looks at all engines.",
+        minimum=1,
+        needs=_WITH_REBALANCE,
+    )
+    rollout_rebalance_gain: float = flag(
+        0.05,
+        "Least share of the remaining time of two engines that a move must save.",
+        minimum=0.001,
+        below=1.0,
+        needs=_WITH_REBALANCE,
+    )
+    rollout_ridge_tokens: int = flag(
+        256,
+        "Tokens that a device computes while it reads the weights once, for the cost model of "
+        "--rollout-rebalance: peak FLOPs over memory bandwidth; 16-bit weights.",
+        minimum=1,
+        needs=_WITH_REBALANCE,
+    )
+    partial_rollout_tokens: int = flag(
+        0,
+        "Most tokens that a response grows by in one pass of generation; unfinished ones are "
+        "carried over to the next step as soon as enough prompts are complete. 0 is off: every "
+        "response ends in its step. Useful with --rl-resample-factor above 1.",
+        minimum=0,
+    )
