@@ -18,7 +18,8 @@ from mindspeed_rl.metrics.metric_set import Mean, MetricSet
 from mindspeed_rl.parallel.conversations import Continuation, exchange_continuations
 from mindspeed_rl.rewards import RewardError
 from mindspeed_rl.rl.scoring import Scorer
-from mindspeed_rl.rollout.engine import GenerationRequest, InferenceEngine, SamplingSettings
+from mindspeed_rl.rollout.engine import InferenceEngine
+from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
 
 logger = logging.getLogger(__name__)
 

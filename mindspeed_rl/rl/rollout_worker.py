@@ -15,12 +15,8 @@ from mindspeed_rl.metrics.metric_set import MetricSet
 from mindspeed_rl.rl.assignment import EngineAssignment
 from mindspeed_rl.rl.multi_turn import Environments, run_conversations
 from mindspeed_rl.rl.scoring import RewardFunctions, Scorer
-from mindspeed_rl.rollout.engine import (
-    GenerationRequest,
-    InferenceEngine,
-    SamplingSettings,
-    request_seed,
-)
+from mindspeed_rl.rollout.engine import InferenceEngine
+from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, request_seed
 from mindspeed_rl.rollout.stats import record_history, step_metrics, take_stats
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.device_cache import TensorCache

@@ -15,7 +15,6 @@ from itertools import chain
 from typing import Protocol
 
 from mindspeed_rl.parallel.small_collectives import gather_objects
-from mindspeed_rl.rollout.engine import GenerationRequest
 from mindspeed_rl.rollout.rebalance_plan import (
     Load,
     Move,
@@ -25,6 +24,7 @@ from mindspeed_rl.rollout.rebalance_plan import (
     next_steps,
     plan_moves,
 )
+from mindspeed_rl.rollout.requests import GenerationRequest
 from mindspeed_rl.rollout.step_loop import StepStats
 
 
@@ -149,8 +149,8 @@ class Rebalancer:
         """Return the steps of this rank's engine until the next settlement. Local."""
         size = self.rules.groups_per_engine
         first = self._group // size * size
-        steps = next_steps(plan.replicas, self.rules.cost, self.rules.interval)
-        return min(steps[first : first + size])
+        own = range(first, first + size)
+        return next_steps(plan.replicas, self.rules.cost, self.rules.interval, own)
 
     def take(
         self, requests: MovableRequests, moves: Sequence[Move], stats: StepStats

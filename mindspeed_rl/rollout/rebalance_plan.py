@@ -99,7 +99,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The decision of one settlement.
+    """The decision at one exchange point.
 
     Attributes:
         moves: Moves sorted by sample id, at most one per request.
@@ -159,15 +159,21 @@ def run_segment(replica: Replica, cost: StepCost, max_steps: float = math.inf) -
     return Segment(time, now, (*left, *reversed(waiting)))
 
 
-def next_steps(replicas: Sequence[Replica], cost: StepCost, interval: int) -> list[int]:
-    """Choose the steps of each replica until the next settlement, so that all arrive together.
+def next_steps(replicas: Sequence[Replica], cost: StepCost, interval: int, own: range) -> int:
+    """Choose the steps of an engine until requests are next exchanged, so that all arrive together.
 
-    The slowest runs ``interval`` steps, the others as many as they make in that time. A replica
-    that is expected to finish earlier gets steps for the rest of the time as well, in case a
-    response is longer than expected.
+    The slowest replica runs ``interval`` steps, the others as many as they make in that time. A
+    replica that is expected to finish earlier gets steps for the rest of the time as well, in case
+    a response is longer than expected.
+
+    Args:
+        replicas: All replicas, in an order that is equal on all ranks.
+        cost: Cost of their steps.
+        interval: Steps of the slowest replica.
+        own: Numbers of the replicas of the engine, which step together.
     """
-    horizon = max((run_segment(r, cost, interval).time for r in replicas), default=0.0)
-    return [max(interval, _steps_within(r, cost, horizon)) for r in replicas]
+    horizon = max(run_segment(replica, cost, interval).time for replica in replicas)
+    return min(max(interval, _steps_within(replicas[i], cost, horizon)) for i in own)
 
 
 def _steps_within(replica: Replica, cost: StepCost, time: float) -> int:

@@ -57,7 +57,7 @@ ENGINE = (
     Fault("half-an-update-generates", "mindspeed_rl.rollout.vllm.engine:VllmEngine.begin_update",
           keeps("_version"), _ENGINE + "test_half_written_weights_do_not_generate",
           "After a failed sync the engine would sample from a mixture of two versions."),
-    Fault("seeds-forget-the-step", "mindspeed_rl.rollout.engine:request_seed",
+    Fault("seeds-forget-the-step", "mindspeed_rl.rollout.requests:request_seed",
           takes(step=lambda _: 0), _REQUESTS + "test_seeds_of_a_run_are_all_different",
           "Every step would draw with the same random numbers."),
     Fault("tokens-of-an-earlier-engine-lost",

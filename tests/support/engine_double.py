@@ -15,8 +15,8 @@ from support.layout_cases import GQA, spec_of
 
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.platforms.cpu import CpuPlatform
-from mindspeed_rl.rollout.engine import SamplingSettings
 from mindspeed_rl.rollout.provider import EngineSettings
+from mindspeed_rl.rollout.requests import SamplingSettings
 from mindspeed_rl.rollout.vllm.backend import EngineParts
 from mindspeed_rl.rollout.vllm.engine import VllmEngine
 from mindspeed_rl.rollout.vllm.host_backend import parts_by_storage

@@ -12,9 +12,9 @@ from support.rollout_worlds import loaded_engine
 
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.launch.bootstrap import World
-from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
 from mindspeed_rl.rollout.rebalance import Rebalancer, RebalanceRules
 from mindspeed_rl.rollout.rebalance_plan import StepCost
+from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, request_seed
 from mindspeed_rl.rollout.step_loop import StepStats
 from mindspeed_rl.rollout.vllm.open_requests import OpenRequests
 

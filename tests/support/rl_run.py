@@ -55,7 +55,7 @@ from mindspeed_rl.rl.rollouts import RolloutBatch, generate_rollouts
 from mindspeed_rl.rl.scoring import RewardFunctions
 from mindspeed_rl.rl.sync import sync_weights
 from mindspeed_rl.rl.update import update
-from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings
+from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
 from mindspeed_rl.samples.columns import LOSS_MASK, ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.packing import MicroBatch

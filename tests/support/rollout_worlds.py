@@ -26,7 +26,7 @@ from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.platforms.storages import as_bytes
-from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
+from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, request_seed
 from mindspeed_rl.samples.packing import TrainSample
 
 if TYPE_CHECKING:

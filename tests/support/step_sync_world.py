@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.launch.bootstrap import World
-from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings, request_seed
+from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, request_seed
 from mindspeed_rl.rollout.step_loop import StepStats
 
 LOADS = (7, 0, 1, 3)

@@ -20,16 +20,11 @@ from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.platforms.base import Platform
-from mindspeed_rl.rollout.engine import (
-    EngineState,
-    GenerationRequest,
-    OnStep,
-    SamplingSettings,
-    requests_digest,
-)
+from mindspeed_rl.rollout.engine import EngineState, OnStep
 from mindspeed_rl.rollout.graph_sizes import decode_batches
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.rebalance import Rebalancer
+from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, requests_digest
 from mindspeed_rl.rollout.step_loop import StepStats, run_steps
 from mindspeed_rl.rollout.vllm.backend import Backend
 from mindspeed_rl.rollout.vllm.open_requests import OpenRequests

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from mindspeed_rl.core.types import Completion
-from mindspeed_rl.rollout.engine import GenerationRequest
 from mindspeed_rl.rollout.rebalance import Progress
+from mindspeed_rl.rollout.requests import GenerationRequest
 from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.rollout.vllm.requests import VllmPort, completion, sampled_logprobs
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl.core.types import FINISH_REASONS, Completion
-from mindspeed_rl.rollout.engine import SamplingSettings
+from mindspeed_rl.rollout.requests import SamplingSettings
 from mindspeed_rl.rollout.vllm.patches.sampling_stream import STREAM, stream_of
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 

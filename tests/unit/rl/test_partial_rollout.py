@@ -20,7 +20,7 @@ from mindspeed_rl.metrics.metric_set import MetricSet
 from mindspeed_rl.rl.logprobs import check_on_policy
 from mindspeed_rl.rl.resume import carryover_state, restore_carryover, restored_carryover
 from mindspeed_rl.rl.rollouts import RolloutBatch, generate_rollouts
-from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings
+from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
 from mindspeed_rl.samples.columns import experts_column, response_columns
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from mindspeed_rl.rollout.engine import (
+from mindspeed_rl.rollout.requests import (
     GenerationRequest,
     SamplingSettings,
     request_seed,

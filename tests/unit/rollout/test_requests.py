@@ -11,7 +11,8 @@ from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.core.types import Completion, Prompt
 from mindspeed_rl.rl.assignment import EngineAssignment
 from mindspeed_rl.rl.rollout_worker import PassRequest, RolloutWorker
-from mindspeed_rl.rollout.engine import GenerationRequest, OnStep, SamplingSettings
+from mindspeed_rl.rollout.engine import OnStep
+from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
 
 SETTINGS = SamplingSettings(temperature=1.0, max_response_tokens=4, stop_token_ids=(1,))
 PROMPTS = [Prompt(i, (i + 1, 2), str(i), "") for i in range(13)]

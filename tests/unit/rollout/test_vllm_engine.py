@@ -17,7 +17,7 @@ from support.layout_cases import GQA, MOE, Case, layouts_of, with_attention
 
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.models.layers import GroupedQueryAttention, LatentAttention
-from mindspeed_rl.rollout.engine import GenerationRequest, SamplingSettings
+from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
 from mindspeed_rl.rollout.vllm import capabilities
 from mindspeed_rl.rollout.vllm.engine import VllmEngine
 from mindspeed_rl.rollout.vllm.options import check_option_names

@@ -13,8 +13,8 @@ import torch
 from support.rl_run import make_run
 
 from mindspeed_rl.core.types import Completion, Prompt, Rollout
-from mindspeed_rl.rollout.engine import GenerationRequest
 from mindspeed_rl.rollout.registry import engine_provider
+from mindspeed_rl.rollout.requests import GenerationRequest
 from mindspeed_rl.rollout.vllm.open_requests import OpenRequests
 from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.samples.columns import experts_column, response_columns
