@@ -8,6 +8,7 @@ from mindspeed_rl.config import ModelConfig
 from mindspeed_rl.config.layouts import layer_numbers
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import round_up
+from mindspeed_rl.models.layers import LatentAttention
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
 
 
@@ -31,15 +32,10 @@ def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:
     num_layers = None if model.num_layers is None else model.num_layers - num_noop
     num_layers_flag = "--num-layers less --noop-layers =" if num_noop else "--num-layers"
     padded = round_up(spec.vocab_size, model.make_vocab_size_divisible_by * tp)
-    attention, grouped = spec.attention, spec.attention.kind == "grouped"
-    pairs = (
+    pairs = [
         (num_layers_flag, num_layers, spec.num_layers),
         ("--hidden-size", model.hidden_size, spec.hidden_size),
         ("--ffn-hidden-size", model.ffn_hidden_size, spec.ffn_hidden_size),
-        ("--num-attention-heads", model.num_attention_heads, attention.num_heads),
-        ("--num-query-groups", model.num_query_groups, attention.num_kv_heads),
-        # megatron-core does not read this flag with latent attention.
-        ("--kv-channels", model.kv_channels if grouped else None, attention.head_dim),
         ("--vocab-size", model.vocab_size, spec.vocab_size),
         ("--padded-vocab-size", model.padded_vocab_size, padded),
         ("--rotary-base", model.rotary_base, spec.rope.theta),
@@ -49,8 +45,16 @@ def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:
             True if model.untie_embeddings_and_output_weights else None,
             not spec.tie_embeddings,
         ),
-        ("--add-qkv-bias", True if model.add_qkv_bias else None, attention.qkv_bias),
-    )
+    ]
+    for attention in spec.attentions:
+        # megatron-core does not read --kv-channels with latent attention.
+        channels = None if isinstance(attention, LatentAttention) else model.kv_channels
+        pairs += [
+            ("--num-attention-heads", model.num_attention_heads, attention.num_heads),
+            ("--num-query-groups", model.num_query_groups, attention.num_kv_heads),
+            ("--kv-channels", channels, attention.head_dim),
+            ("--add-qkv-bias", True if model.add_qkv_bias else None, attention.qkv_bias),
+        ]
     wrong = [
         f"{name} {given} but the model has {real}"
         for name, given, real in pairs

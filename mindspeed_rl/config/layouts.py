@@ -16,13 +16,16 @@ def training_layout(
     """Make the training layout of a model from its flags.
 
     Raises:
-        UsageError: Sizes do not fit the world, the model or each other.
+        UsageError: Sizes do not fit the world, the model or each other, or layers differ in what
+            the trainer takes one of.
     """
     tp, ep, etp = (
         parallel.tensor_model_parallel_size,
         parallel.expert_model_parallel_size,
         parallel.expert_tensor_parallel_size,
     )
+    # megatron-core has one configuration for all layers: this raises where their attention differs.
+    _ = spec.attention
     if not spec.moe:
         _refuse_expert_flags(parallel)
     if parallel.moe_tp_extend_ep:
@@ -32,7 +35,7 @@ def training_layout(
                 "allowed is 1"
             )
         ep, etp = ep * tp, 1
-    latent = "latent" in spec.attention_kinds
+    latent = spec.latent_attention
     if tp > 1 and (spec.moe or latent) and not parallel.sequence_parallel:
         what = "experts" if spec.moe else "latent attention"
         raise UsageError(

@@ -179,7 +179,7 @@ def _check_flags(
     given = (
         ("--moe-tp-extend-ep", layout.moe_tp_extend_ep, spec.moe),
         ("--target-expert-parallel-size", layout.expert_parallel > 1, spec.moe),
-        ("--mla-mm-split", layout.mla_mm_split, "latent" in spec.attention_kinds),
+        ("--mla-mm-split", layout.mla_mm_split, spec.latent_attention),
     )
     for flag, on, has in given:
         if on and not has:

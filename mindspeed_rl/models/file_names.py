@@ -75,7 +75,7 @@ class FileNames:
         tail = tail.removeprefix(deep)
         if self.experts == "numbered" and tail.startswith(_ONE_EXPERT):
             tail = f"mlp.experts.{tail.removeprefix(_ONE_EXPERT)}{{e}}"
-        latent = spec.layer(layer).attention.kind == "latent"
+        latent = spec.layer(layer).latent_attention
         if self.old_latent and latent:
             tail = _OLD_NAMES.get(tail, tail)
         if not deep:
@@ -90,7 +90,7 @@ class FileNames:
         if tail == "pre_mlp_layernorm.weight":
             fused = self.expert_norm if spec.has_experts(layer) else self.dense_norm
             return "mlp.linear_fc1.layer_norm_weight" if fused else tail
-        if self.latent_norms and spec.layer(layer).attention.kind == "latent":
+        if self.latent_norms and spec.layer(layer).latent_attention:
             return _FUSED_LATENT.get(tail, tail)
         return tail
 
@@ -195,7 +195,7 @@ def mindspeed_names(
         input_norm=transformer_engine,
         dense_norm=transformer_engine,
         experts=experts if spec.moe else "single",
-        joined_down="latent" in spec.attention_kinds,
+        joined_down=spec.latent_attention,
         split_up=split_up,
         mtp=mtp,
     )
@@ -203,7 +203,7 @@ def mindspeed_names(
 
 def distributed_names(spec: ModelSpec, modules: ModuleNames) -> FileNames:
     """The dialect of megatron-core's distributed format, whose own modules use the fused names."""
-    latent = "latent" in spec.attention_kinds
+    latent = spec.latent_attention
     if not modules.fused_norms:
         return FileNames(input_norm=not latent, dense_norm=not latent, expert_norm=not latent)
     return FileNames(input_norm=not latent, dense_norm=True, latent_norms=latent)
@@ -215,7 +215,7 @@ def recognised_from(params: Collection[str], spec: ModelSpec) -> FileNames:
     def ends(tail: str) -> bool:
         return any(name.endswith(tail) for name in params)
 
-    latent = "latent" in spec.attention_kinds
+    latent = spec.latent_attention
     stacked, numbered = ends("mlp.experts.weight1"), ends("mlp.experts.linear_fc1.weight0")
     dense_norm = ends("mlp.linear_fc1.layer_norm_weight")
     return FileNames(

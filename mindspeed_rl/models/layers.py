@@ -280,6 +280,10 @@ class LayerSpec:
     mlp: MLP
 
     @property
+    def latent_attention(self) -> bool:
+        return isinstance(self.attention, LatentAttention)
+
+    @property
     def moe(self) -> MoE | None:
         """The experts of the layer; ``None`` where the MLP is dense."""
         return self.mlp if isinstance(self.mlp, MoE) else None

@@ -40,7 +40,7 @@ def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
                 spec = build(config)
             except KeyError as error:
                 raise UsageError(f"config.json lacks the key {error} of {names[0]}") from error
-            for rotated in {layer.attention.rope_dim for layer in spec.layers}:
+            for rotated in {attention.rope_dim for attention in spec.attentions}:
                 if rotated % 2:
                     raise UsageError(
                         f"config.json: heads with {rotated} rotated channels; rotary embeddings "

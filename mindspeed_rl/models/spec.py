@@ -82,9 +82,14 @@ class ModelSpec:
         return self.layer(layer).moe is not None
 
     @property
-    def attention_kinds(self) -> frozenset[str]:
-        """The kinds of attention that layers have."""
-        return frozenset(layer.attention.kind for layer in self.layers)
+    def attentions(self) -> tuple[Attention, ...]:
+        """The different attentions of the layers, in the order of the layers."""
+        return tuple(dict.fromkeys(layer.attention for layer in self.layers))
+
+    @property
+    def latent_attention(self) -> bool:
+        """Whether any layer has latent attention."""
+        return any(layer.latent_attention for layer in self.layers)
 
     def cached_values(self, tp: int) -> int:
         """Number of elements that an engine of ``tp`` ranks caches per token on each rank."""

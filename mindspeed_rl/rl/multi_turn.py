@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from mindspeed_rl.core.types import Completion, Prompt, Rollout
 from mindspeed_rl.environments import EnvironmentRunner, Failed, Observation
 from mindspeed_rl.metrics.metric_set import Mean, MetricSet
-from mindspeed_rl.parallel.conversations import Continuation, exchange_continuations
+from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.rewards import RewardError
 from mindspeed_rl.rl.scoring import Scorer
 from mindspeed_rl.rollout.engine import InferenceEngine
@@ -44,6 +44,27 @@ class Environments:
 
     def close(self) -> None:
         self.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A sample whose next turn is to be generated.
+
+    Attributes:
+        sample_id: Position of the sample in the step.
+        max_tokens: Largest number of tokens of the turn.
+        token_ids: Tokens of the conversation since the beginning of its last turn.
+    """
+
+    sample_id: int
+    max_tokens: int
+    token_ids: tuple[int, ...]
+
+
+def exchange_continuations(mine: Sequence[Continuation]) -> list[Continuation]:
+    """Gather the continuations of all ranks on every rank, by sample id. Collective: the world."""
+    everyone = itertools.chain.from_iterable(gather_objects(mine))
+    return sorted(everyone, key=lambda continuation: continuation.sample_id)
 
 
 @dataclass
@@ -234,10 +255,10 @@ def run_conversations(
     contexts = {i: prompt.token_ids for i, prompt in prompts.items()}
     for turn in itertools.count():
         mine = conversations.take_next() if conversations is not None else []
-        going_on = exchange_continuations(mine)
-        if not going_on:
+        continued = exchange_continuations(mine)
+        if not continued:
             break
-        own = [c for c in going_on if c.sample_id in contexts]
+        own = [c for c in continued if c.sample_id in contexts]
         contexts |= {c.sample_id: contexts[c.sample_id] + c.token_ids for c in own}
         requests = [
             GenerationRequest(

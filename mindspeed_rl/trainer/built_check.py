@@ -63,8 +63,9 @@ def check_built(model: GPTModel, spec: ModelSpec, num_layers: int) -> None:
 
 def _dense_pairs(model: GPTModel, spec: ModelSpec) -> Iterator[_Pair]:
     config = model.config
-    for name, value in attention_fields(spec.attention).items():
-        yield name, getattr(config, name), value
+    for attention in spec.attentions:
+        for name, value in attention_fields(attention).items():
+            yield name, getattr(config, name), value
     yield "num_layers", config.num_layers, spec.num_layers
     yield "hidden_size", config.hidden_size, spec.hidden_size
     yield "ffn_hidden_size", config.ffn_hidden_size, spec.ffn_hidden_size
@@ -110,11 +111,10 @@ def _expert_pairs(config: Any, spec: ModelSpec) -> Iterator[_Pair]:
 def _layer_pairs(layer: Any, model: GPTModel, spec: ModelSpec) -> Iterator[_Pair]:
     name = f"layer {layer.layer_number}"
     attention = layer.self_attention
-    yield f"{name} experts", hasattr(layer.mlp, "router"), spec.has_experts(layer.layer_number - 1)
-    declared = spec.layer(layer.layer_number - 1).attention
-    scale = declared.softmax_scale(spec.rope)
+    own = spec.layer(layer.layer_number - 1)
+    yield f"{name} experts", hasattr(layer.mlp, "router"), own.moe is not None
+    scale = own.attention.softmax_scale(spec.rope)
     yield f"{name} softmax scale", attention.core_attention.softmax_scale, scale
-    latent = declared.kind == "latent"
-    rotary = attention.rotary_pos_emb if latent else model.rotary_pos_emb
-    expected = torch.tensor(spec.rope.inverse_frequencies(declared.rope_dim))
+    rotary = attention.rotary_pos_emb if own.latent_attention else model.rotary_pos_emb
+    expected = torch.tensor(spec.rope.inverse_frequencies(own.attention.rope_dim))
     yield f"{name} rope", torch.equal(rotary.inv_freq.cpu(), expected), True

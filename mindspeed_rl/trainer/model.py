@@ -113,7 +113,7 @@ def _cut_dimension(module: torch.nn.Module) -> int | None:
 
 
 def _apply_patches(spec: ModelSpec, modules: ModuleNames, device: torch.device) -> None:
-    if (spec.moe or "latent" in spec.attention_kinds) and not modules.fused_norms:
+    if (spec.moe or spec.latent_attention) and not modules.fused_norms:
         without_transformer_engine.apply()
     if spec.moe and device.type == "cpu":
         expert_splits_on_host.apply()
@@ -126,7 +126,7 @@ def _layer_spec(layer: LayerSpec, modules: ModuleNames) -> ModuleSpec:
         "num_experts": layer.moe.num_experts if layer.moe else None,
         "moe_grouped_gemm": modules.grouped_experts,
         "qk_layernorm": layer.attention.qk_norm,
-        "multi_latent_attention": layer.attention.kind == "latent",
+        "multi_latent_attention": layer.latent_attention,
     }
     if modules.fused_norms:
         built = get_gpt_layer_with_transformer_engine_spec(**common)
@@ -141,7 +141,7 @@ def _with_our_norms(built: ModuleSpec, layer: LayerSpec) -> ModuleSpec:
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = PackedSelfAttention
-    if layer.attention.kind == "latent":
+    if layer.latent_attention:
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
         attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
     elif layer.attention.qk_norm:
@@ -206,13 +206,14 @@ def build_model(
 
 def _set_attention(model: GPTModel, spec: ModelSpec, device: torch.device) -> None:
     """Set this project's rotary embedding and the spec's softmax scale in all layers."""
-    for shared in {layer.attention for layer in spec.layers if layer.attention.kind == "grouped"}:
+    for shared in {layer.attention for layer in spec.layers if not layer.latent_attention}:
         model.rotary_pos_emb = PackedRotaryEmbedding(spec.rope, shared.rope_dim, device)
     for layer in model.decoder.layers:
-        built, own = layer.self_attention, spec.layer(layer.layer_number - 1).attention
-        if own.kind == "latent":
-            built.rotary_pos_emb = PackedRotaryEmbedding(spec.rope, own.rope_dim, device, True)
-        built.core_attention.softmax_scale = own.softmax_scale(spec.rope)
+        built, own = layer.self_attention, spec.layer(layer.layer_number - 1)
+        if own.latent_attention:
+            channels = own.attention.rope_dim
+            built.rotary_pos_emb = PackedRotaryEmbedding(spec.rope, channels, device, True)
+        built.core_attention.softmax_scale = own.attention.softmax_scale(spec.rope)
 
 
 def mixed_precision(module: Any, config: Any) -> Any:

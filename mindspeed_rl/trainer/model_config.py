@@ -96,7 +96,7 @@ def _kernels(
         "bias_activation_fusion": kernels.bias_swiglu_fusion,
         "bias_dropout_fusion": kernels.bias_dropout_fusion,
         # Latent attention takes cosine and sine from megatron-core's own module.
-        "apply_rope_fusion": kernels.rope_fusion and "latent" not in layout.spec.attention_kinds,
+        "apply_rope_fusion": kernels.rope_fusion and not layout.spec.latent_attention,
         "gradient_accumulation_fusion": kernels.gradient_accumulation_fusion,
     }
     available = set(features.fusions)

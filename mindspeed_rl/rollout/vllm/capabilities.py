@@ -127,7 +127,7 @@ def check_model_support(platform: str, spec: ModelSpec) -> None:
         UsageError: No kernel has the size; names it and those that are supported.
     """
     row = CAPABILITIES[platform]
-    for attention in dict.fromkeys(layer.attention for layer in spec.layers):
+    for attention in spec.attentions:
         size, known, keys = attention.head_dim, row.head_sizes, "head_dim"
         if isinstance(attention, LatentAttention):
             size, known = attention.kv_a_size, row.latent_sizes

@@ -64,7 +64,7 @@ class VllmProvider(EngineProvider):
     def sizes(self, options: Mapping[str, object], spec: ModelSpec, platform: str) -> EngineSizes:
         """Return sizes; vLLM-Ascend copies latent attention's up projection, vLLM views it."""
         ascend = platform == "npu"
-        latent = "latent" in spec.attention_kinds
+        latent = spec.latent_attention
         block = _LATENT_BLOCK_TOKENS if latent and not ascend else _BLOCK_TOKENS
         return EngineSizes(
             _number(options.get(self.batched_tokens_option), DEFAULT_BATCHED_TOKENS),

@@ -22,7 +22,7 @@ def model_settings(layout: RolloutLayout, platform: str) -> dict[str, Any]:
         # vLLM rewinds the generator of a request whose prompt is read in parts, which a CPU
         # generator does not support ("CPU Generator does not use offset").
         settings["enable_chunked_prefill"] = False
-        if "latent" in layout.spec.attention_kinds:
+        if layout.spec.latent_attention:
             # vLLM's CPU kernel rotates the queries of latent attention wrongly, without an error.
             settings["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
     if platform == "cuda" and layout.spec.expert_layers:

@@ -23,10 +23,9 @@ from mindspeed_rl.environments import (
 )
 from mindspeed_rl.environments.builtin.calculator import Calculator, calculate
 from mindspeed_rl.metrics.metric_set import Mean
-from mindspeed_rl.parallel.conversations import Continuation, exchange_continuations
 from mindspeed_rl.rewards import RewardError
 from mindspeed_rl.rl import multi_turn
-from mindspeed_rl.rl.multi_turn import Environments
+from mindspeed_rl.rl.multi_turn import Continuation, Environments, exchange_continuations
 from mindspeed_rl.rl.resume import carryover_state, restored_carryover
 from mindspeed_rl.rl.rollouts import RolloutBatch
 from mindspeed_rl.samples.packing import TrainSample, pack

@@ -206,8 +206,17 @@ def test_what_the_trainer_cannot_build_is_refused_before_it_is(
     layers: tuple[LayerSpec, ...], what: str
 ) -> None:
     """megatron-core's configuration has one attention and one MLP size for all layers."""
+    spec = spec_of(*layers)
     with pytest.raises(UsageError, match=f"layers .* differ in {what}.*one for all layers"):
-        check_architecture(ModelConfig(), spec_of(*layers), tp=1)
+        check_architecture(ModelConfig(), spec, tp=1)
+        training_layout(ModelConfig(), ParallelConfig(), spec, world=1)
+
+
+def test_flags_are_compared_with_every_attention_of_the_model() -> None:
+    spec = spec_of(LayerSpec(WIDE, DENSE), LayerSpec(NARROW, DENSE), LayerSpec(LATENT, DENSE))
+    check_architecture(ModelConfig(num_attention_heads=4), spec, tp=1)
+    with pytest.raises(UsageError, match="--kv-channels 6 but the model has 2;"):
+        check_architecture(ModelConfig(kv_channels=6), spec, tp=1)
 
 
 def test_what_the_engine_and_the_trainer_know_one_of() -> None:
