@@ -40,15 +40,15 @@ def train(run: Components) -> None:
         run.scheduler.to_train()
         with run.phase("train"):
             batches = build_batches(run, rollouts.samples)
-            rollouts = add_model_scores(run, rollouts, batches.placed)
-            batches = compute_logprobs(run, state, batches, rollouts.samples)
-            batches = compute_advantages(
-                run, state, batches, rollouts.samples, step, rollouts.greedy_rewards
-            )
+            scored = add_model_scores(run, rollouts, batches.placed)
+            samples, greedy = scored.samples, scored.greedy_rewards
+            batches = compute_logprobs(run, state, batches, samples)
+            batches = compute_advantages(run, state, batches, samples, step, greedy)
             metrics = update(run, state, batches, step)
             refresh_reference(run.models, run.scheduler, run.config.rl.ref_update_interval, step)
-        report.log_step(step, rollouts, metrics.merge(synced), batches.placed)
+        report.log_step(step, scored, metrics.merge(synced), batches.placed)
         resume.save_if_due(run, state, report, step)
+    # The last evaluation samples with the weights of the last update.
     run.scheduler.to_sync()
     sync_weights(run, state.version)
     run.scheduler.to_rollout()

@@ -171,20 +171,20 @@ class EngineTuningConfig:
 class RolloutBalanceConfig:
     """Balance of rollouts.
 
-    A step ends with its longest response. Samples are dealt to the engines by the length that
-    earlier responses to their prompts had; --rollout-rebalance moves requests from engines that
-    are behind to those that are ahead, as tokens: prompt and response so far are read again, and
-    sampling goes on with the random stream of the sample. Neither changes what is sampled.
-    --partial-rollout-tokens ends a step before its longest responses do: they go on in the next
-    step with newer weights, and every token keeps the version of the weights that sampled it.
+    A step ends with its longest response. Samples are distributed over the engines by the length
+    that earlier responses to their prompts had; --rollout-rebalance moves requests from engines
+    that are behind to those that are ahead, as tokens: prompt and response so far are read again,
+    and sampling continues with the random stream of the sample. Neither changes what is sampled.
+    --partial-rollout-tokens ends a step before its longest responses do: they continue in the
+    next step with newer weights, and every token keeps the version of the weights that sampled it.
 
     Example: --rollout-rebalance all --rollout-rebalance-interval 256
     """
 
     rollout_balance: str = flag(
         "history",
-        "How samples are dealt to engines. history: equal numbers with equal sums of expected "
-        "lengths, from earlier responses to the prompt (the first step is dealt evenly); even: "
+        "How samples are distributed over engines. history: equal numbers with equal sums of "
+        "expected lengths, from earlier responses to the prompt (in the first step as even); even: "
         "neighbours together, which share the cache of their prompt.",
         choices=("history", "even"),
     )
@@ -197,7 +197,7 @@ class RolloutBalanceConfig:
     )
     rollout_rebalance_interval: int = flag(
         128,
-        "Steps of an engine between looks at all engines.",
+        "Steps of the slowest engine between two points at which requests may move.",
         minimum=1,
         needs=_WITH_REBALANCE,
     )

@@ -107,7 +107,7 @@ class TrainConfig:
 class CheckpointConfig:
     """Checkpoints.
 
-    A run with the same flags and ``--load`` at its own ``--save`` goes on where it stopped and
+    A run with the same flags and ``--load`` at its own ``--save`` continues where it stopped and
     gives the numbers of an uninterrupted run.
     """
 
@@ -116,7 +116,7 @@ class CheckpointConfig:
         "",
         "Directory to resume from; its newest complete checkpoint is taken. Of checkpoints that "
         "Megatron, MindSpeed-LLM or tools/convert_checkpoint.py wrote, in any layout, the weights "
-        "are taken and all else starts anew.",
+        "are taken and everything else starts from the beginning.",
     )
     save_interval: int = flag(
         0,
@@ -125,7 +125,9 @@ class CheckpointConfig:
         minimum=0,
     )
     finetune: bool = flag(
-        False, "Take only the weights from --load: step, optimizer and data order start anew."
+        False,
+        "Take only the weights from --load: step, optimizer and data order start from the "
+        "beginning.",
     )
     no_save_optim: bool = flag(False, "Leave optimizer states out of checkpoints.")
     no_load_optim: bool = flag(False, "Start with fresh optimizer states despite --load.")
@@ -162,7 +164,7 @@ class LoggingConfig:
     overwrite_output_dir: bool = flag(
         False,
         "Replace the results of an earlier run in --output-dir. Without it a run that starts at "
-        "step 0 is refused there; a resumed run goes on with them.",
+        "step 0 is refused there; a resumed run adds to them.",
     )
     log_interval: int = flag(
         1, "Steps between progress lines where there is no terminal.", minimum=1

@@ -51,7 +51,7 @@ Command lines of MindSpeed-LLM's convert_ckpt.py and convert_ckpt_v2.py work.
 Accepted without effect:
 {silent}
 
-A killed conversion goes on when the same command is given again. --save-dir
+A killed conversion continues when the same command is given again. --save-dir
 appears when everything is on disk, never before.
 """
 

@@ -29,8 +29,8 @@ from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.platforms.base import Platform
 
 AREA = "collectives"
-MEETING = "meeting"
-"""The first step, before any group is checked: all ranks meet and create the groups."""
+CREATION = "group creation"
+"""The first step, before any group is checked: all ranks create the process groups."""
 GRACE_S = 10.0
 _ELEMENTS = 1024
 _MIB = 2**20
@@ -40,7 +40,7 @@ Groups = Mapping[str, Sequence[tuple[int, ...]]]
 
 
 @dataclass(slots=True)
-class Visit:
+class GroupResult:
     """One rank's result of checking its group of a kind.
 
     ``num_bytes`` is the decrease of the device's free memory; on a CPU the growth of the process.
@@ -52,11 +52,11 @@ class Visit:
 
 
 @dataclass(slots=True)
-class Account:
+class RankReport:
     """The report of one rank to rank 0: its host, and results by kind up to one that failed."""
 
     host: str
-    visits: dict[str, Visit] = field(default_factory=dict)
+    results: dict[str, GroupResult] = field(default_factory=dict)
 
 
 def groups_to_check(config: RLRunConfig, plan: RLPlan | None, world: int) -> Groups:
@@ -114,10 +114,10 @@ class Preflight:
     ) -> None:
         self._world, self._platform, self._store = world, platform, store
         self._everyone = tuple(range(world.size))
-        self._kinds: Groups = {MEETING: (self._everyone,), **groups}
+        self._kinds: Groups = {CREATION: (self._everyone,), **groups}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._limit_s, self._check, self._grace_s = limit_s, check, grace_s
-        self._account = Account(os.uname().nodename)
+        self._own = RankReport(os.uname().nodename)
 
     def run(self) -> list[DoctorRow]:
         """Check every group; return rows on rank 0, nothing elsewhere. Collective: the world.
@@ -131,9 +131,9 @@ class Preflight:
             guard = threading.Timer(self._limit_s, self._give_up, (kind,))
             guard.daemon = True
             guard.start()
-            visit = self._account.visits[kind] = self._visit(kind, ranks)
+            result = self._own.results[kind] = self._check_group(kind, ranks)
             guard.cancel()
-            if visit.error:
+            if result.error:
                 break
         return self._report()
 
@@ -146,17 +146,17 @@ class Preflight:
             assert group is not None
             self._groups[ranks] = group
 
-    def _visit(self, kind: str, ranks: tuple[int, ...]) -> Visit:
+    def _check_group(self, kind: str, ranks: tuple[int, ...]) -> GroupResult:
         before, start, error = self._held_bytes(), time.monotonic(), ""
         try:
-            if kind == MEETING:
+            if kind == CREATION:
                 self._make_groups()
             else:
                 self._check(self._groups[ranks], ranks, self._world.rank, self._platform.device)
                 self._platform.synchronize()
         except (RuntimeError, ValueError) as failure:
             error = f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
-        return Visit(time.monotonic() - start, self._held_bytes() - before, error)
+        return GroupResult(time.monotonic() - start, self._held_bytes() - before, error)
 
     def _held_bytes(self) -> int:
         memory = self._platform.memory()
@@ -164,23 +164,23 @@ class Preflight:
 
     def _give_up(self, kind: str) -> None:
         """End the process from a timer thread; the main thread is stuck in a collective."""
-        self._account.visits[kind] = Visit(self._limit_s, 0, f"no answer in {self._limit_s:g} s")
+        self._own.results[kind] = GroupResult(self._limit_s, 0, f"no answer in {self._limit_s:g} s")
         print("\n".join(lines(self._report())), file=sys.stderr, flush=True)
         os._exit(1)
 
     def _report(self) -> list[DoctorRow]:
         """Send this rank's report; rank 0 turns all reports into rows while the others wait."""
         rank, store = self._world.rank, self._store
-        store.set(f"account/{rank}", json.dumps(asdict(self._account)))
+        store.set(f"report/{rank}", json.dumps(asdict(self._own)))
         patience = self._limit_s + self._grace_s
         if rank != 0:
             # The launcher ends all ranks with the first one, so rank 0 must end first.
             wait_for(store, ["reported"], patience + self._grace_s)
             return []
-        present = wait_for(store, [f"account/{r}" for r in self._everyone], patience)
-        accounts = {int(key.partition("/")[2]): _account(store.get(key)) for key in present}
+        present = wait_for(store, [f"report/{r}" for r in self._everyone], patience)
+        reports = {int(key.partition("/")[2]): _rank_report(store.get(key)) for key in present}
         last = {r: store.get(k).decode() for r in self._everyone if store.check([k := f"in/{r}"])}
-        rows = list(preflight_rows(self._kinds, accounts, last, self._limit_s))
+        rows = list(preflight_rows(self._kinds, reports, last, self._limit_s))
         store.set("reported", "1")
         return rows
 
@@ -196,50 +196,50 @@ def wait_for(store: Store, keys: Sequence[str], seconds: float) -> list[str]:
 
 
 def preflight_rows(
-    kinds: Groups, accounts: Mapping[int, Account], last: Mapping[int, str], limit_s: float
+    kinds: Groups, reports: Mapping[int, RankReport], last: Mapping[int, str], limit_s: float
 ) -> Iterator[DoctorRow]:
     """Turn the reports of all ranks into rows. Pure.
 
     Args:
         kinds: Groups in the order of the checks; the first kind is one group of all ranks.
-        accounts: Reports by rank, of the ranks that sent one.
+        reports: Reports by rank, of the ranks that sent one.
         last: Last kind of group that each rank entered, by rank.
         limit_s: Time limit of one group.
     """
     for kind, groups in kinds.items():
-        visits = {r: a.visits[kind] for r, a in accounts.items() if kind in a.visits}
-        bad = {rank for rank, visit in visits.items() if visit.error}
+        results = {r: a.results[kind] for r, a in reports.items() if kind in a.results}
+        bad = {rank for rank, result in results.items() if result.error}
         if bad:  # some ranks did not check later groups
             for group in groups:
                 if not bad.isdisjoint(group):
-                    yield _failed_row(kind, group, accounts, last)
+                    yield _failed_row(kind, group, reports, last)
             return
-        if len(visits) < sum(map(len, groups)):
+        if len(results) < sum(map(len, groups)):
             continue  # a rank is missing: a later group or the end reports it
-        if kind == MEETING:
-            num_hosts = len({account.host for account in accounts.values()})
-            yield green(AREA, f"{len(visits)} ranks on {num_hosts} hosts meet")
+        if kind == CREATION:
+            num_hosts = len({report.host for report in reports.values()})
+            yield green(AREA, f"{len(results)} ranks on {num_hosts} hosts meet")
             continue
-        seconds = max(visit.seconds for visit in visits.values())
-        held = max(visit.num_bytes for visit in visits.values()) / _MIB
+        seconds = max(result.seconds for result in results.values())
+        held = max(result.num_bytes for result in results.values()) / _MIB
         yield green(
             AREA,
             f"{kind}: {len(groups)} x {len(groups[0])} ranks; all-reduce and "
             f"all-to-all-v right, slowest {seconds:.2f} s, {max(held, 0.0):.0f} MiB taken",
         )
     (everyone,) = next(iter(kinds.values()))
-    for rank in (r for r in everyone if r not in accounts):
+    for rank in (r for r in everyone if r not in reports):
         yield red(AREA, f"rank {rank} said nothing in {limit_s:g} s; the last group that it "
                   f"entered: {last.get(rank, 'none')}",
                   "look at its output; is its process alive?")  # fmt: skip
 
 
 def _failed_row(
-    kind: str, group: Sequence[int], accounts: Mapping[int, Account], last: Mapping[int, str]
+    kind: str, group: Sequence[int], reports: Mapping[int, RankReport], last: Mapping[int, str]
 ) -> DoctorRow:
-    inside = {r: a.visits[kind] for r, a in accounts.items() if r in group and kind in a.visits}
-    errors = dict.fromkeys(visit.error for visit in inside.values() if visit.error)
-    hosts = {r: accounts[r].host for r in group if r in accounts}
+    inside = {r: a.results[kind] for r, a in reports.items() if r in group and kind in a.results}
+    errors = dict.fromkeys(result.error for result in inside.values() if result.error)
+    hosts = {r: reports[r].host for r in group if r in reports}
     missing = [r for r in group if r not in inside and last.get(r) != kind]
     where = "; ".join(f"rank {r} on {hosts.get(r, 'an unknown host')}" for r in missing[:4])
     lost = f"; not in it: {where}" if missing else "; all of its ranks are in it"
@@ -251,6 +251,7 @@ def _failed_row(
     )
 
 
-def _account(text: bytes) -> Account:
+def _rank_report(text: bytes) -> RankReport:
     raw = json.loads(text)
-    return Account(raw["host"], {kind: Visit(**visit) for kind, visit in raw["visits"].items()})
+    results = {kind: GroupResult(**result) for kind, result in raw["results"].items()}
+    return RankReport(raw["host"], results)

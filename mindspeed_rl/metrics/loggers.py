@@ -90,7 +90,7 @@ class RunLogger:
             raise RuntimeError(
                 f"step {step} is logged after step {self._last_step:.0f} in "
                 f"{self._metrics_file}: log every step once, in order; to resume call "
-                "truncate_after(step of the checkpoint), to start anew choose another folder"
+                "truncate_after(step of the checkpoint), to start over choose another folder"
             )
         for backend in self._backends:
             backend.log(step, values)

@@ -109,7 +109,7 @@ def _verdict(found: Findings) -> Iterator[str]:
         f"{'fits' if found.fits else 'DOES NOT FIT'}"
     )
     if found.suggestions:
-        yield "single changes that would help, each predicted anew:"
+        yield "single changes that would help, each with its own prediction:"
     for change in found.suggestions:
         after = change.peak
         verdict = "fits" if after.num_bytes <= budget else "still too much"

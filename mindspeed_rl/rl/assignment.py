@@ -68,11 +68,11 @@ class EngineAssignment:
         group, num_groups = self.engine.group_of(self.rank), self.engine.num_groups
         known = history if self.by_length else None
         new = [i for i in range(len(prompts)) if not prefixes or prefixes[i] is None]
-        dealt = assign_to_engines([prompts[i].index for i in new], num_groups, known, self.limit)[
+        chosen = assign_to_engines([prompts[i].index for i in new], num_groups, known, self.limit)[
             group
         ]
         kept = [i for i, s in enumerate(prefixes) if s is not None and s.group == group]
-        return sorted([*(new[i] for i in dealt), *kept])
+        return sorted([*(new[i] for i in chosen), *kept])
 
     def rebalancer(
         self,
@@ -102,7 +102,7 @@ class EngineAssignment:
             mine = float(self.leads_engine)
             metrics["rollout/moved_samples"] = Total(mine * stats.moved)
             metrics["rollout/moved_tokens"] = Total(mine * stats.moved_tokens)
-            metrics["throughput/settle_s"] = Max(stats.settle_seconds)
+            metrics["throughput/settle_s"] = Max(stats.rebalance_seconds)
         return metrics
 
 

@@ -134,7 +134,7 @@ def read_history(output_dir: Path) -> Counter[int]:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UsageError(
             f"{path} is not a histogram of decode steps ({error}); remove it and "
-            "--rollout-graph-sizes auto starts anew"
+            "--rollout-graph-sizes auto starts without it"
         ) from error
 
 

@@ -1,9 +1,10 @@
 """Moves requests between the engines of a run while they generate.
 
-At a settlement all engines report the progress of their requests, every rank computes the same
+At a rebalance point all engines report the progress of their requests, every rank computes the same
 moves (:mod:`~mindspeed_rl.rollout.rebalance_plan`), and a request that moves is sent as tokens,
-log-probs and the state of its random stream. Between two settlements engines are independent, for
-as many steps as each makes in the same time; an engine that has no request left waits.
+log-probs and the state of its random stream. Between two of these points
+engines are independent, for as many steps as each makes in the same time; an engine that has no
+request left waits.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class RebalanceRules:
     """Rules of rebalancing, equal on all ranks.
 
     Attributes:
-        interval: Steps of the slowest engine between two settlements.
+        interval: Steps of the slowest engine between two rebalance points.
         groups_per_engine: Engine groups (ranks that share requests) per engine; they step together.
         running: Whether requests that have started move as well.
         min_gain: See :func:`~mindspeed_rl.rollout.rebalance_plan.plan_moves`.
@@ -85,7 +86,7 @@ class RebalanceRules:
 
 
 class Rebalancer:
-    """The settlements of one rollout on this rank.
+    """The rebalance points of one rollout on this rank.
 
     Args:
         rules: Rules of rebalancing.
@@ -94,7 +95,7 @@ class Rebalancer:
         expected: (sample id, tokens so far) -> expected length of the response; equal on all ranks.
 
     Attributes:
-        steps: Steps of this rank's engine until the next settlement.
+        steps: Steps of this rank's engine until the next rebalance point.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Rebalancer:
             leaving = self.take(requests, moves, stats)
             arrived = gather_objects(leaving if self._leads else [])
             self.deliver(requests, chain.from_iterable(arrived), moves)
-        stats.settle_seconds += time.perf_counter() - start
+        stats.rebalance_seconds += time.perf_counter() - start
         return any(groups)
 
     def plan(self, groups: Sequence[Sequence[Progress]]) -> Plan:
@@ -146,7 +147,7 @@ class Rebalancer:
         return plan_moves(replicas, rules.cost, min_gain=rules.min_gain, running=rules.running)
 
     def steps_after(self, plan: Plan) -> int:
-        """Return the steps of this rank's engine until the next settlement. Local."""
+        """Return the steps of this rank's engine until the next rebalance point. Local."""
         size = self.rules.groups_per_engine
         first = self._group // size * size
         own = range(first, first + size)

@@ -99,7 +99,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The decision at one exchange point.
+    """The decision at one rebalance point.
 
     Attributes:
         moves: Moves sorted by sample id, at most one per request.
@@ -160,7 +160,7 @@ def run_segment(replica: Replica, cost: StepCost, max_steps: float = math.inf) -
 
 
 def next_steps(replicas: Sequence[Replica], cost: StepCost, interval: int, own: range) -> int:
-    """Choose the steps of an engine until requests are next exchanged, so that all arrive together.
+    """Choose the steps of an engine until the next rebalance point, where all arrive together.
 
     The slowest replica runs ``interval`` steps, the others as many as they make in that time. A
     replica that is expected to finish earlier gets steps for the rest of the time as well, in case

@@ -50,7 +50,7 @@ class StepStats:
         seconds: Time of all steps.
         sync_seconds: Part of ``seconds`` spent in our packed reduction; 0 without it.
         reductions: Number of packed reductions; 0 without them.
-        settle_seconds: Time of moving requests between engines, waiting for the others included.
+        rebalance_seconds: Time of moving requests between engines, waiting for the others included.
         moved: Requests that left this rank for another engine.
         moved_tokens: Tokens of these requests, prompts included, that other engines read again.
         prompt_steps: Steps in which any rank of the engine read a prompt; 0 without our reduction.
@@ -62,7 +62,7 @@ class StepStats:
     seconds: float = 0.0
     sync_seconds: float = 0.0
     reductions: int = 0
-    settle_seconds: float = 0.0
+    rebalance_seconds: float = 0.0
     moved: int = 0
     moved_tokens: int = 0
     prompt_steps: int = 0

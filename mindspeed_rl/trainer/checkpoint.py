@@ -43,8 +43,7 @@ from mindspeed_rl.trainer.train_engine import TrainEngine
 _OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 # Bytes per parameter of the fp32 master weight and both moments.
 _OPTIMIZER_BYTES = 12
-
-
+_WEIGHTS_ALONE = "step, optimizer and data order start from the beginning"
 _UNUSED = {
     "reference": "without --ref-update-interval the KL is to the first weights of the run again",
     "critic": "without --rl-advantage-estimator gae there is none to train",
@@ -157,7 +156,7 @@ def load_checkpoint(
     found = _agree_on_latest(directory)
     notes = [f"ignored {directory}/{line}" for line in found.ignored]
     if found.path is None and (source := load_foreign(directory, engine)):
-        return LoadedState(0, {}, (f"{source}; step, optimizer and data order start anew",))
+        return LoadedState(0, {}, (f"{source}; {_WEIGHTS_ALONE}",))
     if found.path is None:
         notes.append(f"--load {directory} has no checkpoint: starting from --hf-checkpoint")
         return LoadedState(0, {}, tuple(notes))
@@ -187,7 +186,7 @@ def load_checkpoint(
             + _UNUSED.get(role, "it is left out")
         )
     if options.finetune:
-        notes.append(f"weights of {found.path}; step, optimizer and data order start anew")
+        notes.append(f"weights of {found.path}; {_WEIGHTS_ALONE}")
         return LoadedState(0, {}, tuple(notes))
     engine.schedule.num_updates = record.num_updates
     notes.append(f"resuming after step {record.step} from {found.path}")
@@ -207,7 +206,7 @@ def _load_companion(
     if kept is None and trained and not options.finetune:
         raise UsageError(
             f"{path} has no {role}: it was saved by a run without one; add --finetune to take the "
-            "policy's weights and start anew, or name a checkpoint of a run with one"
+            "policy's weights and start from the beginning, or name a checkpoint of a run with one"
         )
     if kept is None:
         return [f"{path} has no {role}: it starts from its first weights"]

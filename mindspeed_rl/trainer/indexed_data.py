@@ -116,7 +116,7 @@ class IndexedSamples:
             raise UsageError(
                 f"the checkpoint's data state has the keys {sorted(state)}, expected "
                 f"{sorted(_STATE_KEYS)}: it is of another --stage; resume with that one, or add "
-                "--finetune to start its data anew"
+                "--finetune to start its data from the beginning"
             )
         consumed = int(state["consumed_samples"])
         if not allow_changed_data and state["order"] != self._order(consumed):

@@ -2,7 +2,7 @@
 
 With the distributed optimizer megatron-core keeps all parameters of a kind (dense, expert) in one
 buffer and their gradients in another. Main parameters are views of the parameter buffer in fp32 and
-copies in bf16. Owners are told apart by storage, so every byte counts once.
+copies in bf16. Owners are distinguished by storage, so every byte counts once.
 """
 
 from __future__ import annotations

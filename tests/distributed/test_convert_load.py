@@ -67,7 +67,7 @@ def test_load_takes_other_formats_and_layouts(tmp_path: Path) -> None:
     for (weights, step, notes), format_ in zip(rank0, ("classic", "classic", "iter_"), strict=True):
         assert_equal(weights, wanted)
         assert step == 0 and len(notes) == 1, notes
-        assert format_ in notes[0] and "start anew" in notes[0]
+        assert format_ in notes[0] and "from the beginning" in notes[0]
     mg_to_hf(tmp_path / "saved", model, tmp_path / "back", "--verify")
     assert_equal(hf_tensors(tmp_path / "back"), hf)
     convert("--load-model-type", "mg", "--load-dir", tmp_path / "saved", "--save-dir",

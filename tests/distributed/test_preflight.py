@@ -39,7 +39,7 @@ def preflight_world(world: World, folder: str, absent: str) -> list[tuple[str, s
             time.sleep(60)
         exchange(group, ranks, rank, device)
 
-    if absent == "meeting" and world.rank == world.size - 1:
+    if absent == "group creation" and world.rank == world.size - 1:
         time.sleep(60)
     rows = Preflight(world, CpuPlatform(), store, groups, LIMIT_S, check, grace_s=1.0).run()
     if rows:
@@ -51,8 +51,8 @@ def test_groups_that_work_are_green(tmp_path: Path) -> None:
     first, *others = run_ranks(preflight_world, 4, work_dir=tmp_path, args=(str(tmp_path), ""))
     assert others == [[], [], []]
     assert [status for status, _ in first] == ["ok", "ok", "ok"]
-    meeting, world, pair = (what for _, what in first)
-    assert meeting == "4 ranks on 1 hosts meet"
+    created, world, pair = (what for _, what in first)
+    assert created == "4 ranks on 1 hosts meet"
     assert world.startswith("world: 1 x 4 ranks; all-reduce and all-to-all-v right")
     assert pair.startswith("pair: 2 x 2 ranks;")
 
@@ -67,6 +67,6 @@ def test_a_group_that_hangs_is_named_and_ends_its_ranks(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
-    words = "meeting of ranks 0, 1, 2, 3: .*; not in it: rank 3"
+    words = "group creation of ranks 0, 1, 2, 3: .*; not in it: rank 3"
     with pytest.raises(RankError, match=words):
-        run_ranks(preflight_world, 4, work_dir=tmp_path, args=(str(tmp_path), "meeting"))
+        run_ranks(preflight_world, 4, work_dir=tmp_path, args=(str(tmp_path), "group creation"))

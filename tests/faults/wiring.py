@@ -221,7 +221,7 @@ WIRING = (
           "Prompts would be left out of the epoch."),
     Fault("kl-coefficient-not-restored", "mindspeed_rl.rl.resume:start",
           _when_resumed(_kl_beta_of_the_flags), _CONTINUES,
-          "An adapted coefficient would start anew at every restart."),
+          "An adapted coefficient would start again at every restart."),
     Fault("version-not-restored", "mindspeed_rl.rl.resume:start",
           _when_resumed(_version_0), _CONTINUES,
           "Carried samples would be taken for those of other weights."),

@@ -90,7 +90,7 @@ class StreamEngine:
 
 
 class World:
-    """Engines of one process that settle through the product's plans.
+    """Engines of one process that exchange requests by the product's plans.
 
     Args:
         shares: what each begins with.
@@ -316,7 +316,7 @@ def test_a_plan_never_makes_it_slower(
     assert max(moved) <= max(times)
 
 
-def test_engines_settle_at_the_same_time() -> None:
+def test_engines_reach_a_rebalance_point_at_the_same_time() -> None:
     """The slowest runs the interval; one with half of the contexts makes more steps meanwhile."""
     cost = StepCost(ridge_tokens=1000, context_tokens=500)
     slow, quick = (

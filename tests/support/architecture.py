@@ -180,9 +180,12 @@ def type_checking_only(tree: ast.Module) -> set[ast.AST]:
     }
 
 
-def imports(module: Module) -> Iterator[tuple[ast.AST, str]]:
-    """Every imported module or name, dotted, executed imports inside functions included."""
-    skipped = type_checking_only(module.tree)
+def imports(module: Module, *, types: bool = False) -> Iterator[tuple[ast.AST, str]]:
+    """Every imported module or name, dotted, executed imports inside functions included.
+
+    Those for types alone are counted with ``types``.
+    """
+    skipped = set() if types else type_checking_only(module.tree)
     for node in ast.walk(module.tree):
         if node in skipped:
             continue
@@ -228,13 +231,13 @@ def import_violations(module: Module) -> Iterator[str]:
                 yield module.at(node, f"{module.name} imports {other}, which is not below it")
 
 
-def import_graph() -> dict[str, set[str]]:
-    """The modules of ours that each module imports, wherever in it."""
+def import_graph(*, types: bool = False) -> dict[str, set[str]]:
+    """The modules of ours that each module imports, wherever in it; see :func:`imports`."""
     names = {module.name for module in modules()}
     graph: dict[str, set[str]] = {}
     for module in modules():
         found = set()
-        for _, imported in imports(module):
+        for _, imported in imports(module, types=types):
             ours = imported.removeprefix("mindspeed_rl.")
             if ours != imported:
                 found.add(ours if ours in names else ours.rpartition(".")[0])

@@ -293,14 +293,14 @@ class VllmEngine:
         return VllmPort(self._engine, settings, follow)
 
     def _shared_steps(self, rebalancer: Rebalancer | None) -> Iterator[list[Any]]:
-        """Yield the outputs of each step, with settlements in between if there is a rebalancer."""
+        """Yield the outputs of each step; a rebalancer has its points in between."""
         if rebalancer is None:
             yield from self._steps()
             return
-        going_on = True
-        while going_on:
+        unfinished = True
+        while unfinished:
             yield from self._steps(rebalancer.steps)
-            going_on = rebalancer.rebalance_point(self._open, self.stats)
+            unfinished = rebalancer.rebalance_point(self._open, self.stats)
 
     @property
     def max_num_seqs(self) -> int:

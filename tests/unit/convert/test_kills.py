@@ -124,7 +124,7 @@ def test_finished_files_are_not_written_again(model: Path, tmp_path: Path) -> No
     assert file_bytes(target) == file_bytes(tmp_path / "whole")
 
 
-def test_another_source_or_layout_starts_anew(model: Path, tmp_path: Path) -> None:
+def test_another_source_or_layout_starts_from_the_beginning(model: Path, tmp_path: Path) -> None:
     target = tmp_path / "mg"
     mine = Path(shutil.copytree(model, tmp_path / "model"))
     interrupted(mine, target, 70)

@@ -274,7 +274,7 @@ def test_a_tokenizer_of_another_model_is_refused(load, tokenizer):
     assert len(load(rows, vocab_size=seven + 1)) == 3
     with pytest.raises(
         ValueError,
-        match=rf"rows\.jsonl:2: token id {seven} is outside .* {seven}, .*--tokenizer-name-or-path",
+        match=rf"rows\.jsonl:2: token id {seven} .*--tokenizer-name-or-path",
     ):
         load(rows, vocab_size=seven)
 

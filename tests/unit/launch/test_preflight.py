@@ -9,7 +9,7 @@ from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.diagnosis.rows import DoctorRow, Status
 from mindspeed_rl.doctor import layout_rows
 from mindspeed_rl.launch import bootstrap
-from mindspeed_rl.launch.preflight import Account, Visit, groups_to_check, preflight_rows
+from mindspeed_rl.launch.preflight import GroupResult, RankReport, groups_to_check, preflight_rows
 
 
 def reds(rows: list[DoctorRow]) -> list[DoctorRow]:
@@ -43,15 +43,16 @@ def test_a_layout_that_is_not_possible_is_red() -> None:
 AXES = {"world": ((0, 1, 2, 3),), "tp": ((0, 1), (2, 3))}
 
 
-def accounts(*tp_visits: Visit | None) -> dict[int, Account]:
-    return {
-        r: Account(f"node{r // 2}", {"world": Visit(0.1 * r, 2**20)} | ({"tp": v} if v else {}))
-        for r, v in enumerate(tp_visits)
-    }
+def reports(*tp_results: GroupResult | None) -> dict[int, RankReport]:
+    found = {}
+    for rank, tp in enumerate(tp_results):
+        results = {"world": GroupResult(0.1 * rank, 2**20)}
+        found[rank] = RankReport(f"node{rank // 2}", results | ({"tp": tp} if tp else {}))
+    return found
 
 
 def test_groups_that_answer_are_green_with_time_and_memory() -> None:
-    all_in = accounts(*(Visit(0.5, 4 * 2**20) for _ in range(4)))
+    all_in = reports(*(GroupResult(0.5, 4 * 2**20) for _ in range(4)))
     world, tp = preflight_rows(AXES, all_in, dict.fromkeys(range(4), "tp"), 60)
     assert "1 x 4 ranks" in world.what and "slowest 0.30 s, 1 MiB" in world.what
     assert "2 x 2 ranks" in tp.what and tp.status is Status.GREEN
@@ -59,7 +60,7 @@ def test_groups_that_answer_are_green_with_time_and_memory() -> None:
 
 def test_a_group_that_hangs_is_named_with_who_is_not_in_it() -> None:
     """Rank 3 is stuck elsewhere: it never entered tp, and never told anything."""
-    stuck = accounts(Visit(0.1, 0), Visit(0.1, 0), Visit(60, 0, "no answer"))
+    stuck = reports(GroupResult(0.1, 0), GroupResult(0.1, 0), GroupResult(60, 0, "no answer"))
     rows = list(preflight_rows(AXES, stuck, {0: "tp", 1: "tp", 2: "tp", 3: "world"}, 60))
     (row,) = reds(rows)
     assert row.what.startswith("tp of ranks 2, 3: no answer")
@@ -67,7 +68,7 @@ def test_a_group_that_hangs_is_named_with_who_is_not_in_it() -> None:
 
 
 def test_a_rank_that_says_nothing_is_named() -> None:
-    three = accounts(*(Visit(0.1, 0) for _ in range(3)))
+    three = reports(*(GroupResult(0.1, 0) for _ in range(3)))
     rows = list(preflight_rows(AXES, three, {0: "tp", 1: "tp", 2: "tp"}, 60))
     (row,) = reds(rows)
     assert row.what.startswith("rank 3 said nothing in 60 s") and "none" in row.what
