@@ -10,12 +10,11 @@ from mindspeed_rl.config.reward_spec import (
     BUILT_IN_REWARDS,
     RewardSpec,
     check_name,
-    check_python_file,
-    check_python_name,
     check_specs,
 )
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flag import Needs, flag, flag_names
+from mindspeed_rl.core.user_files import check_python_file, check_python_name
 
 REMOTE_BACKOFF_S = 0.2  # first pause before --reward-url is asked again; later ones double
 
