@@ -164,7 +164,7 @@ def test_conversion_scripts_speak_the_tools_language(script: str, tmp_path: Path
     tool, *flags = done.stdout.split()
     assert Path(tool) == SCRIPTS.parent / "tools" / "convert_checkpoint.py"
     options = parse_options(flags)
-    assert options.workers == 3 and options.verify
+    assert options.work.workers == 3 and options.work.verify
 
 
 def test_a_machine_that_is_none_is_told() -> None:
