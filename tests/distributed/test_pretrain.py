@@ -120,3 +120,13 @@ def test_another_order_of_data_is_refused(
     saved = resume_from_step_2(root, "saved-other")
     with pytest.raises(RankError, match=r"first 8 rows of this run are not those .*--seed"):
         start(root, "other", 1, "--load", saved, "--split", "50,50,0")
+
+
+def test_a_logger_that_fails_to_import_is_told_before_a_model_is_built(root: Path) -> None:
+    (root / "broken_logger.py").write_text(
+        "from megatron.core.parallel_state import model_parallel_is_initialized as ready\n"
+        "def init(): ...\n"
+        "raise RuntimeError(f'parallel groups: {ready()}')\n"
+    )
+    with pytest.raises(RankError, match=r"--tracker .*broken_logger\.py.* groups: False"):
+        start(root, "untold", 1, "--tracker", str(root / "broken_logger.py"))
