@@ -41,6 +41,7 @@ def main(job: SftJob) -> None:
     train = job.config.train
     if job.config.sft.stage == "pretrain":
         refuse_other_data(job.ignored)
+    logger = open_logger(job.config, job.world.rank)
     initialize_parallel(job)
     source = load_source(job)
     engine = build_engine(job, "policy", train.train_iters)
@@ -54,7 +55,7 @@ def main(job: SftJob) -> None:
         job.config.logging, job.config.checkpoint.load, job.world.local_rank, loaded.step
     )
     timer, profiler = open_timer(job)
-    with closing(open_logger(job.config, job.world.rank)) as logger:
+    with closing(logger):
         logger.truncate_after(loaded.step)
         progress = open_progress(job.config, loaded.step, job.config.sft.stage, job.world.rank)
         timer.restart()

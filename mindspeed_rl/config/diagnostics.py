@@ -10,6 +10,7 @@ from typing import Any
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flag import flag
+from mindspeed_rl.core.user_files import check_python_file, check_python_name
 
 PROFILE_FOLDER = "profile"
 _LEVELS = ("level0", "level1", "level2")
@@ -17,17 +18,17 @@ _LEVELS = ("level0", "level1", "level2")
 
 @dataclass(frozen=True, slots=True)
 class Tracker:
-    """A package that takes metrics through ``init``, ``log`` and ``finish``.
+    """A module that takes metrics through ``init``, ``log`` and ``finish``.
 
     Attributes:
-        package: Name of the package's module.
-        flag: Flag that asks for the tracker.
+        module: Name of the module, or path of a ``.py`` file.
+        where: Flag and value that ask for the tracker, for messages.
         name: Name of the run in the tracker; empty: that of the output folder.
         arguments: Arguments of ``init``; ``name``, ``group`` and ``config`` are added.
     """
 
-    package: str
-    flag: str
+    module: str
+    where: str
     name: str
     arguments: Mapping[str, Any]
 
@@ -37,10 +38,10 @@ class TrackerConfig:
     """Trackers.
 
     Metrics always go to metrics.jsonl and TensorBoard; naming a project sends them to Weights &
-    Biases or SwanLab as well, and naming a module to a logger of your own, with the flags of the
-    run. Keys, hosts and offline modes are set as
-    their packages have it (``wandb login``, ``WANDB_MODE=offline``, ``swanlab login``,
-    ``SWANLAB_MODE=offline``). A resumed run is a run of its own there, in the group of the name.
+    Biases or SwanLab as well, and naming a file or module to a logger of your own, with the flags
+    of the run. Keys, hosts and offline modes are set as their packages have it (``wandb login``,
+    ``WANDB_MODE=offline``, ``swanlab login``, ``SWANLAB_MODE=offline``). A resumed run is a run of
+    its own there, in the group of the name.
 
     Example: --wandb-project rl --wandb-exp-name qwen2.5-7b-seed0
     """
@@ -54,7 +55,10 @@ class TrackerConfig:
     swanlab_save_dir: str = flag("", "Folder of its local files; empty takes OUTPUT_DIR/swanlog.")
 
     tracker: tuple[str, ...] = flag(
-        (), "Modules of your own that log metrics as well (docs/extending.md).", nargs="*"
+        (),
+        "Loggers of your own that get the metrics as well: FILE.py, or a module on PYTHONPATH, "
+        "with a function init (docs/extending.md).",
+        nargs="*",
     )
 
     def trackers(self, output_dir: str = "") -> tuple[Tracker, ...]:
@@ -63,7 +67,7 @@ class TrackerConfig:
         found = (
             Tracker(
                 "wandb",
-                "--wandb-project",
+                f"--wandb-project {wandb}",
                 self.wandb_exp_name,
                 {
                     "project": wandb,
@@ -73,7 +77,7 @@ class TrackerConfig:
             ),
             Tracker(
                 "swanlab",
-                "--swanlab-project",
+                f"--swanlab-project {swanlab}",
                 self.swanlab_exp_name,
                 {
                     "project": swanlab,
@@ -81,7 +85,7 @@ class TrackerConfig:
                 },
             ),
         )
-        own = (Tracker(m, "--tracker", "", {"output_dir": output_dir}) for m in self.tracker)
+        own = (Tracker(m, f"--tracker {m}", "", {"output_dir": output_dir}) for m in self.tracker)
         return (*(tracker for tracker in found if tracker.arguments["project"]), *own)
 
 
@@ -119,24 +123,31 @@ class ProfilerConfig:
 
 
 def check_trackers(config: TrackerConfig, installed: Mapping[str, bool] | None = None) -> None:
-    """Refuse a tracker whose package is not installed, before anything heavy starts.
+    """Refuse a tracker whose file or package is missing. Local; imports nothing.
 
     Args:
         config: Flags of the trackers.
         installed: Package -> whether it can be imported; ``None``: the packages are looked up.
 
     Raises:
-        UsageError: A package is missing; the message has the command that installs it.
+        UsageError: A file or package is missing, or the file defines no ``init``.
     """
     for tracker in config.trackers():
-        package = tracker.package
-        top = package.partition(".")[0]
-        there = find_spec(top) is not None if installed is None else installed[package]
+        if tracker.module.endswith(".py"):
+            check_python_file(Path(tracker.module), tracker.where)
+            check_python_name(Path(tracker.module), "init", tracker.where)
+            continue
+        package = tracker.module.partition(".")[0]
+        there = package and find_spec(package) if installed is None else installed[package]
         if not there:
+            fix = (
+                f"run pip install {package}"
+                if "project" in tracker.arguments
+                else "give the path of a .py file, or put the module on PYTHONPATH"
+            )
             raise UsageError(
-                f"{tracker.flag} {tracker.arguments.get('project', package)} needs the package "
-                f"{package}, which cannot be found; run pip install {package}, put it on "
-                "PYTHONPATH, or remove the flag"
+                f"{tracker.where} needs the package {package!r}, which cannot be found; {fix}, or "
+                "remove the flag"
             )
 
 

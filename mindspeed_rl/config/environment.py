@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_rl.config.reward_spec import (
-    built_in,
-    check_name,
-    check_python_file,
-    check_python_name,
-)
+from mindspeed_rl.config.reward_spec import built_in, check_name
 from mindspeed_rl.core.flag import flag
+from mindspeed_rl.core.user_files import check_python_file, check_python_name
 
 BUILT_IN_ENVIRONMENTS = built_in("environments")
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,58 +122,3 @@ def check_name(flag: str, name: str, known: Collection[str]) -> None:
         f"{flag} {name}: unknown; {hint}known: {', '.join(sorted(known))}; "
         "for your own write path/to/file.py:name"
     )
-
-
-def check_python_file(path: Path, where: str) -> None:
-    """Refuse a path that is no Python file; ``where`` is flag and value, for messages. Local.
-
-    Raises:
-        UsageError: The message names the absolute path.
-    """
-    if not path.is_file() or path.suffix != ".py":
-        raise UsageError(
-            f"{where}: no Python file at {str(path.absolute())!r}; "
-            "give the path of a .py file that every node can read"
-        )
-
-
-def check_python_name(path: Path, name: str, where: str) -> None:
-    """Refuse a file that is no Python, or that binds ``name`` nowhere. Local; executes nothing.
-
-    A file that may bind the name in a way that cannot be read (``import *``, ``globals()``,
-    ``exec``) passes; its import decides.
-
-    Raises:
-        UsageError: The message names the line, or the nearest names.
-    """
-    try:
-        tree = ast.parse(path.read_bytes(), filename=str(path))
-    except (SyntaxError, ValueError) as error:
-        raise UsageError(f"{where}: the file is no Python: {error}; mend it") from error
-    bound = set(_bound_names(tree))
-    if name in bound or bound & _BINDS_ANYTHING:
-        return
-    near = ", ".join(difflib.get_close_matches(name, sorted(bound), n=3, cutoff=0.5))
-    raise UsageError(
-        f"{where}: the file defines no {name!r}; "
-        + (f"nearest: {near}" if near else "define it at the top level, or name what is there")
-    )
-
-
-_BINDS_ANYTHING = {"*", "globals", "locals", "vars", "setattr", "exec", "eval"}
-_BINDS_ANYTHING |= {"__dict__", "__getattr__"}
-
-
-def _bound_names(tree: ast.AST) -> Iterator[str]:
-    """Yield every name that is bound, or that could bind others, anywhere in the file."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.alias):
-            yield (node.asname or node.name).partition(".")[0]
-        elif isinstance(node, ast.Name) and (
-            isinstance(node.ctx, ast.Store) or node.id in _BINDS_ANYTHING
-        ):
-            yield node.id
-        elif isinstance(node, ast.Attribute) and node.attr in _BINDS_ANYTHING:
-            yield node.attr

@@ -10,12 +10,11 @@ from mindspeed_rl.config.reward_spec import (
     BUILT_IN_REWARDS,
     RewardSpec,
     check_name,
-    check_python_file,
-    check_python_name,
     check_specs,
 )
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flag import Needs, flag, flag_names
+from mindspeed_rl.core.user_files import check_python_file, check_python_name
 
 REMOTE_BACKOFF_S = 0.2  # first pause before --reward-url is asked again; later ones double
 
@@ -188,8 +187,16 @@ def check_rewards(
 
 
 def fields_of(reward: str) -> list[Field[Any]]:
-    """The flags that only this built-in reward reads: their fields begin with its name."""
-    return [field for field in fields(RewardConfig) if field.name.startswith(f"reward_{reward}_")]
+    """The flags that only this built-in reward reads: their fields begin with its name.
+
+    A field that begins with the names of several rewards belongs to the longest.
+    """
+
+    def owner(field: Field[Any]) -> str:
+        names = (name for name in BUILT_IN_REWARDS if field.name.startswith(f"reward_{name}_"))
+        return max(names, key=len, default="")
+
+    return [field for field in fields(RewardConfig) if owner(field) == reward]
 
 
 def _check_readers(flags: RewardConfig, names: set[str]) -> None:

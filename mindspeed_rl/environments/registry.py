@@ -9,8 +9,8 @@ from typing import cast
 from mindspeed_rl.config.environment import BUILT_IN_ENVIRONMENTS
 from mindspeed_rl.config.reward_spec import check_name
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.user_files import load_from_file
 from mindspeed_rl.environments.types import EnvironmentFactory
-from mindspeed_rl.rewards.registry import load_from_file
 
 
 def resolve_environment(name: str) -> EnvironmentFactory:

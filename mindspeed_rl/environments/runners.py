@@ -6,6 +6,7 @@ actors can work on them in parallel. An environment exists as long as its conver
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from mindspeed_rl.environments.types import Environment, EnvironmentFactory, Obs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 300.0  # an actor may have to wait for a node
 
@@ -104,8 +107,8 @@ class _EnvironmentActor(LocalRunner):
 class RayRunner:
     """Runs environments in Ray actors of the cluster that this process is connected to.
 
-    A conversation stays with its actor. When an actor is lost its conversations fail, and Ray
-    starts it again for later conversations.
+    A conversation stays with its actor. When an actor is lost its conversations fail, and another
+    actor takes its place for later conversations.
 
     Args:
         name: Value of ``--rl-environment``; a file must be where every node can read it.
@@ -120,10 +123,8 @@ class RayRunner:
         import ray
 
         self._ray: Any = ray
-        # A turn that is repeated in a new actor fails there: it does not hold the conversation.
-        actor_type = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=2)(_EnvironmentActor)
-        self._tokenizer = ray.put(tokenizer)  # Ray needs it again when it restarts an actor
-        self._actors = [actor_type.remote(name, self._tokenizer) for _ in range(num_workers)]
+        self._arguments = (name, ray.put(tokenizer))
+        self._actors = [self._start() for _ in range(num_workers)]
         where = f"--rl-environment {name} in {num_workers} Ray actors"
         try:
             ray.get([a.is_ready.remote() for a in self._actors], timeout=START_LIMIT_S)
@@ -134,6 +135,11 @@ class RayRunner:
             ) from error
         except ray.exceptions.RayError as error:
             raise UsageError(f"{where}: an actor does not start: {error}") from error
+
+    def _start(self) -> Any:
+        # Ray restarts no actor: it would repeat a crash at the start without end.
+        actor_type = self._ray.remote(num_cpus=1, max_restarts=0)(_EnvironmentActor)
+        return actor_type.remote(*self._arguments)
 
     def reset(self, prompts: Mapping[int, Prompt]) -> Answers:
         """Start conversations, each in the actor of its number."""
@@ -158,6 +164,8 @@ class RayRunner:
                 found |= self._ray.get(call)
             except self._ray.exceptions.RayActorError as error:
                 found |= dict.fromkeys(shares[position], Failed(f"its Ray actor is lost: {error}"))
+                logger.warning("a Ray actor of environments was lost and is replaced: %s", error)
+                self._actors[position] = self._start()
         return {number: found[number] for number in asked}
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """The reward pool in a Ray cluster: each worker is an actor, which enforces the limits of a sample.
 
 An actor holds a `WorkerProcess`, so that limits, the kill and the replacement are those of the
-process pool, on any node. When a node is lost, Ray starts its actors again elsewhere and scores
-their samples again.
+process pool, on any node. When a node is lost, another actor replaces its actor and scores the
+sample again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from mindspeed_rl.core.installed import import_ray
 from mindspeed_rl.rewards.pool import RewardPool, Worker
 from mindspeed_rl.rewards.types import RewardError, RewardRequest, RewardResult, RewardSettings
 from mindspeed_rl.rewards.worker_process import WorkerProcess, worker_environment
+
+logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 300.0  # an actor may have to wait for a node
 MAX_LOST_ACTORS = 3  # a sample that costs as many actors becomes an error
@@ -55,14 +57,14 @@ class RayWorker:
         self._ray = ray
         self._settings = settings
         self._calls: deque[Any] = deque()  # pending calls of the actor, oldest first
-        self._sample_id = -1  # of the sample that it holds
+        self._request: RewardRequest  # the sample that it holds
+        self._num_lost = 0  # number of actors that this sample has cost
         self._deadline_s = 0.0  # of the start
 
     def restart(self) -> None:
         self.close()
-        actor_type = self._ray.remote(
-            num_cpus=1, max_restarts=-1, max_task_retries=MAX_LOST_ACTORS - 1
-        )(_RewardActor)
+        # Ray restarts no actor: it would wait for a free CPU, and repeat a crash, without end.
+        actor_type = self._ray.remote(num_cpus=1, max_restarts=0)(_RewardActor)
         self.actor = actor_type.remote(self._settings)
         self._calls = deque([self.actor.start.remote()])
         self.ready, self._deadline_s = False, time.monotonic() + START_LIMIT_S
@@ -73,7 +75,7 @@ class RayWorker:
         self.actor = None
 
     def send(self, request: RewardRequest) -> None:
-        self._sample_id = request.sample_id
+        self._request, self._num_lost = request, 0
         self._calls.append(self.actor.score.remote(request))
 
     def receive(self, wait_s: float) -> RewardResult | None:
@@ -95,13 +97,24 @@ class RayWorker:
         except self._ray.exceptions.RayActorError as error:
             if not self.ready:
                 raise RewardError(f"--reward-pool ray: an actor does not start: {error}") from error
-            detail = f"{MAX_LOST_ACTORS} Ray actors were lost that scored this sample: {error}"
-            return RewardResult(self._sample_id, None, {}, "error", detail)
+            return self._lost(error)
         if not self.ready:
             self.ready, self.notices = True, answer
             return None
         result: RewardResult = answer
         return result
+
+    def _lost(self, error: Exception) -> RewardResult | None:
+        """Start another actor, which scores the sample again unless it cost too many."""
+        self._num_lost += 1
+        self.restart()
+        sample = self._request.sample_id
+        if self._num_lost < MAX_LOST_ACTORS:
+            logger.warning("a reward actor was lost, sample %d is scored again: %s", sample, error)
+            self._calls.append(self.actor.score.remote(self._request))
+            return None
+        detail = f"{MAX_LOST_ACTORS} Ray actors were lost that scored this sample: {error}"
+        return RewardResult(sample, None, {}, "error", detail)
 
 
 class RayRewardPool(RewardPool):

@@ -70,6 +70,7 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
         [data.train, *data.held_out.values()],
         config.rewards.reward_key,
     )
+    logger = open_logger(config, rank)
     initialize_parallel(job)
     models = build_models(job)
     timer, profiler = open_timer(job)
@@ -92,7 +93,7 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
             timer=timer,
             profiler=profiler,
             ledger=ledger,
-            logger=open_logger(config, rank),
+            logger=logger,
             dump=RolloutDump(output / ROLLOUTS_FILE, config.logging.log_rollouts, rank == 0),
         ),
     )

@@ -10,21 +10,23 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import torch.distributed as dist
-from megatron.core.datasets.utils import compile_helpers
+from megatron.core import datasets
 
 from mindspeed_rl.config.supervised import IndexedDataConfig, data_bytes, parse_blend
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.batches import StepSamples
+from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.samples.packing import TrainSample
 
 _HELPERS = "megatron.core.datasets.helpers_cpp"
+_MAX_MAKE_LINES = 8  # the last ones of its errors
 _ORDER_CHUNK = 1 << 20
 _STATE_KEYS = {"consumed_samples", "order"}
 
@@ -223,19 +225,23 @@ def _provide_helpers(local_rank: int) -> None:
     Collective: the world.
 
     Raises:
-        UsageError: They are missing and cannot be compiled; make prints why.
+        UsageError: They are missing and cannot be compiled; has the end of what make said.
     """
-    failed = False
+    problem = ""
     if importlib.util.find_spec(_HELPERS) is None and local_rank == 0:
+        command = ["make", "-C", datasets.__path__[0]]
         try:
-            compile_helpers()
-        except (OSError, SystemExit):  # there is no make, or it failed
-            failed = True
-    anywhere = torch.tensor(int(failed))
-    dist.all_reduce(anywhere)
+            subprocess.run(command, check=True, capture_output=True, text=True)
+        except subprocess.CalledProcessError as error:
+            lines = error.stderr.splitlines()[-_MAX_MAKE_LINES:]
+            problem = "\n".join([str(error), *lines])
+        except OSError as error:
+            problem = str(error)
+    problem = next(filter(None, gather_objects(problem)), "")
     importlib.invalidate_caches()
-    if anywhere:
+    if problem:
         raise UsageError(
             f"--data-path: megatron-core's compiled helpers ({_HELPERS}) are missing and could "
-            "not be made; install megatron-core from a wheel, or g++, make and pybind11"
+            "not be made; install megatron-core from a wheel, or g++, make and pybind11. Cause: "
+            f"{problem}"
         )

@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from support.family_models import FAMILY_CASES, VOCAB, write_family_model
-from support.indexed_corpus import PretrainResult, pretrain_world, write_corpus
+from support.indexed_corpus import (
+    PretrainResult,
+    missing_helpers,
+    pretrain_world,
+    write_corpus,
+)
 from support.spawn import RankError, run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -41,6 +46,16 @@ def start(root: Path, name: str, num_ranks: int, *flags: str) -> PretrainResult:
     )
     assert all(r.rows == results[0].rows for r in results)
     return results[0]
+
+
+def test_every_rank_says_why_make_failed(tmp_path: Path) -> None:
+    """Only the first rank of a node runs it, here one that fails."""
+    make = tmp_path / "make"
+    make.write_text("#!/bin/sh\necho 'helpers.cpp: no pybind11' >&2\nexit 2\n")
+    make.chmod(0o755)
+    found = run_ranks(missing_helpers, 2, work_dir=tmp_path, args=(str(tmp_path),))
+    assert found[0] == found[1]
+    assert "exit status 2" in found[0] and found[0].endswith("helpers.cpp: no pybind11")
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +120,13 @@ def test_another_order_of_data_is_refused(
     saved = resume_from_step_2(root, "saved-other")
     with pytest.raises(RankError, match=r"first 8 rows of this run are not those .*--seed"):
         start(root, "other", 1, "--load", saved, "--split", "50,50,0")
+
+
+def test_a_logger_that_fails_to_import_is_told_before_a_model_is_built(root: Path) -> None:
+    (root / "broken_logger.py").write_text(
+        "from megatron.core.parallel_state import model_parallel_is_initialized as ready\n"
+        "def init(): ...\n"
+        "raise RuntimeError(f'parallel groups: {ready()}')\n"
+    )
+    with pytest.raises(RankError, match=r"--tracker .*broken_logger\.py.* groups: False"):
+        start(root, "untold", 1, "--tracker", str(root / "broken_logger.py"))

@@ -6,6 +6,7 @@ The packages are replaced by a module of the same calls; the real ones were run 
 from __future__ import annotations
 
 import math
+import re
 import sys
 from contextlib import closing
 from dataclasses import replace
@@ -18,6 +19,7 @@ import pytest
 from mindspeed_rl.config import RLRunConfig, TrackerConfig
 from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.diagnostics import check_trackers
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.metrics.loggers import RunLogger
 from mindspeed_rl.metrics.trackers import make_trackers
 
@@ -105,3 +107,38 @@ def test_a_package_that_is_missing_is_told_before_the_run(package: str) -> None:
         check_trackers(trackers, nothing)
     check_trackers(trackers, nothing | {package: True})
     check_trackers(TrackerConfig(), nothing)
+
+
+@pytest.mark.parametrize("name", ["absent.py", "no_such_package", "no_such_package.inner", ".x"])
+def test_a_logger_of_ones_own_that_is_not_there_is_told_before_the_run(name: str) -> None:
+    with pytest.raises(UsageError, match=rf"--tracker {re.escape(name)}.*a \.py file"):
+        check_trackers(TrackerConfig(tracker=(name,)))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("torch.nosuch", ""),
+        ("json", ""),
+        ("broken_logger", "import no_such_package"),
+        ("broken_logger.py", "import no_such_package\ndef init(): ..."),
+        ("broken_logger.py", "init = 3"),
+    ],
+)
+def test_a_logger_of_ones_own_that_cannot_log_is_told_when_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    """And not at the first step."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken_logger.py").write_text(text)
+    config = TrackerConfig(tracker=(name,))
+    check_trackers(config)
+    with pytest.raises(UsageError, match=rf"--tracker {name}: .*(import|function init)"):
+        make_trackers(config, tmp_path, {})
+
+
+def test_a_file_that_defines_no_init_is_told_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def initialise(): ...")
+    with pytest.raises(UsageError, match=r"--tracker .*mine\.py.*no 'init'"):
+        check_trackers(TrackerConfig(tracker=(str(tmp_path / "mine.py"),)))

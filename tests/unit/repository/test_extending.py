@@ -117,10 +117,12 @@ def test_policy_loss(with_algorithms: dict[str, Any]) -> None:
     assert with_algorithms["updates"] == 1
 
 
-def test_tracker(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package of the page behind the logger of a run, which is stopped and resumed."""
+@pytest.mark.parametrize("name", ["my/csv_tracker.py", "csv_tracker"])
+def test_tracker(reader: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The logger of the page behind that of a run, which is stopped and resumed."""
     monkeypatch.syspath_prepend(str(reader / "my"))
-    config = TrackerConfig(tracker=("csv_tracker",))
+    monkeypatch.delitem(sys.modules, "csv_tracker", raising=False)
+    config = TrackerConfig(tracker=(name,))
     check_trackers(config)
 
     def logger() -> RunLogger:

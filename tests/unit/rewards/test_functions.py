@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.rewards_support import settings
 
 from mindspeed_rl.config.reward_spec import BUILT_IN_REWARDS
+from mindspeed_rl.config.rewards import fields_of
 from mindspeed_rl.rewards import (
     RewardRequest,
     RewardSettings,
@@ -390,3 +391,14 @@ def test_what_a_function_raises_is_an_error_with_its_traceback(error: BaseExcept
     result = score_sample([constant(1.0, "a"), WeightedReward("b", 1.0, fails)], request())
     assert (result.status, result.reward, result.sample_id) == ("error", None, 7)
     assert "in fails" in result.detail and type(error).__name__ in result.detail
+
+
+def test_a_flag_belongs_to_the_reward_with_the_longest_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(BUILT_IN_REWARDS, "code_network", "A reward that begins like another.")
+    assert [field.name for field in fields_of("code_network")] == []
+    monkeypatch.setitem(BUILT_IN_REWARDS, "code_time", "A reward that begins like another.")
+    assert [field.name for field in fields_of("code_time")] == ["reward_code_time_limit_s"]
+    of_code = {field.name for field in fields_of("code")}
+    assert "reward_code_network" in of_code and "reward_code_time_limit_s" not in of_code

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from support.rewards_support import make_requests, settings, wait_for
 
-from mindspeed_rl.rewards import RewardError
+from mindspeed_rl.rewards import RewardError, ray_pool
 from mindspeed_rl.rewards.ray_pool import RayRewardPool, RayWorker
 
 pytestmark = pytest.mark.slow
@@ -45,6 +45,50 @@ def test_order_timeouts_errors_and_lost_actors(cluster: Any) -> None:
     with pytest.raises(RuntimeError):
         pool.score(make_requests("good"))
     assert cluster.is_initialized(), "a cluster that the pool did not start stays"
+
+
+def test_a_lost_actor_that_finds_no_free_cpu_ends_the_run(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its samples do not pass as slow ones."""
+
+    @cluster.remote(num_cpus=2)
+    class Hog:
+        def is_there(self) -> bool:
+            return True
+
+    with RayRewardPool(settings(":hangs_on_bad"), batch_timeout_s=60.0) as pool:
+        monkeypatch.setattr(ray_pool, "START_LIMIT_S", 3.0)
+        hog = Hog.remote()  # waits for the CPU of the pool's actor
+        cluster.kill(cast(RayWorker, pool.workers[0]).actor)
+        assert cluster.get(hog.is_there.remote(), timeout=60.0)
+        with pytest.raises(RewardError, match=r"not ready after 3 s; .*too few free CPUs"):
+            pool.score(make_requests("good"))
+        cluster.kill(hog)
+    assert "a reward actor was lost, sample 100 is scored again" in caplog.text
+
+
+def test_an_actor_that_crashes_at_its_start_is_told_at_once(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And not as a lack of CPUs."""
+    from mindspeed_rl.environments import RayRunner, runners
+
+    class Crashing:
+        def __init__(self, settings: object) -> None:
+            os._exit(1)
+
+        def start(self) -> None: ...
+
+    monkeypatch.setattr(ray_pool, "START_LIMIT_S", 60.0)
+    monkeypatch.setattr(ray_pool, "_RewardActor", Crashing)
+    with pytest.raises(RewardError, match=r"an actor does not start.*died"):
+        RayRewardPool(settings("numeric_match"))
+    monkeypatch.setattr(runners, "START_LIMIT_S", 60.0)
+    (tmp_path / "crash.py").write_text("import os\nos._exit(1)\n")
+    tokenizer: Any = None
+    with pytest.raises(ValueError, match=r"crash\.py:X .*an actor does not start.*died"):
+        RayRunner(f"{tmp_path}/crash.py:X", tokenizer, 1)
 
 
 def test_failures_above_the_limit_stop_the_run(cluster: Any) -> None:
