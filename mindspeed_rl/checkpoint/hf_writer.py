@@ -124,6 +124,7 @@ class HfWriter:
         self._copy_side_files()
         self._write_record()
         for file in self._work.iterdir():
+            shutil.copymode(self._work / "config.json", file)  # safetensors' files are private
             sync_path(file)
         sync_path(self._work)
         old = self._target.with_name(f".{self._target.name}.old{os.getpid()}")

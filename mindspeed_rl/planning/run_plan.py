@@ -334,7 +334,7 @@ def _need_file(name: str, value: str, kind: str = "a jsonl or parquet file") -> 
     if not value:
         raise UsageError(f"{name} is required: give {kind}")
     if not Path(value).is_file():
-        raise UsageError(f"{name} {value}: no such file")
+        raise UsageError(f"{name} {value}: no such file; give {kind}")
 
 
 def _check_kv_cache(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:

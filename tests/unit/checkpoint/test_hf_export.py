@@ -47,6 +47,8 @@ def test_an_export_is_replaced_and_says_its_step(tmp_path: Path, source: Path) -
             "files": ["config.json", "model.safetensors"],
         }
     assert [p.name for p in target.parent.iterdir()] == ["hf"], "no leftovers"
+    modes = {p.name: p.stat().st_mode & 0o777 for p in target.iterdir()}
+    assert len(set(modes.values())) == 1, f"who may read one may read all: {modes}"
 
 
 def test_files_of_others_survive(tmp_path: Path, source: Path) -> None:
