@@ -41,6 +41,8 @@ _ARRIVES = {
     },
 }
 
+_OF_EVERY_MODULE = ("__path__", "__file__")  # Python's own attributes, in no source
+
 
 @dataclass(frozen=True, slots=True)
 class Use:
@@ -169,7 +171,7 @@ class _File:
 
     def _chain(self, node: ast.Name | ast.Attribute, call: ast.Call | None) -> Iterator[Use]:
         found = self._resolve(node)
-        if found is None or not found[1]:
+        if found is None or not found[1] or found[1].endswith(_OF_EVERY_MODULE):
             return
         if call is None:
             yield self._at(node, *found)
