@@ -14,6 +14,15 @@ import torch
 
 from mindspeed_rl.rollout.step_loop import RankAgreement
 
+# The share of a device that must be free when an engine starts. vLLM checks its own default (0.92)
+# even when the size of the cache is given, and the trainer holds memory at that time.
+MEMORY_SHARE = 0.01
+
+
+def fixed_cache(num_bytes: int) -> dict[str, Any]:
+    """Return arguments of ``vllm.LLM`` for a cache of a given size beside a trainer. Pure."""
+    return {"kv_cache_memory_bytes": num_bytes, "gpu_memory_utilization": MEMORY_SHARE}
+
 
 class DerivedWeights(Protocol):
     """State of the built model that is derived from its weights once per update."""
