@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.installed import foreign_packages, resolve_platform
 from mindspeed_rl.platforms.allocator_settings import without_expandable_segments
+from mindspeed_rl.platforms.custom_operators import add_custom_operators
 from mindspeed_rl.rollout.registry import engine_provider
 
 if TYPE_CHECKING:
@@ -117,6 +118,8 @@ def set_defaults(platform: str, environ: MutableMapping[str, str]) -> None:
         environ.setdefault(name, value)
     for name in engine.cleared_variables:
         environ.pop(name, None)
+    if platform == "npu":
+        add_custom_operators(environ)
 
 
 def require_launcher(prog: str, environ: Mapping[str, str]) -> None:

@@ -80,7 +80,7 @@ class VllmEngine:
             arguments["max_logprobs"] = -1  # whole distributions
         arguments |= backend.cache_settings(settings.kv_cache_bytes, settings.dtype)
         arguments |= backend.settings(settings.options)
-        with preserved_rng(platform), preserved_environment(keep_prefix="VLLM_"):
+        with preserved_rng(platform), preserved_environment("VLLM_", "ASCEND_"):
             self._agreement = backend.prepare()
             self._llm = self._build(settings.model_dir, arguments)
             parts = backend.parts(self._llm)

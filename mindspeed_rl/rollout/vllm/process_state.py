@@ -33,8 +33,8 @@ def preserved_rng(platform: Platform) -> Iterator[None]:
 
 
 @contextmanager
-def preserved_environment(keep_prefix: str) -> Iterator[None]:
-    """Restore environment variables afterwards, except those that start with ``keep_prefix``.
+def preserved_environment(*keep_prefixes: str) -> Iterator[None]:
+    """Restore environment variables afterwards, except those that start with one of the prefixes.
 
     Otherwise ``LOCAL_WORLD_SIZE`` would become the engine's size, and every child process would
     inherit ``LD_PRELOAD``.
@@ -44,7 +44,7 @@ def preserved_environment(keep_prefix: str) -> Iterator[None]:
         yield
     finally:
         for name in set(os.environ) | set(before):
-            if name.startswith(keep_prefix):
+            if name.startswith(keep_prefixes):
                 continue
             if name in before:
                 os.environ[name] = before[name]
