@@ -15,15 +15,17 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.platforms.npu import memory_format
 from mindspeed_rl.platforms.npu_allocator import set_expandable_segments, swaps_segments
+from mindspeed_rl.platforms.npu_changes import ProcessChanges
 from mindspeed_rl.platforms.storages import as_bytes, storages_of
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.step_loop import RankAgreement
-from mindspeed_rl.rollout.vllm.backend import EngineParts
+from mindspeed_rl.rollout.vllm.backend import EngineParts, fixed_cache
 from mindspeed_rl.rollout.vllm.engine_memory import kv_tensors
 from mindspeed_rl.rollout.vllm.requests import model_settings
 from mindspeed_rl.rollout.vllm_ascend.arguments import ENVIRONMENT, ascend_arguments
 from mindspeed_rl.rollout.vllm_ascend.experts import AscendWeights
 from mindspeed_rl.rollout.vllm_ascend.memory import PoolMemory
+from mindspeed_rl.rollout.vllm_ascend.sampling import report_processed_logprobs
 
 _ADDITIONAL = "additional_config"
 _NZ = 29  # ACL_FORMAT_FRACTAL_NZ
@@ -71,12 +73,13 @@ class AscendBackend:
         return _merged(own, options, "--vllm")
 
     def cache_settings(self, kv_cache_bytes: int, dtype: str) -> dict[str, Any]:
-        return {"kv_cache_memory_bytes": kv_cache_bytes}
+        return fixed_cache(kv_cache_bytes)
 
     def prepare(self) -> RankAgreement | None:
         """Set the environment and patch vLLM; the pool is filled without expandable segments."""
         from mindspeed_rl.rollout.vllm.patches import step_sync
 
+        self._changes = ProcessChanges()
         os.environ.update(ENVIRONMENT)
         if swaps_segments():
             set_expandable_segments(False)
@@ -86,11 +89,16 @@ class AscendBackend:
     def parts(self, llm: Any) -> EngineParts:
         """Return the worker's model, with the pool of sleep mode as its memory.
 
+        The process is as it was before the engine was built, and its sampler as we need it.
+
         Raises:
-            RuntimeError: The engine keeps weights in the NZ format.
+            RuntimeError: The engine keeps weights in the NZ format, or cannot report log-probs of
+                the distribution from which it samples.
         """
         engine = llm.llm_engine
         worker = engine.model_executor.driver_worker.worker
+        self._changes.undo()
+        report_processed_logprobs(worker.model_runner)
         model = worker.get_model()
         weight_format = self._refuse_nz(model)
         process = self._processing(model, engine.vllm_config)
