@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from ascend import engine_worlds
+from ascend.emulator.build import ASCEND_FOLDER, OPERATORS
 from ascend.npu_ranks import run_npu_ranks
 
 pytestmark = pytest.mark.ascend_emul
@@ -115,5 +116,5 @@ def test_the_process_is_as_it_was(life: Life) -> None:
     }
     assert replaced.keys() == twice, "vLLM-Ascend imports modules of torch_npu by a second name"
     assert all(name.startswith("VLLM_") for name in found["variables"])
-    operators = Path(os.environ["MINDSPEED_RL_ASCEND_EMULATOR"], "vllm_ascend")
-    assert found["operators"].startswith(str(operators)), "set before the first operator"
+    operators = Path(os.environ["MINDSPEED_RL_ASCEND_EMULATOR"], ASCEND_FOLDER, OPERATORS)
+    assert found["operators"] == str(operators), "set before the first operator"

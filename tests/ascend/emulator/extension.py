@@ -42,11 +42,9 @@ _KEPT: list[Any] = []  # what C and the dispatcher point to
 
 def install() -> None:
     """Provide ``vllm_ascend.vllm_ascend_C`` and ``acl.rt``, before vLLM-Ascend is imported."""
-    library = torch.library.Library("_C_ascend", "DEF")
-    for schema in SCHEMAS:
-        library.define(schema)
+    declare()
     pool = ctypes.CDLL(f"{NAME}.so")
-    _KEPT.extend((library, pool))
+    _KEPT.append(pool)
     module: Any = types.ModuleType(f"vllm_ascend.{NAME}")
     module.init_module = lambda allocated, freed: _init(pool, allocated, freed)
     module.python_create_and_map = _checked(pool.create_and_map)
@@ -57,6 +55,15 @@ def install() -> None:
     acl: Any = types.ModuleType("acl")
     acl.rt = runtime
     sys.modules.update({"acl": acl, "acl.rt": runtime})
+
+
+def declare() -> None:
+    """Declare the operators of the extension. Idempotent."""
+    if not _KEPT:
+        library = torch.library.Library("_C_ascend", "DEF")
+        _KEPT.append(library)
+        for schema in SCHEMAS:
+            library.define(schema)
 
 
 def _init(pool: ctypes.CDLL, allocated: Callable[[Handle], None], freed: Callable[[int], Handle]
