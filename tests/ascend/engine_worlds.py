@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.models.registry import spec_from_hf_config
@@ -48,7 +49,7 @@ def trainer_memory() -> list[torch.Tensor]:
     return [torch.empty(piece, dtype=torch.uint8, device="npu") for _ in range(count)]
 
 
-def build(world: World, folder: str, dtype: str, dp: int = 1, **options: Any) -> Any:
+def build(folder: str, dtype: str, layout: EngineLayout, rank: int) -> Any:
     """The engine of this rank, as the product builds it."""
     with preserved_environment("VLLM_", "ASCEND_"):  # as when the product imports vLLM
         prepare()
@@ -57,22 +58,16 @@ def build(world: World, folder: str, dtype: str, dp: int = 1, **options: Any) ->
     settings = EngineSettings(
         model_dir=folder,
         layout=provider.installed_layout(
-            provider.layout(spec, EngineLayout(1, dp), _tuning()), {}, "npu"
+            provider.layout(spec, layout, EngineTuningConfig()), {}, "npu"
         ),
-        rank=world.rank,
+        rank=rank,
         dtype=dtype,
         max_model_len=64,
         kv_cache_bytes=32 * 2**20,
         seed=1,
-        options={"max_num_batched_tokens": 256, "max_num_seqs": 16, **options},
+        options={"max_num_batched_tokens": 256, "max_num_seqs": 16},
     )  # fmt: skip
     return provider.build(settings, select_platform("npu"))
-
-
-def _tuning() -> Any:
-    from mindspeed_rl.config.rollout import EngineTuningConfig
-
-    return EngineTuningConfig()
 
 
 Sampled = Mapping[int, tuple[Sequence[int], Sequence[float]]]
@@ -99,9 +94,9 @@ def write(engine: Any, weights: Mapping[str, torch.Tensor], version: int) -> Non
     engine.finish_update(version)
 
 
-def sample(engine: Any, version: int, first: int = 0) -> Sampled:
-    """Tokens and log-probs of each prompt, every one with a seed of its own."""
-    asked = [GenerationRequest(first + i, ids, 100 + i) for i, ids in enumerate(PROMPTS)]
+def sample(engine: Any, version: int, mine: Sequence[int], first: int = 0) -> Sampled:
+    """Tokens and log-probs of some of the prompts, every one with a seed of its own."""
+    asked = [GenerationRequest(first + i, PROMPTS[i], 100 + i) for i in mine]
     done = engine.generate(asked, SETTINGS, version)
     return {i - first: (c.token_ids, c.logprobs) for i, c in done.items()}
 
@@ -118,11 +113,19 @@ def _process() -> dict[tuple[str, str], object]:
     return {(o, n): value for o, owner in owners.items() for n, value in vars(owner).items()}
 
 
-def whole_life(world: World, folders: Sequence[str], dtype: str) -> dict[str, Any]:
-    """Build beside a trainer, load, sample, sleep, wake, write others, sample again."""
+def whole_life(
+    world: World, folders: Sequence[str], dtype: str, layout: EngineLayout
+) -> dict[str, Any]:
+    """Build beside a trainer, load, sample, sleep, wake, write others, sample again.
+
+    The last of several ranks has one prompt, the first has the others.
+    """
+    mine = range(len(PROMPTS))
+    if world.size > 1:
+        mine = mine[-1:] if world.rank else mine[:-1]
     before, variables = _process(), dict(os.environ)
     held = trainer_memory()
-    engine = build(world, folders[0], dtype)
+    engine = build(folders[0], dtype, layout, world.rank)
     after = _process()
     found: dict[str, Any] = {
         "replaced": {
@@ -141,7 +144,7 @@ def whole_life(world: World, folders: Sequence[str], dtype: str) -> dict[str, An
     }
     other = load(engine, folders[1], 1)
     load(engine, folders[0], 2)
-    found["sampled"] = [sample(engine, 2), sample(engine, 2, first=10)]
+    found["sampled"] = [sample(engine, 2, mine), sample(engine, 2, mine, first=10)]
     torch.npu.empty_cache()
     free = torch.npu.mem_get_info()[0]
     engine.free_cache()
@@ -154,6 +157,8 @@ def whole_life(world: World, folders: Sequence[str], dtype: str) -> dict[str, An
     engine.wake_cache()
     views = engine.weight_views()
     found["different"] = [n for n, value in other.items() if not torch.equal(views[n].cpu(), value)]
-    found["other"] = sample(engine, 3)
-    found["scored"] = engine.score([[*PROMPTS[1], *found["other"][1][0]]], 1.0, False, 3)
+    found["other"] = sample(engine, 3, mine)
+    found["steps"] = engine.stats
+    last = mine[-1]
+    found["scored"] = engine.score([[*PROMPTS[last], *found["other"][last][0]]], 1.0, False, 3)
     return found

@@ -19,6 +19,8 @@ from ascend import engine_worlds
 from ascend.emulator.build import ASCEND_FOLDER, OPERATORS
 from ascend.npu_ranks import run_npu_ranks
 
+from mindspeed_rl.core.layout import EngineLayout
+
 pytestmark = pytest.mark.ascend_emul
 
 # In latent attention vLLM-Ascend 0.23 rounds what a prompt's attention reads to bfloat16.
@@ -53,7 +55,9 @@ def life(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     root = tmp_path_factory.mktemp(request.param)
     folders = write_models(root, request.param)
     world = engine_worlds.whole_life
-    (found,) = run_npu_ranks(world, 1, work_dir=root / "ranks", args=(folders, "float32"))
+    (found,) = run_npu_ranks(
+        world, 1, work_dir=root / "ranks", args=(folders, "float32", EngineLayout(1, 1))
+    )
     return request.param, folders, found
 
 
@@ -94,8 +98,8 @@ def test_weights_that_are_written_after_sleep_are_read(life: Life) -> None:
     family, folders, found = life
     assert found["different"] == []
     assert_logprobs(folders[1], found["other"], TOLERANCES[family])
-    tokens = found["other"][1][0]
-    expected = logprobs(folders[1], engine_worlds.PROMPTS[1], tokens, 1.0)
+    tokens = found["other"][3][0]
+    expected = logprobs(folders[1], engine_worlds.PROMPTS[3], tokens, 1.0)
     scored = [score for score, _ in found["scored"][0]]
     assert scored[-len(tokens) :] == pytest.approx(expected, abs=TOLERANCES[family])
 
@@ -118,3 +122,20 @@ def test_the_process_is_as_it_was(life: Life) -> None:
     assert all(name.startswith("VLLM_") for name in found["variables"])
     operators = Path(os.environ["MINDSPEED_RL_ASCEND_EMULATOR"], ASCEND_FOLDER, OPERATORS)
     assert found["operators"] == str(operators), "set before the first operator"
+
+
+@pytest.mark.parametrize("expert_parallel", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_two_data_parallel_ranks(expert_parallel: bool, tmp_path: Path) -> None:
+    """Experts by rank or in slices; one rank has fewer prompts and steps along until the end."""
+    folders = write_models(tmp_path, "qwen3_moe")
+    layout = EngineLayout(2, 1, 2, expert_parallel)
+    args = (folders, "float32", layout)
+    ranks = run_npu_ranks(engine_worlds.whole_life, 2, work_dir=tmp_path / "ranks", args=args)
+    for rank, found in enumerate(ranks):
+        first, again = found["sampled"]
+        assert set(first) == ({3} if rank else {0, 1, 2}) and first == again
+        assert_logprobs(folders[0], first, TOLERANCES["qwen3_moe"])
+        assert_logprobs(folders[1], found["other"], TOLERANCES["qwen3_moe"])
+        assert found["different"] == [] and found["freed"] == found["owned"]
+    assert ranks[0]["steps"].steps == ranks[1]["steps"].steps
+    assert ranks[0]["steps"].reductions == ranks[0]["steps"].steps, "one per step"

@@ -10,6 +10,7 @@ torch_npu itself need a reference (``operators.py``); one without fails.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -230,6 +231,29 @@ def _note_python_kernels() -> None:
     library.impl = impl
 
 
+def _where(original: Callable[..., Any]) -> Callable[..., Any]:
+    """With a condition alone torch_npu computes ``where`` before a dispatch mode sees it."""
+
+    @functools.wraps(original)
+    def where(condition: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if args or options:
+            return original(condition, *args, **options)
+        return condition.nonzero(as_tuple=True)
+
+    return where
+
+
+def _with_gloo(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    """Groups that are asked of HCCL alone have gloo as well, which moves what is on aliases."""
+
+    @functools.wraps(new_group)
+    def made(*args: Any, backend: Any = None, **options: Any) -> Any:
+        both = "cpu:gloo,npu:hccl" if str(backend) == "hccl" else backend
+        return new_group(*args, backend=both, **options)
+
+    return made
+
+
 _MODE: list[EmulatedNpu] = []
 
 
@@ -239,4 +263,6 @@ def emulate() -> None:
         _MODE.append(EmulatedNpu())
         _MODE[0].__enter__()
         dist.batch_isend_irecv = _one_by_one
+        torch.where = _where(torch.where)
+        dist.new_group = _with_gloo(dist.new_group)
         _note_python_kernels()

@@ -92,6 +92,12 @@ _SYNC = StepSync()
 
 def apply(platform: str) -> StepSync:
     """Patch vLLM to use the packed reduction, before the engine is built. Idempotent."""
+    if platform == "npu":
+        from vllm.platforms import current_platform
+
+        # The modules of vLLM-Ascend import each other in a circle, unless its platform has imported
+        # them in its own order, which vLLM does when an engine is built.
+        current_platform.pre_register_and_update()
     apply_patch(_ASCEND if platform == "npu" else _VLLM)
     return _SYNC
 
@@ -161,6 +167,6 @@ _ASCEND = Patch(
     make=_ascend_reduction,
     why="two reductions per step where one is enough",
     upstream=_UPSTREAM,
-    versions="vllm-ascend 0.23.0",
+    versions="vllm-ascend 0.23.0, 0.23.0.post1",
     remove_when=_REMOVE_WHEN,
 )
