@@ -178,6 +178,8 @@ def written_by_updates(model: torch.nn.Module) -> list[torch.Tensor]:
 
 _REFUSED_KEYS: Mapping[str, str] = {
     "enable_reduce_sample": "its log-probs are not those of the whole vocabulary",
+    "enable_balance_scheduling": "engines tell each other how busy they are in a process that is "
+    "not there when they run in the trainer's, so it has no effect",
     "dynamic_eplb": "experts would move away from where the reshard writes them",
     "enable_async_exponential": "it draws the random numbers of a step before the model has run, "
     "on another stream; that a request keeps its own draws was never shown",

@@ -41,6 +41,19 @@ def test_an_npu_process_has_it_before_torch_is_imported(package: Path) -> None:
         assert environ.get(VARIABLE) == expected
 
 
+def test_two_jobs_compile_extensions_in_folders_of_their_own(package: Path) -> None:
+    """MindSpeed deletes the folder when it finds a lock; a user's own folder wins."""
+    found = []
+    for port in ("1", "2", "1"):
+        environ = {"MASTER_PORT": port}
+        bootstrap.set_defaults("npu", environ)
+        found.append(environ["TORCH_EXTENSIONS_DIR"])
+    assert found[0] == found[2] != found[1]
+    own = {"TORCH_EXTENSIONS_DIR": "/mine"}
+    bootstrap.set_defaults("npu", own)
+    assert own["TORCH_EXTENSIONS_DIR"] == "/mine"
+
+
 def test_without_such_operators_nothing_is_set(package: Path) -> None:
     environ: dict[str, str] = {}
     add_custom_operators(environ)

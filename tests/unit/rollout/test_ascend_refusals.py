@@ -61,6 +61,7 @@ def test_models_with_the_key_and_no_sparse_attention_pass(
     [
         ("enable_reduce_sample", "its log-probs are not those of the whole vocabulary"),
         ("dynamic_eplb", "experts would move away from where the reshard writes them"),
+        ("enable_balance_scheduling", "so it has no effect"),
         ("enable_async_exponential", "a request keeps its own draws was never shown"),
         ("multistream_overlap_gate", "it chooses experts on another stream"),
     ],

@@ -93,11 +93,11 @@ _SYNC = StepSync()
 def apply(platform: str) -> StepSync:
     """Patch vLLM to use the packed reduction, before the engine is built. Idempotent."""
     if platform == "npu":
-        from vllm.platforms import current_platform
+        from vllm_ascend.utils import adapt_patch
 
-        # The modules of vLLM-Ascend import each other in a circle, unless its platform has imported
-        # them in its own order, which vLLM does when an engine is built.
-        current_platform.pre_register_and_update()
+        # The modules of vLLM-Ascend import each other in a circle, unless its patches of vLLM have
+        # imported them in their own order, as when vLLM builds an engine.
+        adapt_patch(is_global_patch=True)
     apply_patch(_ASCEND if platform == "npu" else _VLLM)
     return _SYNC
 
