@@ -7,6 +7,7 @@ one integer vector on the device.
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -95,9 +96,10 @@ def apply(platform: str) -> StepSync:
     if platform == "npu":
         from vllm_ascend.utils import adapt_patch
 
-        # The modules of vLLM-Ascend import each other in a circle, unless its patches of vLLM have
-        # imported them in their own order, as when vLLM builds an engine.
+        # Its modules import each other in a circle, unless they come in the order of vLLM: the
+        # patches, then the worker.
         adapt_patch(is_global_patch=True)
+        importlib.import_module("vllm_ascend.worker.worker")
     apply_patch(_ASCEND if platform == "npu" else _VLLM)
     return _SYNC
 
