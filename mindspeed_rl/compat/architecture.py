@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from mindspeed_rl.compat import UsedFlag, foreign_flags
+from mindspeed_rl.compat.classify import UsedFlag
+from mindspeed_rl.compat.foreign_flags import foreign_flags
 from mindspeed_rl.core.errors import UsageError
 
 HfConfig = Mapping[str, Any]

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from mindspeed_rl.compat import ForeignUse, UnknownToken, UsedFlag, classify, foreign_flags
-from mindspeed_rl.compat.foreign_flags import ForeignFlag
+from mindspeed_rl.compat.classify import ForeignUse, UnknownToken, UsedFlag, classify
+from mindspeed_rl.compat.foreign_flags import ForeignFlag, foreign_flags
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
 from mindspeed_rl.config.engine_options import take_engine_options
 from mindspeed_rl.config.needs import needs_of
@@ -198,7 +198,7 @@ def parse(run_type: type[Run], argv: Sequence[str], prog: str) -> ParsedArgument
     parallel = built["parallel"]
     ignored += parallel.idle_flags
     ignored += built["kernels"].idle_flags(resolve_platform(parallel.platform))
-    return ParsedArguments(run_type(**built), tuple(ignored), use.compared)
+    return ParsedArguments(run_type(**built), tuple(ignored), tuple(use.compared))
 
 
 def parse_sections(
@@ -388,14 +388,3 @@ def _paragraphs(documented: type[Any], columns: int) -> str:
 def _filled(text: str, columns: int) -> str:
     """Wrap a text without breaking flags at their hyphens."""
     return textwrap.fill(text, max(columns, 24), break_on_hyphens=False)
-
-
-__all__ = [
-    "ENTRIES",
-    "OwnFlag",
-    "ParsedArguments",
-    "build_parser",
-    "own_flags",
-    "parse",
-    "parse_sections",
-]
