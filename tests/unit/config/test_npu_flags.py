@@ -19,7 +19,7 @@ from mindspeed_rl.config.npu import REFUSED, check_npu, group_buffers, npu_setup
 from mindspeed_rl.core import installed
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.groups import MEGATRON_GROUPS
-from mindspeed_rl.models.module_names import GROUPED, LOCAL, TRANSFORMER_ENGINE
+from mindspeed_rl.models.param_names import GROUPED, LOCAL, TRANSFORMER_ENGINE
 from mindspeed_rl.planning.budget import machine_on
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.suggestions import plan_of

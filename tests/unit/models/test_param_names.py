@@ -13,7 +13,7 @@ from support.published import published_config
 
 from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.core.stages import even_stages
-from mindspeed_rl.models.module_names import GROUPED, LOCAL, TRANSFORMER_ENGINE, ModuleNames
+from mindspeed_rl.models.param_names import GROUPED, LOCAL, TRANSFORMER_ENGINE, ParamNames
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
@@ -29,7 +29,7 @@ LATENT = {
 }
 
 
-def layout_of(model: str, modules: ModuleNames, *, ep: int = 1) -> MegatronLayout:
+def layout_of(model: str, modules: ParamNames, *, ep: int = 1) -> MegatronLayout:
     spec = spec_from_hf_config(published_config(model))
     grid = ParallelLayout.build(
         world=8, stages=even_stages(spec.num_layers), tp=2, ep=ep, etp=1 if ep > 1 else 2
@@ -37,7 +37,7 @@ def layout_of(model: str, modules: ModuleNames, *, ep: int = 1) -> MegatronLayou
     return MegatronLayout(spec, grid, 128, modules)
 
 
-def renamed(model: str, layer: int, modules: ModuleNames, *, ep: int = 1) -> dict[str, str]:
+def renamed(model: str, layer: int, modules: ParamNames, *, ep: int = 1) -> dict[str, str]:
     """Names of a layer that change, without the prefix of the layer, by the tensor they hold."""
     prefix = f"decoder.layers.{layer}."
     pairs: dict[str, str] = {}
@@ -88,7 +88,7 @@ def test_grouped_experts_are_numbered_weights_of_one_module() -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("modules", [TRANSFORMER_ENGINE, GROUPED])
-def test_shapes_and_tensors_are_the_same(model: str, modules: ModuleNames) -> None:
+def test_shapes_and_tensors_are_the_same(model: str, modules: ParamNames) -> None:
     local, other = layout_of(model, LOCAL), layout_of(model, modules)
     assert other.hf_shapes == local.hf_shapes
     for rank in (0, 5):
