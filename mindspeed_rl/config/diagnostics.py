@@ -122,12 +122,8 @@ class ProfilerConfig:
         return self.profile and (bool(everyone) or str(rank) in self.profile_ranks)
 
 
-def check_trackers(config: TrackerConfig, installed: Mapping[str, bool] | None = None) -> None:
+def check_trackers(config: TrackerConfig) -> None:
     """Refuse a tracker whose file or package is missing. Local; imports nothing.
-
-    Args:
-        config: Flags of the trackers.
-        installed: Package -> whether it can be imported; ``None``: the packages are looked up.
 
     Raises:
         UsageError: A file or package is missing, or the file defines no ``init``.
@@ -138,8 +134,7 @@ def check_trackers(config: TrackerConfig, installed: Mapping[str, bool] | None =
             check_python_name(Path(tracker.module), "init", tracker.where)
             continue
         package = tracker.module.partition(".")[0]
-        there = package and find_spec(package) if installed is None else installed[package]
-        if not there:
+        if not package or find_spec(package) is None:
             fix = (
                 f"run pip install {package}"
                 if "project" in tracker.arguments

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl.config.reward_spec import built_in, check_name
-from mindspeed_rl.core.flag import flag
+from mindspeed_rl.core.flag import Needs, flag
 from mindspeed_rl.core.user_files import check_python_file, check_python_name
 
 BUILT_IN_ENVIRONMENTS = built_in("environments")
@@ -39,6 +39,7 @@ class EnvironmentConfig:
         "Ray actors per engine in which environments run side by side, anywhere in the cluster of "
         "--orchestrator ray; 0: in the process that leads the engine, one turn after the other.",
         minimum=0,
+        needs=Needs("--rl-environment"),
     )
 
 

@@ -17,8 +17,8 @@ from mindspeed_rl.config.check_algorithms import check_algorithms
 from mindspeed_rl.config.diagnostics import check_profiler, check_trackers
 from mindspeed_rl.config.environment import check_environment
 from mindspeed_rl.config.kernels import module_names
-from mindspeed_rl.config.launch import check_environment_workers
 from mindspeed_rl.config.layouts import engine_layout, training_layout
+from mindspeed_rl.config.needs import check_needs
 from mindspeed_rl.config.outputs import check_output_file, check_paths
 from mindspeed_rl.config.rewards import check_rewards
 from mindspeed_rl.config.rollout import EngineTuningConfig
@@ -126,7 +126,6 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     environment = config.environment.rl_environment
     check_rewards(config.rewards, config.logging.phase_timeout_s, environment, files=files)
     check_environment(config.environment, files=files)
-    check_environment_workers(config.environment, config.launch)
     base = check_layout(config.model, config.parallel, config.train, world, files)
     if files:
         _check_tokenizer(config.model)
@@ -240,6 +239,7 @@ def check_pretrain(config: PretrainRunConfig, world: int, *, files: bool = True)
     Raises:
         UsageError: A flag is wrong; names it, its value, what is allowed and the fix.
     """
+    check_needs(config)
     if files and config.sft.stage == "pretrain":
         check_indexed_data(config.indexed, config.train.seq_length)
     elif files:

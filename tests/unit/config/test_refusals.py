@@ -91,6 +91,7 @@ REFUSED = {
         --rl-routing-replay rollout --rl-environment calculator -> not with --rl-environment
         --partial-rollout-tokens 3 -> --partial-rollout-tokens 3 carries tokens of older
         --rl-resample-factor 2 --old-logprob rollout -> factor 2 has no effect without
+        --rl-environment calculator --rl-environment-ray-workers 2 -> without --orchestrator ray
         --rl-clip-ratio-c 0.5 -> --rl-clip-ratio-c 0.5 & above 1
         --rl-clip-ratio-c 1 -> --rl-clip-ratio-c 1 & above 1
         --rl-policy-loss sapo --rl-sapo-tau-pos 0 -> --rl-sapo-tau-pos & more than 0
@@ -188,6 +189,7 @@ REFUSED = {
         --sft-data= --data-path nowhere -> --data-path without --stage pretrain & --sft-data
         --sft-data= --data-path nowhere --stage pretrain --seq-length 8 -> --data-path & nowhere.idx
         --seq-length 4096 -> --seq-length 4096 & 256
+        --recompute-num-layers 1 -> --recompute-num-layers 1 & granularity none & full
         --keep-mtp -> --keep-mtp & multi-token-prediction
     """,
     "npu": """
