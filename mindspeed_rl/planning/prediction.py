@@ -12,7 +12,7 @@ from mindspeed_rl.config.npu import group_buffers
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner, MemoryPhase, OffloadMode
 from mindspeed_rl.planning.activations import TrainingMemory, TrainPeak, Workload
-from mindspeed_rl.planning.communicators import Groups, groups_of_run
+from mindspeed_rl.planning.communicators import Groups, RunGroups
 from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.model_state import ModelState, model_state
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
@@ -279,7 +279,7 @@ class MemoryPrediction:
     def groups(self, rank: int) -> Groups:
         """Return the groups that a step uses on a device, also for a CPU, which has no buffers."""
         mc2 = self.machine.platform == "npu"
-        return groups_of_run(rank, self.config, self.plan, engine_mc2=mc2)
+        return RunGroups.of(self.config, self.plan, engine_mc2=mc2).of_rank(rank)
 
     def group_bytes(self, rank: int) -> Mapping[str, int]:
         """Return the bytes of the device buffers of each of :meth:`groups`; none on a CPU."""
