@@ -15,11 +15,12 @@ from mindspeed_rl.config import (
 from mindspeed_rl.config.architecture import check_architecture, model_config
 from mindspeed_rl.config.check_algorithms import check_algorithms
 from mindspeed_rl.config.diagnostics import check_profiler, check_trackers
-from mindspeed_rl.config.environment import check_environment
+from mindspeed_rl.config.environment import BUILT_IN_ENVIRONMENTS
 from mindspeed_rl.config.kernels import module_names
 from mindspeed_rl.config.layouts import engine_layout, training_layout
 from mindspeed_rl.config.needs import check_needs
 from mindspeed_rl.config.outputs import check_output_file, check_paths
+from mindspeed_rl.config.reward_spec import check_name
 from mindspeed_rl.config.rewards import check_rewards
 from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.config.supervised import check_indexed_data
@@ -125,7 +126,8 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     _check_steps(config.train)
     environment = config.environment.rl_environment
     check_rewards(config.rewards, config.logging.phase_timeout_s, environment, files=files)
-    check_environment(config.environment, files=files)
+    if environment:
+        check_name("--rl-environment", environment, BUILT_IN_ENVIRONMENTS, files=files)
     base = check_layout(config.model, config.parallel, config.train, world, files)
     if files:
         _check_tokenizer(config.model)
