@@ -134,7 +134,7 @@ def test_a_flag_with_two_dispositions_is_refused():
         (
             Disposition.REFUSED,
             "--fp16 --rl-inference-pipeline-model-parallel-size --rampup-batch-size "
-            "--retro-add-retriever --lora-r --nproc-per-node",
+            "--retro-add-retriever --lora-r --nproc-per-node --pipeline-model-parallel-layout",
         ),
     ],
 )
@@ -181,9 +181,3 @@ def test_every_token_is_sorted_once_and_in_order(parts):
     for kind in (use.accepted, use.compared, use.refused):
         names = pairs(kind)
         assert names == [item for item in foreign if item in names]
-
-
-def test_a_pipeline_layout_is_refused_with_the_flag_to_use():
-    """It was to decide which stage holds which layer; ignored, memory would not be as planned."""
-    (found,) = classified("--pipeline-model-parallel-layout", "Et*3|(tt|)*2L").refused
-    assert "--num-layer-list" in found.reason
