@@ -100,7 +100,7 @@ class ParamNames:
             fused = self.input_norm and (self.joined_down or not latent)
             return _A + "linear_qkv.layer_norm_weight" if fused else tail
         if tail == "pre_mlp_layernorm.weight":
-            fused = self.expert_norm if spec.has_experts(layer) else self.dense_norm
+            fused = self.expert_norm if spec.layer(layer).moe else self.dense_norm
             return "mlp.linear_fc1.layer_norm_weight" if fused else tail
         if self.latent_norms and latent:
             return _FUSED_LATENT.get(tail, tail)

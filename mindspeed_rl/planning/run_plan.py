@@ -128,7 +128,7 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     check_rewards(config.rewards, config.logging.phase_timeout_s, environment, files=files)
     if environment:
         check_name("--rl-environment", environment, BUILT_IN_ENVIRONMENTS, files=files)
-    base = check_layout(config.model, config.parallel, config.train, world, files)
+    base = check_layout(config, world, files)
     if files:
         _check_tokenizer(config.model)
     _check_mtp(config.checkpoint, config.model, base.spec)
@@ -197,7 +197,7 @@ def check_score(config: ScoreRunConfig, world: int) -> ScorePlan:
             f"--temperature {score.temperature} with --backend engine: engines score prompts "
             "without temperature; allowed: 1"
         )
-    base = check_layout(config.model, config.parallel, config.train, world)
+    base = check_layout(config, world)
     engine = engine_layout(config.rollout, world)
     rollout = engine_provider().layout(base.spec, engine, EngineTuningConfig())
     return ScorePlan(base.spec, base.parallel, base.megatron, rollout)
@@ -251,7 +251,7 @@ def check_pretrain(config: PretrainRunConfig, world: int, *, files: bool = True)
         check_paths(config)
         check_trackers(config.trackers)
     check_profiler(config.profiler, world)
-    base = check_layout(config.model, config.parallel, config.train, world, files)
+    base = check_layout(config, world, files)
     if files and config.sft.stage == "sft":
         _check_tokenizer(config.model)
     _check_mtp(config.checkpoint, config.model, base.spec)
@@ -354,17 +354,14 @@ def _check_kv_cache(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
 
 
 def check_layout(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    train: TrainConfig,
-    world: int,
-    files: bool = True,
+    config: RLRunConfig | PretrainRunConfig | ScoreRunConfig, world: int, files: bool = True
 ) -> RunPlan:
     """Plan the training layout of a model, with ``files`` also checking that weights exist.
 
     Raises:
         UsageError: A flag is wrong; names it, its value, what is allowed and the fix.
     """
+    model, parallel, train = config.model, config.parallel, config.train
     if not model.hf_checkpoint:
         raise UsageError("--hf-checkpoint is required: give a Hugging Face model directory")
     if train.lr_warmup_iters and train.lr_warmup_fraction:
