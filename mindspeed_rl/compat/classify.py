@@ -35,14 +35,14 @@ class ForeignUse:
     """A classified command line; each list keeps the order of the command line.
 
     Attributes:
-        own_argv: Tokens for the project's own parser, foreign spellings of own flags renamed.
+        own: The project's own flags in their own spelling, each with its values.
         accepted: Flags that change nothing.
         compared: Flags with model numbers to compare with the HF config.
         refused: Flags that end the run; the reason says what to do instead.
         unknown: Tokens that no table explains; they end the run.
     """
 
-    own_argv: list[str] = field(default_factory=list)
+    own: list[tuple[str, list[str]]] = field(default_factory=list)
     accepted: list[UsedFlag] = field(default_factory=list)
     compared: list[UsedFlag] = field(default_factory=list)
     refused: list[UsedFlag] = field(default_factory=list)
@@ -80,12 +80,13 @@ def classify(
         own = written if written in own_flags else name
         position += 1
         end = _end_of_values(argv, position, own_flags)
+        values = argv[position:end]
         if own in own_flags:
-            use.own_argv.extend([own + equals + attached, *argv[position:end]])
+            use.own.append((own, [attached, *values] if equals else [*values]))
             position = end
         elif name in foreign:
-            values = (attached,) if equals else tuple(argv[position:end])
-            taken = _taken(foreign[name], written, values, attached=bool(equals))
+            given = (attached,) if equals else tuple(values)
+            taken = _taken(foreign[name], written, given, attached=bool(equals))
             disposition = foreign[name].disposition_of(taken)
             by_disposition[disposition].append(
                 UsedFlag(foreign[name].name, taken, foreign[name].reason)

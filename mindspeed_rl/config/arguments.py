@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import itertools
 import math
 import shutil
 import textwrap
@@ -194,7 +195,8 @@ def parse(run_type: type[Run], argv: Sequence[str], prog: str) -> ParsedArgument
     if engine_options:
         built["engine_options"] = engine_options
     ignored = [_as_typed(used) for used in use.accepted]
-    ignored += _inert(use.own_argv, _by_spelling(run_type))
+    flags = _by_spelling(run_type)
+    ignored += dict.fromkeys(name for name, _ in use.own if flags[name].info.inert)
     parallel = built["parallel"]
     ignored += parallel.idle_flags
     ignored += built["kernels"].idle_flags(resolve_platform(parallel.platform))
@@ -228,7 +230,8 @@ def parse_sections(
     use = classify(argv, by_spelling, foreign)
     if problems := _problems(use, run_type):
         raise UsageError("; ".join(problems))
-    namespace = vars(parser.parse_args(_bind(use.own_argv, by_spelling)))
+    bound = (by_spelling[name].bind(name, values) for name, values in use.own)
+    namespace = vars(parser.parse_args(list(itertools.chain.from_iterable(bound))))
     built = {
         name: section(**{f.name: _as_field(namespace[f.name]) for f in dataclasses.fields(section)})
         for name, section in _sections(run_type).items()
@@ -303,27 +306,6 @@ def _number(text: str, kind: type[int] | type[float], info: FlagInfo) -> float:
             f"must be a {what} number{limits}, written like {like}, got {text!r}"
         )
     return value
-
-
-def _inert(argv: Sequence[str], flags: Mapping[str, OwnFlag]) -> Iterator[str]:
-    """Yield the flags of ``argv`` that are accepted without effect, each once."""
-    names = dict.fromkeys(token.partition("=")[0] for token in argv)
-    yield from (name for name in names if name in flags and flags[name].info.inert)
-
-
-def _bind(argv: Sequence[str], flags: Mapping[str, OwnFlag]) -> list[str]:
-    """Attach values to flags and check their number; ``argv`` holds own flags only."""
-    bound: list[str] = []
-    position = 0
-    while position < len(argv):
-        typed, equals, attached = argv[position].partition("=")
-        end = position + 1
-        while end < len(argv) and not argv[end].startswith("--"):
-            end += 1
-        values = ([attached] if equals else []) + list(argv[position + 1 : end])
-        bound += flags[typed].bind(typed, values)
-        position = end
-    return bound
 
 
 def _problems(use: ForeignUse, run_type: type[Any]) -> list[str]:

@@ -128,11 +128,6 @@ def check_paths(config: RLRunConfig | PretrainRunConfig) -> None:
         UsageError: The message names the flag, the path and the fix.
     """
     checkpoint, logging = config.checkpoint, config.logging
-    if checkpoint.save_interval and not checkpoint.save:
-        raise UsageError(
-            f"--save-interval {checkpoint.save_interval} without --save: nothing would be saved; "
-            "add --save DIR, or remove it"
-        )
     if checkpoint.load and not Path(checkpoint.load).is_dir():
         raise UsageError(
             f"--load {checkpoint.load}: no such directory; name the --save folder of a run, or "

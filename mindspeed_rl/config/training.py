@@ -128,6 +128,7 @@ class CheckpointConfig:
         "Steps of the run between checkpoints; 0 saves at the end only.",
         names=("--save-interval", "--persistent-save-interval"),
         minimum=0,
+        needs=Needs("--save"),
     )
     finetune: bool = flag(
         False,

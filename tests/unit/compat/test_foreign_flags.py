@@ -52,21 +52,24 @@ def test_value_of_a_switch_is_an_error():
 def test_stray_value_is_unknown(text):
     use = sort(text + " --own 4")
     assert [(stray.token, stray.nearest) for stray in use.unknown] == [("true", [])]
-    assert use.own_argv == ["--own", "4"]
+    assert use.own == [("--own", ["4"])]
 
 
 def test_own_flags_keep_order_values_and_repeats():
     text = "--own -3 --zero --own-list a b -c --one x --own=7 -h --own"
     use = sort(text)
-    assert " ".join(use.own_argv) == "--own -3 --own-list a b -c --own=7 -h --own"
+    assert use.own == [
+        ("--own", ["-3"]), ("--own-list", ["a", "b", "-c"]), ("--own", ["7"]), ("-h", []),
+        ("--own", []),
+    ]  # fmt: skip
     assert pairs(use.accepted) == [("--zero", ()), ("--one", ("x",))]
 
 
 def test_own_flags_win_over_foreign_ones_and_are_renamed():
     use = classify(["--bad", "5"], {"--bad"}, SMALL)
-    assert use.own_argv == ["--bad", "5"] and not use.refused
-    assert sort("--own_list a_b c").own_argv == ["--own-list", "a_b", "c"]
-    assert sort("--own_list=a_b").own_argv == ["--own-list=a_b"]
+    assert use.own == [("--bad", ["5"])] and not use.refused
+    assert sort("--own_list a_b c").own == [("--own-list", ["a_b", "c"])]
+    assert sort("--own_list=a_b c").own == [("--own-list", ["a_b", "c"])]
 
 
 def test_underscores_equal_hyphens():
@@ -167,14 +170,14 @@ def test_every_token_is_sorted_once_and_in_order(parts):
     argv, own, foreign = [], [], []
     for part in parts:
         if isinstance(part, list):
-            own += ["--hf-checkpoint", *part]
+            own.append(("--hf-checkpoint", part))
             argv += ["--hf-checkpoint", *part]
         else:
             flag, typed, values = part
             argv += typed
             foreign.append((flag.name, tuple(values)))
     use = classified(*argv)
-    assert use.own_argv == own
+    assert use.own == own
     assert use.unknown == []
     found = pairs(use.accepted) + pairs(use.compared) + pairs(use.refused)
     assert sorted(found) == sorted(foreign)

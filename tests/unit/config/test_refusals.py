@@ -152,7 +152,7 @@ REFUSED = {
         --rl-environment /no/file.py:Mine -> --rl-environment /no/file.py:Mine & no Python file
         --rl-eval-samples 4 --rl-eval-temperature 0 -> --rl-eval-temperature 0
         --rl-eval-data a=x a=y -> --rl-eval-data a=y & NAME=FILE
-        --save-interval 5 -> --save-interval 5 without --save
+        --save-interval 5 -> --save-interval 5 has no effect without --save & add
         --lr-warmup-iters 2 --lr-warmup-fraction 0.1 -> --lr-warmup-iters & exclude each other
         --recompute-granularity full -> --recompute-method & --recompute-num-layers
         --recompute-method block -> --recompute-method & granularity none & full
@@ -209,7 +209,6 @@ REFUSED = {
         --save DIR/file/deeper/x -> --save & file is not a directory
         --export-hf DIR/file/deeper/x -> --export-hf & file is not a directory
         --load DIR/nowhere -> --load & nowhere: no such directory
-        --save-interval 5 -> --save-interval 5 without --save
     """,
     "score": """
         --output o.npz -> --tokens
