@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 
 from mindspeed_rl.core.errors import UsageError
 
@@ -95,7 +94,7 @@ def read_flags(text: str) -> Mapping[str, ForeignFlag]:
             if spelling in flags:
                 raise UsageError(f"{spelling} has two dispositions")
             flags[spelling] = flag
-    return MappingProxyType(flags)
+    return flags
 
 
 def _flags(file: Mapping[str, object]) -> Iterator[ForeignFlag]:

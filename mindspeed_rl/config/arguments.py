@@ -31,13 +31,11 @@ from mindspeed_rl.core.installed import resolve_platform
 
 Run = TypeVar("Run", RLRunConfig, PretrainRunConfig, ScoreRunConfig)
 
-ENTRIES: Mapping[str, type[Any]] = types.MappingProxyType(
-    {
-        "mindspeed_rl.train_rl": RLRunConfig,
-        "mindspeed_rl.pretrain": PretrainRunConfig,
-        "mindspeed_rl.score": ScoreRunConfig,
-    }
-)
+ENTRIES: Mapping[str, type[Any]] = {
+    "mindspeed_rl.train_rl": RLRunConfig,
+    "mindspeed_rl.pretrain": PretrainRunConfig,
+    "mindspeed_rl.score": ScoreRunConfig,
+}
 """Configuration class of every entry."""
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}

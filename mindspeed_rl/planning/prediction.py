@@ -100,12 +100,12 @@ class MemoryPrediction:
             found.pop(MemoryOwner.ENGINE_WEIGHTS, None)
         return {owner.value: size for owner, size in found.items() if owner not in _PASSING}
 
-    def peak(self, ranks: Iterable[int] | None = None) -> Peak:
-        """Return the fullest moment of some ranks, by default of all."""
+    def peak(self, ranks: Iterable[int]) -> Peak:
+        """Return the fullest moment of some ranks."""
         return max(
             (
                 Peak(rank, phase, sum(table.values()))
-                for rank in (range(self.world) if ranks is None else ranks)
+                for rank in ranks
                 for phase, table in self.rank_table(rank).items()
             ),
             key=lambda peak: peak.num_bytes,
