@@ -26,7 +26,7 @@ from mindspeed_rl.diagnosis.facts import gather, guess_platform
 from mindspeed_rl.diagnosis.packages import package_rows
 from mindspeed_rl.diagnosis.rows import DoctorRow, Status, lines, note, red, verdict
 from mindspeed_rl.launch import bootstrap
-from mindspeed_rl.planning.communicators import groups_of_run
+from mindspeed_rl.planning.communicators import RunGroups
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.planning.suggestions import plan_of
 
@@ -121,7 +121,7 @@ def layout_rows(
     if given not in (0, size):
         what = f"--rl-world-size {given}, and torchrun started {size} ranks: the run is refused"
         return plan, [red(_LAYOUT, what, "give the number of ranks, or leave the flag out")]
-    groups = groups_of_run(0, config, plan)
+    groups = RunGroups.of(config, plan).of_rank(0)
     size_mib = os.environ.get("HCCL_BUFFSIZE", "200")
     mib = 2 * (int(size_mib) if size_mib.isdecimal() else 200)  # another row reports a wrong value
     return plan, [

@@ -29,43 +29,6 @@ from mindspeed_rl.config.score import ScoreConfig
 from mindspeed_rl.config.supervised import IndexedDataConfig, SftConfig
 from mindspeed_rl.config.training import CheckpointConfig, LoggingConfig, TrainConfig
 
-__all__ = [
-    "AdvantageConfig",
-    "AdvantageSettings",
-    "CheckpointConfig",
-    "CorrectionConfig",
-    "CriticConfig",
-    "DeviceConfig",
-    "DryRunConfig",
-    "EngineTuningConfig",
-    "EnvironmentConfig",
-    "IndexedDataConfig",
-    "KLConfig",
-    "KernelConfig",
-    "LaunchConfig",
-    "LoggingConfig",
-    "MemoryConfig",
-    "ModelConfig",
-    "NpuConfig",
-    "ParallelConfig",
-    "PolicyLossConfig",
-    "PretrainRunConfig",
-    "ProfilerConfig",
-    "PromptConfig",
-    "RLConfig",
-    "RLRunConfig",
-    "RewardConfig",
-    "RolloutBalanceConfig",
-    "RolloutConfig",
-    "SamplingConfig",
-    "ScoreConfig",
-    "ScoreRunConfig",
-    "SftConfig",
-    "SurrogateSettings",
-    "TrackerConfig",
-    "TrainConfig",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class RLRunConfig:

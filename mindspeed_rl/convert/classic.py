@@ -27,9 +27,9 @@ from mindspeed_rl.convert.torch_files import read_torch_file, save_unfilled, sto
 from mindspeed_rl.convert.training_arguments import run_arguments
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.stages import StageLayout, filled_slots
-from mindspeed_rl.models.file_names import (
+from mindspeed_rl.models.param_names import (
     MTP_COPIES,
-    FileNames,
+    ParamNames,
     mindspeed_names,
     recognised_from,
 )
@@ -78,7 +78,7 @@ def open_classic(folder: Path, spec: ModelSpec, extends_ep: bool) -> Source:
     layout = _layout(files, spec, extends_ep)
     held = _checked(files, layout)
     names = layout.hf_shapes
-    copies = _copies(layout.spec) if layout.names.mtp else {}
+    copies = _copies(layout.spec) if layout.modules.mtp else {}
     shapes: dict[str, Shape] = {**names, **{name: names[main] for name, main in copies.items()}}
 
     @cache
@@ -211,12 +211,12 @@ def _layout(files: _Files, spec: ModelSpec, extends_ep: bool) -> CheckpointLayou
     etp, extends = _expert_cut(files, spec, names, extends_ep)
     grid = classic_grid(StageLayout(pp, counts), tp, ep, etp, extends)
     return CheckpointLayout(
-        spec, grid, embedding.shape[0], names=names, slots=slots, extends_ep=extends
+        spec, grid, embedding.shape[0], modules=names, slots=slots, extends_ep=extends
     )
 
 
 def _expert_cut(
-    files: _Files, spec: ModelSpec, names: FileNames, extends_ep: bool
+    files: _Files, spec: ModelSpec, names: ParamNames, extends_ep: bool
 ) -> tuple[int, bool]:
     """Return the ranks that share an expert, and whether TP ranks extend expert parallelism."""
     tp, _, ep = files.sizes()
@@ -322,7 +322,9 @@ def _target_layout(
     )
     slots = filled_slots(spec.num_layers, pp, stages.vpp, noop) if noop else ()
     divisor = flags.make_vocab_size_divisible_by
-    return CheckpointLayout(spec, grid, divisor, names=names, slots=slots, extends_ep=extends), noop
+    return CheckpointLayout(
+        spec, grid, divisor, modules=names, slots=slots, extends_ep=extends
+    ), noop
 
 
 def _file(

@@ -44,8 +44,7 @@ from mindspeed_rl.convert.training_arguments import run_arguments
 from mindspeed_rl.core.boxes import Box, ParamView
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import round_up
-from mindspeed_rl.models.file_names import distributed_names, recognised_from
-from mindspeed_rl.models.module_names import LOCAL, TRANSFORMER_ENGINE
+from mindspeed_rl.models.param_names import distributed_names, recognised_from
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.weights.layouts.base import Shard
 from mindspeed_rl.weights.layouts.checkpoint_files import whole_layout
@@ -211,9 +210,11 @@ class _Chunk:
 def plan_distributed(request: Request) -> Target:
     """Plan ``iter_<iteration>`` in the distributed format, and the tracker file."""
     spec, flags, iteration = request.spec, request.layout, request.source.iteration
-    modules = TRANSFORMER_ENGINE if flags.transformer_impl == "transformer_engine" else LOCAL
+    names = distributed_names(
+        spec, transformer_engine=flags.transformer_impl == "transformer_engine"
+    )
     padded = round_up(spec.vocab_size, flags.make_vocab_size_divisible_by)
-    layout, dtypes = whole_layout(spec, distributed_names(spec, modules), padded), request.dtypes()
+    layout, dtypes = whole_layout(spec, names, padded), request.dtypes()
     # Layers share keys where all are alike, that is, without experts; the trainer saves like this.
     stacked = spec.moe is None
     params = params_of_rank(layout, 0, dtypes)

@@ -29,14 +29,15 @@ def check_python_file(path: Path, where: str) -> None:
 
 
 def check_python_name(path: Path, name: str, where: str) -> None:
-    """Refuse a file that is no Python, or that binds ``name`` nowhere. Local; executes nothing.
+    """Refuse what is no Python file, or binds ``name`` nowhere. Local; executes nothing.
 
     A file that may bind the name in a way that cannot be read (``import *``, ``globals()``,
     ``exec``) passes; its import decides.
 
     Raises:
-        UsageError: The message names the line, or the nearest names.
+        UsageError: The message names the path, the line, or the nearest names.
     """
+    check_python_file(path, where)
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:

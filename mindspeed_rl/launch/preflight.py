@@ -24,7 +24,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.diagnosis.rows import DoctorRow, green, lines, red
 from mindspeed_rl.launch.bootstrap import World
-from mindspeed_rl.planning.communicators import all_groups_of_run
+from mindspeed_rl.planning.communicators import RunGroups
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.platforms.base import Platform
 
@@ -61,7 +61,7 @@ class RankReport:
 
 def groups_to_check(config: RLRunConfig, plan: RLPlan | None, world: int) -> Groups:
     """Return all groups that a run of this plan uses; only the world without a plan."""
-    return all_groups_of_run(config, plan) if plan else {"world": (tuple(range(world)),)}
+    return RunGroups.of(config, plan).of_all_ranks() if plan else {"world": (tuple(range(world)),)}
 
 
 def exchange(

@@ -311,7 +311,7 @@ def in_layout(job: RLJobOf, layout: Layout) -> Iterator[SelftestModels]:
         platform=job.config.parallel.platform,
     )
     config = replace(job.config, parallel=parallel)
-    base = check_layout(config.model, parallel, config.train, job.world.size)
+    base = check_layout(config, job.world.size)
     plan = replace(job.plan, spec=base.spec, parallel=base.parallel, megatron=base.megatron)
     job = replace(job, config=config, plan=plan)
     flags = ("", "--hf-checkpoint")

@@ -3,66 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 from support.family_models import FAMILY_CASES, write_family_model
-from support.memory_worlds import (
-    SHARE_TOLERANCE,
-    Measured,
-    MemoryCase,
-    as_predicted,
-    measure_world,
-)
+from support.memory_worlds import SHARE_TOLERANCE, Measured, as_predicted, measure_world
 from support.spawn import run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-_DIST = ("--use-distributed-optimizer",)
-_TP2 = ("--tensor-model-parallel-size", "2")
-_PP2 = ("--pipeline-model-parallel-size", "2")
-_EP2 = ("--expert-model-parallel-size", "2")
-_KL = ("--grpo-kl-beta", "0.1")  # there is a reference
 STATES = {"train", "idle", "sync", "rollout"}
-
-
-def _mbs(size: int) -> tuple[str, ...]:
-    return ("--micro-batch-size", str(size))
-
-
-CASES = {"fp32": _mbs(4), "bf16": (*_mbs(1), "--bf16")}
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryLayout:
-    """A world, and which flags each model runs with in it."""
-
-    num_ranks: int
-    flags: tuple[str, ...]
-    cases: dict[str, dict[str, tuple[str, ...]]]
-
-
+PRECISIONS = {"fp32": "--micro-batch-size 4", "bf16": "--micro-batch-size 1 --bf16"}
+_TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+_PP2 = "--pipeline-model-parallel-size 2"
+_EP2 = "--expert-model-parallel-size 2"
+_DIST = "--use-distributed-optimizer"
+# ranks, flags, and the models that run so
 LAYOUTS = {
-    "one": MemoryLayout(
-        1, (), {"qwen2-tied": CASES, "qwen3": CASES, "qwen3-moe": CASES, "deepseek": CASES}
-    ),
-    "tp2-pp2": MemoryLayout(
-        4, (*_TP2, *_PP2, "--sequence-parallel", *_DIST), {"qwen2-tied": CASES, "qwen3": CASES}
-    ),
-    "pp2-ep2": MemoryLayout(4, (*_PP2, *_EP2, *_DIST), {"qwen3-moe": CASES}),
-    "ep2": MemoryLayout(2, (*_EP2, *_DIST), {"qwen3-moe": CASES}),
-    "tp2-ep2": MemoryLayout(
-        2,
-        (*_TP2, *_EP2, "--sequence-parallel", "--expert-tensor-parallel-size", "1", *_DIST),
-        {"deepseek": CASES},
-    ),
-    "dp4": MemoryLayout(4, _DIST, {"qwen3": CASES}),
-    "cp2": MemoryLayout(2, ("--context-parallel-size", "2", *_DIST), {"qwen3": CASES}),
-    "vpp2": MemoryLayout(
-        2, (*_PP2, "--num-virtual-stages-per-pipeline-rank", "2", *_DIST), {"qwen3": CASES}
-    ),
+    "one": (1, "", ("qwen2-tied", "qwen3", "qwen3-moe", "deepseek")),
+    "tp2-pp2": (4, f"{_TP2} {_PP2} {_DIST}", ("qwen2-tied", "qwen3")),
+    "pp2-ep2": (4, f"{_PP2} {_EP2} {_DIST}", ("qwen3-moe",)),
+    "tp2-ep2": (2, f"{_TP2} {_EP2} --expert-tensor-parallel-size 1 {_DIST}", ("deepseek",)),
+    "dp4": (4, _DIST, ("qwen3",)),
+    "cp2": (2, f"--context-parallel-size 2 {_DIST}", ("qwen3",)),
+    "vpp2": (2, f"{_PP2} --num-virtual-stages-per-pipeline-rank 2 {_DIST}", ("qwen3",)),
 }
 
 
@@ -88,19 +54,15 @@ def measured(
 
     @cache
     def run(name: str) -> list[dict[str, Measured]]:
-        layout = LAYOUTS[name]
-        cases = [
-            MemoryCase(
-                f"{model}/{case}",
-                str(models(model)),
-                (*flags, *_KL),
-            )
-            for model, several in layout.cases.items()
-            for case, flags in several.items()
-        ]
-        flags = (*layout.flags, "--make-vocab-size-divisible-by", "8")
+        num_ranks, flags, names = LAYOUTS[name]
+        common = f"{flags} --make-vocab-size-divisible-by 8 --grpo-kl-beta 0.1"  # a reference
+        cases = {
+            f"{model}/{precision}": (str(models(model)), f"{common} {more}".split())
+            for model in names
+            for precision, more in PRECISIONS.items()
+        }
         folder = tmp_path_factory.mktemp(f"memory-{name}")
-        return run_ranks(measure_world, layout.num_ranks, work_dir=folder, args=(flags, cases))
+        return run_ranks(measure_world, num_ranks, work_dir=folder, args=(cases,))
 
     return run
 

@@ -40,15 +40,6 @@ def as_predicted(num_bytes: Mapping[str, int]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryCase:
-    """One model with flags of its own."""
-
-    name: str
-    model: str
-    flags: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Measured:
     """A case on one rank, bytes.
 
@@ -68,20 +59,20 @@ class Measured:
 
 
 def measure_world(
-    world: World, layout: Sequence[str], cases: Sequence[MemoryCase]
+    world: World, cases: Mapping[str, tuple[str, Sequence[str]]]
 ) -> dict[str, Measured]:
-    """Rank function: build every case, measure, predict."""
+    """Rank function: build every case, a model with flags, in one layout; measure, predict."""
     from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
 
     results: dict[str, Measured] = {}
-    for case in cases:
-        job = make_job(world, case.model, [*layout, *case.flags])
+    for name, (model, flags) in cases.items():
+        job = make_job(world, model, flags)
         if not results:
             initialize_parallel(job)
         engine = build_engine(job, "policy", 1)
         measured = _measure(job, engine)
         reference = build_engine(job, "reference", 0)
-        results[case.name] = replace(measured, borders=walk_borders(job, engine, reference))
+        results[name] = replace(measured, borders=walk_borders(job, engine, reference))
     return results
 
 
