@@ -24,7 +24,7 @@ from mindspeed_rl.algorithms.aggregation import AGGREGATIONS
 from mindspeed_rl.algorithms.correction import CorrectionSettings
 from mindspeed_rl.algorithms.losses import LossSettings, policy_loss
 from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES, SurrogateSettings
-from mindspeed_rl.algorithms.selection import CovarianceSettings
+from mindspeed_rl.algorithms.selection import select_by_covariance
 from mindspeed_rl.algorithms.token_advantages import generalized_advantages, rewards_to_tokens
 from mindspeed_rl.algorithms.types import Denominators
 from mindspeed_rl.algorithms.value_loss import ValueLossSettings, value_loss
@@ -126,13 +126,18 @@ class Case:
         """Loss settings with every term on: dual clip, KL, entropy, weights, sequence rejection."""
         return LossSettings(
             policy_loss=self.loss,
-            surrogate=SurrogateSettings(eps_lower=0.1, eps_upper=0.15, clip_ratio_c=1.3),
+            surrogate=SurrogateSettings(
+                eps_lower=0.1, eps_upper=0.15, clip_ratio_c=1.3, cov_ratio=0.1,
+                clip_cov_lower=-9.0, clip_cov_upper=9.0,
+            ),
             aggregation=self.aggregation,
             longest=LONGEST,
             kl_beta=0.05,
             entropy_weight=0.01,
-            correction=CorrectionSettings("mask", "geometric", 1.05, 0.9, "k3", "sequence", 0.09),
-        )
+            correction=CorrectionSettings(
+                True, "mask", "geometric", 1.05, 0.9, "k3", "sequence", 0.09
+            ),
+        )  # fmt: skip
 
 
 CUTS = (BatchCut(samples=1), BatchCut(samples=2), BatchCut(samples=8), BatchCut(tokens=48))
@@ -392,11 +397,16 @@ def _outcome(
     engine = models.policy
     loss = partial(policy_loss, settings=case.settings, denominators=counts)
     if (choice := POLICY_LOSSES[case.loss]).selects:
-        chosen = CovarianceSettings(0.1, choice.selection == "largest", lower=-9.0, upper=9.0)
         current = engine.logprobs(batches)
         if engine.is_last_stage:
-            total = reduce or engine.all_reduce_dp_cp
-            batches = with_covariance_mask(batches, current, chosen, total)
+            select = partial(
+                select_by_covariance,
+                selection=choice.selection,
+                settings=case.settings.surrogate,
+                seed=0,
+                reduce=reduce or engine.all_reduce_dp_cp,
+            )
+            batches = with_covariance_mask(batches, current, select)
     metrics = empty_loss_metrics(loss).merge(engine.forward_backward(batches, loss))
     return Outcome(reduce_metrics(metrics), models.policy_gradients())
 

@@ -184,7 +184,7 @@ WIRING = (
           "tests/unit/rl/test_step.py::test_each_clip_flag_bounds_its_own_side",
           "Clip-higher would bound the wrong side."),
     Fault("covariance-seed-does-not-follow-the-update",
-          "mindspeed_rl.rl.update:covariance_settings",
+          "mindspeed_rl.rl.update:selection_seed",
           takes(update=lambda _: 0), _SETTINGS + "test_every_update_selects_with_a_seed_of_its_own",
           "Every update would hold back tokens at the same places."),
     Fault("critic-clips-by-the-policys-epsilon",

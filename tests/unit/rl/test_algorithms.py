@@ -22,7 +22,7 @@ from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES
 from mindspeed_rl.metrics.metric_set import MetricSet
 from mindspeed_rl.rl.advantages import shaped_rewards
 from mindspeed_rl.rl.rollouts import generate_rollouts
-from mindspeed_rl.rl.update import covariance_settings, select_tokens
+from mindspeed_rl.rl.update import select_tokens
 
 NUM_TOKENS = sum(COUNTS)
 MEANS = [1 / 3] * 3 + [2.5 / 3] * 3
@@ -223,9 +223,7 @@ def test_kl_cov_selects_by_the_tokens_of_the_whole_optimizer_step(tmp_path: Path
     run = make_run(tmp_path, flags, REWARDS)
     (batch,) = run.batches().updates
     assert len(batch.micro_batches) == 3
-    chosen = select_tokens(
-        run.policy, batch, covariance_settings(run.config, 0), old_is_present=True
-    )
+    chosen = select_tokens(run.config, run.policy, batch, 0, old_is_present=True)
     logp = first_table()
     of_sample = by_hand("dr_grpo")
     order = [i for m in batch.micro_batches for i in m.sample_ids]
