@@ -42,13 +42,11 @@ class Catalogue(Mapping[str, AnyChoice]):
     Args:
         flag: The flag, as it is typed.
         kind: Class of its choices.
-        settings: Dataclass of the flags that only some of the choices read.
     """
 
-    def __init__(self, flag: str, kind: type[AnyChoice], settings: type[Any] | None = None) -> None:
+    def __init__(self, flag: str, kind: type[AnyChoice]) -> None:
         self.flag = flag
         self._kind = kind
-        self._settings = {f.name for f in dataclasses.fields(settings)} if settings else set()
         self._choices: dict[str, AnyChoice] = {}
 
     def declare(
@@ -74,12 +72,10 @@ class Catalogue(Mapping[str, AnyChoice]):
         """Add a choice.
 
         Raises:
-            ValueError: its name is taken, or it reads a field that the settings lack.
+            ValueError: its name is taken.
         """
         if choice.name in self._choices:
             raise ValueError(f"{self.flag} {choice.name} is declared twice")
-        if unknown := set(choice.reads) - self._settings:
-            raise ValueError(f"{self.flag} {choice.name} reads {sorted(unknown)}: no such setting")
         self._choices[choice.name] = choice
 
     def readers(self, setting: str) -> tuple[str, ...]:

@@ -171,9 +171,8 @@ def mismatch_terms(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, Ter
     def mean(values: torch.Tensor) -> MeanTerm:
         return MeanTerm(values.sum(), count)
 
-    largest = difference.abs().max() if difference.numel() else count.new_tensor(-math.inf)
     return {
-        "mismatch/max_abs_logprob": MaxTerm(largest),
+        "mismatch/max_abs_logprob": MaxTerm.of(difference.abs()),
         "mismatch/mean_abs_logprob": mean(difference.abs()),
         "mismatch/k1": mean(-difference),
         "mismatch/k3": mean(rho - bounded(difference) - 1.0),

@@ -94,10 +94,6 @@ class RolloutWorker:
     history_folder: Path | None = None
     environments: Environments | None = None
 
-    @property
-    def reward_names(self) -> tuple[str, ...]:
-        return self.rewards.names
-
     def settings(self, temperature: float) -> SamplingSettings:
         """Return the settings that sample at a temperature; 0 is greedy."""
         return SamplingSettings(temperature, self.assignment.limit, self.stop_token_ids)
@@ -137,7 +133,7 @@ class RolloutWorker:
             samples = exchange_table(
                 rollouts,
                 self.assignment.engine.group_of(self.assignment.rank),
-                self.reward_names,
+                self.rewards.names,
                 len(request.prompts),
                 request.key,
                 judgements,
@@ -215,5 +211,5 @@ class RolloutWorker:
 
     def close(self) -> None:
         if self.environments is not None:
-            self.environments.close()
+            self.environments.runner.close()
         self.rewards.close()

@@ -39,7 +39,7 @@ from mindspeed_rl.rl.build_models import (
     build_engine,
     initialize_parallel,
     load_value_model,
-    value_engine,
+    new_engine,
 )
 from mindspeed_rl.rl.critic import empty_value_metrics, values_of_rows
 from mindspeed_rl.rl.update import empty_loss_metrics, with_covariance_mask
@@ -324,8 +324,8 @@ def in_layout(job: RLJobOf, layout: Layout) -> Iterator[SelftestModels]:
     initialize_parallel(job)
     try:
         policy = build_engine(job, "policy", 1)
-        critic = value_engine(job, "critic", values, config.train, 1)
-        load_value_model(job, values, critic, *flags)
+        critic = new_engine(job, "critic", values, config.train, 1)
+        load_value_model(job, critic, *flags)
         if critic.is_last_stage:  # no gradient passes through a head of 0
             weight = critic.named_parameters()["output_layer.weight"]
             with torch.no_grad():

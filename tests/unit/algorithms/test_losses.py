@@ -62,11 +62,6 @@ def test_kl_and_entropy_share_the_aggregation(mode: str) -> None:
     torch.testing.assert_close(entropy, torch.full((3,), -0.25 * weight))
 
 
-def test_a_kl_term_needs_a_reference() -> None:
-    with pytest.raises(RuntimeError, match="kl_beta is set but there are no reference"):
-        policy_loss(inputs([1.0], [1.0]), LossSettings(kl_beta=0.1), TOKENS)
-
-
 def test_supervised_loss() -> None:
     data = inputs([1.0, 1.0], [0.0, 0.0])
     outputs = supervised_loss(data, 10)

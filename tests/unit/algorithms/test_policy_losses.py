@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -249,25 +248,3 @@ def test_on_policy_gradient_is_that_of_reinforce(name: str) -> None:
     torch.testing.assert_close(gradient, -step.flat("advantage") / len(gradient))
     assert float(outputs.terms["policy/ratio_max_deviation"].value) == 0.0
     assert means(outputs.terms)["policy/clip_fraction"] == 0.0
-
-
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_a_selection_must_have_been_made(name: str) -> None:
-    step = make_step()
-    logprobs = step.flat("now")
-    inputs = replace(share(step, torch.arange(len(logprobs)), logprobs), covariance_mask=None)
-    with pytest.raises(RuntimeError, match="no tokens were selected"):
-        policy_loss(inputs, replace(BASE, policy_loss=name), denominators(step))
-
-
-def sequences_of(lengths: Sequence[int]) -> Sequences:
-    counts = torch.tensor(lengths)
-    return Sequences(torch.repeat_interleave(counts), counts.float())
-
-
-def test_sums_and_means_of_sequences() -> None:
-    owners = sequences_of([2, 0, 3])
-    values = torch.tensor([1.0, 3.0, 2.0, 4.0, 6.0])
-    assert owners.sums(values).tolist() == [4.0, 0.0, 12.0]
-    assert owners.means(values).tolist() == [2.0, 0.0, 4.0]
-    assert owners.spread(owners.means(values)).tolist() == [2.0, 2.0, 4.0, 4.0, 4.0]
