@@ -169,9 +169,3 @@ def test_mismatch_terms() -> None:
     empty = mismatch_terms(torch.zeros(0), torch.zeros(0))["mismatch/max_abs_logprob"]
     assert isinstance(empty, MaxTerm) and float(empty.value) == -math.inf
     assert derived_mismatch({"mismatch/chi2": math.nan}) == {}
-
-
-def test_no_mismatch_is_a_full_sample() -> None:
-    equal = torch.tensor([-1.0, -2.0])
-    terms = mismatch_terms(equal, equal)
-    assert derived_mismatch(means(terms))["mismatch/ess"] == 1.0

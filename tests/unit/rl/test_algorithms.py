@@ -67,23 +67,14 @@ def test_every_estimator_reaches_its_tokens(tmp_path: Path, name: str, per_updat
     assert [(len(r), s.temperature) for r, s in asked[1:]] == ([(2, 0.0)] * (name == "remax"))
 
 
-def test_remax_scores_the_greedy_answers(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "--rl-advantage-estimator remax", REWARDS)
-    run.to_rollout()
-    rollouts = generate_rollouts(run.parts, run.state, 1)
-    requests = run.pool.requests
-    assert rollouts.greedy_rewards == [1.0, 0.0]
-    assert [r.prompt for r in requests] == [
-        run.parts.data.train[rollouts.samples[i].prompt_index].text for i in (0, 3)
-    ]
-
-
-def test_remax_shapes_the_greedy_reward_as_all_others(tmp_path: Path) -> None:
-    """A penalty for length counts on both sides: the baseline is of the same reward."""
+def test_remax_shapes_the_rewards_of_greedy_answers_as_all_others(tmp_path: Path) -> None:
+    """One answer to each prompt; its reward has the penalty for length, as that of a sample."""
     flags = "--rl-advantage-estimator remax --rl-overlong-buffer 8 --rl-overlong-penalty 0.8"
     run = make_run(tmp_path, flags, REWARDS)
     run.to_rollout()
     rollouts = generate_rollouts(run.parts, run.state, 1)
+    prompts = [run.parts.data.train[rollouts.samples[i].prompt_index].text for i in (0, 3)]
+    assert [r.prompt for r in run.pool.requests] == prompts
     # the greedy answers are as long as those of samples 0 and 1
     assert rollouts.greedy_rewards == shaped_rewards(run.config, rollouts.samples, 1)[:2]
     penalties = [0.8 * n / 8 for n in COUNTS[:2]]  # of a limit of 8 tokens

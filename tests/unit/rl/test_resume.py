@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.rl_run import REWARDS, TableRun, make_run
+from support.rl_run import NUM_PROMPTS, REWARDS, TableRun, make_run
 from support.table_engine import first_table
 
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.data import PromptSampler
 from mindspeed_rl.rl import checkpoints
 from mindspeed_rl.rl.components import RunState
 from mindspeed_rl.rl.report import RunReporter
@@ -74,11 +75,8 @@ def test_a_resumed_run_has_the_state_of_the_uninterrupted_one(
     assert again.parts.data.sampler.next(20) == run.parts.data.sampler.next(20)
 
 
-def test_a_constant_coefficient_is_that_of_the_flags(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run without --rl-kl-target may be resumed with another --grpo-kl-beta."""
-    run = make_run(tmp_path, "--grpo-kl-beta 0.2", REWARDS)
+def checkpoint_of(run: TableRun, **changes: Any) -> LoadedState:
+    """A checkpoint after the first step of a run."""
     extra = {
         "sampler": run.parts.data.sampler.state_dict(),
         "version": 3,
@@ -89,6 +87,31 @@ def test_a_constant_coefficient_is_that_of_the_flags(
         "lengths": run.state.lengths.state_dict(),
         "report": RunReporter(run.parts, RunState()).state_dict(),
     }
-    monkeypatch.setattr(checkpoints, "load", lambda *_: LoadedState(1, extra))
+    return LoadedState(1, extra | changes)
+
+
+def test_a_constant_coefficient_is_that_of_the_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run without --rl-kl-target may be resumed with another --grpo-kl-beta."""
+    run = make_run(tmp_path, "--grpo-kl-beta 0.2", REWARDS)
+    loaded = checkpoint_of(run)
+    monkeypatch.setattr(checkpoints, "load", lambda *_: loaded)
     assert resumed(run).start == 1
     assert (run.state.version, run.state.kl_beta) == (3, 0.2)
+
+
+def test_changed_data_starts_a_new_epoch_where_it_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is carried over: prompts and lengths are of other data."""
+    saved = PromptSampler(NUM_PROMPTS, seed=1, fingerprint="old")
+    saved.next(3)
+    run = make_run(tmp_path)
+    loaded = checkpoint_of(run, sampler=saved.state_dict(), carryover=None, lengths=None)
+    monkeypatch.setattr(checkpoints, "load", lambda *_: loaded)
+    with pytest.raises(ValueError, match=r"fingerprint .*add --allow-changed-data"):
+        start(run.parts)
+    run = make_run(tmp_path, "--allow-changed-data")
+    assert resumed(run).start == 1 and run.state.version == 3
+    assert not run.state.carried_groups and run.parts.data.sampler.epoch == 1
