@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from mindspeed_rl.algorithms.correction import derived_mismatch
-from mindspeed_rl.config.kernels import modules_note
 from mindspeed_rl.config.outputs import (
     CURVES_FILE,
     METRICS_FILE,
@@ -46,7 +45,7 @@ from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.evaluate import Evaluation, evaluate
 from mindspeed_rl.rl.rollouts import RolloutBatch
 from mindspeed_rl.rl.sync import check_difference
-from mindspeed_rl.rl.telemetry import open_progress
+from mindspeed_rl.rl.telemetry import open_progress, trainer_lines
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import PlacedSamples, ResponseTensors
@@ -56,17 +55,14 @@ from mindspeed_rl.trainer.train_engine import TrainEngine
 
 def describe(run: Components) -> None:
     """Log at start what will run: data, layouts, batch arithmetic, rewards, ignored flags."""
-    parallel, plan = run.plan.parallel, run.plan
-    experts = plan.spec.moe is not None
+    plan = run.plan
     held_out = [dataset.report() for dataset in run.data.held_out.values()]
     run.job.log_rank0(
         run.data.train.report(),
         *held_out,
-        f"training layout on {run.job.platform.name}: "
-        + parallel.describe(experts=experts, sequence_parallel=run.config.parallel.shards_sequence),
-        *modules_note(run.config.model, run.config.parallel.platform),
-        f"rollout layout: {plan.engine.describe(experts=experts)}",
-        *plan.batch.lines(parallel.dp, plan.engine.num_replicas),
+        *trainer_lines(run.job),
+        f"rollout layout: {plan.engine.describe(experts=plan.spec.moe is not None)}",
+        *plan.batch.lines(plan.parallel.dp, plan.engine.num_replicas),
         f"advantages: {run.config.advantages.rl_advantage_estimator}; policy loss: "
         f"{run.config.policy_loss.rl_policy_loss}, aggregated by "
         f"{run.config.policy_loss.aggregation}",

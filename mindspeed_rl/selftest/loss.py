@@ -103,18 +103,6 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchCut:
-    """How the samples of a rank become micro-batches: by number, or packed up to some tokens."""
-
-    samples: int = 0
-    tokens: int = 0
-
-    @property
-    def name(self) -> str:
-        return f"packed to {self.tokens} tokens" if self.tokens else f"micro-batch {self.samples}"
-
-
-@dataclass(frozen=True, slots=True)
 class Case:
     """A policy loss, or the critic's loss, with an aggregation."""
 
@@ -140,11 +128,17 @@ class Case:
         )  # fmt: skip
 
 
-CUTS = (BatchCut(samples=1), BatchCut(samples=2), BatchCut(samples=8), BatchCut(tokens=48))
+#: How the samples of a rank become micro-batches: by number, or packed up to some tokens.
+CUTS = {
+    "micro-batch 1": TrainConfig(train_iters=1, micro_batch_size=1),
+    "micro-batch 2": TrainConfig(train_iters=1, micro_batch_size=2),
+    "micro-batch 8": TrainConfig(train_iters=1, micro_batch_size=8),
+    "packed to 48 tokens": TrainConfig(train_iters=1, max_tokens_per_micro_batch=48),
+}
 #: The critic's loss, with the values of a pass and the returns of GAE as its targets.
 VALUE = "value"
 CASES = tuple(Case(loss, mode) for loss, mode in product((*POLICY_LOSSES, VALUE), AGGREGATIONS))
-Trial = tuple[Layout, BatchCut, Case]
+Trial = tuple[Layout, str, Case]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +220,7 @@ def run(job: RLJobOf, trials: Sequence[Trial]) -> list[Finding]:
         One finding per layout and cut on rank 0, nothing elsewhere.
     """
     job = _tiny_job(job)
-    cases: dict[tuple[Layout, BatchCut], list[Case]] = {}
+    cases: dict[tuple[Layout, str], list[Case]] = {}
     for layout, cut, case in trials:
         cases.setdefault((layout, cut), []).append(case)
     with job.watchdog.phase("selftest: one rank"), in_layout(job, Layout()) as models:
@@ -244,12 +238,12 @@ def run(job: RLJobOf, trials: Sequence[Trial]) -> list[Finding]:
         where = layout.name(job.world.size)
         with job.watchdog.phase(f"selftest: {where}"), in_layout(job, layout) as models:
             for cut in (cut for at, cut in cases if at == layout):
-                batches = models.policy.prepare(
-                    batch_rules(_cut(models.job, cut)).pack_own(samples)
-                )
+                config = replace(models.job.config, train=CUTS[cut])
+                rules = batch_rules(replace(models.job, config=config))
+                batches = models.policy.prepare(rules.pack_own(samples))
                 found = {c: _outcome(models, batches, samples, c) for c in cases[layout, cut]}
                 if job.world.rank == 0:
-                    findings.append(_compare(where, cut.name, layout, found, wanted))
+                    findings.append(_compare(where, cut, layout, found, wanted))
     return findings
 
 
@@ -336,15 +330,6 @@ def in_layout(job: RLJobOf, layout: Layout) -> Iterator[SelftestModels]:
         )
     finally:
         parallel_state.forget()
-
-
-def _cut(job: RLJobOf, cut: BatchCut) -> RLJobOf:
-    train = replace(
-        job.config.train,
-        micro_batch_size=max(1, cut.samples),
-        max_tokens_per_micro_batch=cut.tokens,
-    )
-    return replace(job, config=replace(job.config, train=train))
 
 
 def _samples() -> list[TrainSample]:

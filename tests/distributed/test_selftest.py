@@ -19,7 +19,7 @@ from support.spawn import run_ranks
 from mindspeed_rl.launch.bootstrap import World
 
 if TYPE_CHECKING:
-    from mindspeed_rl.selftest.loss import BatchCut, Case, Finding, Layout
+    from mindspeed_rl.selftest.loss import Case, Finding, Layout
 
 pytestmark = pytest.mark.distributed
 
@@ -36,13 +36,13 @@ def findings(world: World, model: str) -> list[Finding]:
     return selftest.run(make_job(world, model, ()), chosen_rows(world.size))
 
 
-def chosen_rows(world: int) -> list[tuple[Layout, BatchCut, Case]]:
+def chosen_rows(world: int) -> list[tuple[Layout, str, Case]]:
     """Every pair of tp, pp, cp, dp, sequence parallelism, cut, loss and aggregation."""
     from mindspeed_rl.selftest.loss import CASES, CUTS, layouts_of
 
     rows = {
         (at.tp, at.pp, at.cp, world // (at.tp * at.pp * at.cp), at.sp,
-         cut.name, case.loss, case.aggregation): (at, cut, case)
+         cut, case.loss, case.aggregation): (at, cut, case)
         for at in layouts_of(world)
         for cut in CUTS
         for case in CASES
@@ -55,13 +55,13 @@ def faulty(world: World, model: str) -> dict[str, list[Finding]]:
     from support.training_worlds import make_job
 
     from mindspeed_rl.selftest import loss as selftest
-    from mindspeed_rl.selftest.loss import CUTS, Case, Layout
+    from mindspeed_rl.selftest.loss import Case, Layout
 
     job = make_job(world, model, ())
-    whole = (Layout(cp=2), CUTS[1], Case("gspo", "token-mean"))
+    whole = (Layout(cp=2), "micro-batch 2", Case("gspo", "token-mean"))
     found = {"none": selftest.run(job, [whole])}
     for fault, (shape, loss, target, change) in FAULTS.items():
-        trial = (Layout(*shape), CUTS[1], Case(loss, "token-mean"))
+        trial = (Layout(*shape), "micro-batch 2", Case(loss, "token-mean"))
         with mock.patch(target, change(pkgutil.resolve_name(target))):
             found[fault] = selftest.run(job, [trial])
     return found
