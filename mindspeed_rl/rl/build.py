@@ -125,7 +125,7 @@ def build_sample_store(
         rules=batch_rules(job),
         samples_per_update=plan.batch.samples_per_update,
         cache=cache,
-        num_copies=num_copies(config, plan),
+        num_copies=1 if has_environment else plan.engine.tp,
         stages=tuple(stages),
         one_node=job.world.local_size == job.world.size,
         columns=response_columns(has_environment=has_environment, experts=_experts(job)),
@@ -141,11 +141,6 @@ def _experts(job: Job[RLRunConfig, RLPlan]) -> Column | None:
     spec = job.plan.spec
     assert spec.moe is not None, "refused before the run"
     return experts_column(spec.num_experts, len(spec.expert_layers) * spec.moe.top_k)
-
-
-def num_copies(config: RLRunConfig, plan: RLPlan) -> int:
-    """Return how many ranks of an engine have each sample: only its first knows a conversation."""
-    return 1 if config.environment.rl_environment else plan.engine.tp
 
 
 def build_rollout_worker(
@@ -173,7 +168,6 @@ def build_rollout_worker(
         cache=cache,
         seed=config.train.seed,
         stop_token_ids=stop_token_ids(tokenizer, plan),
-        num_copies=num_copies(config, plan),
         history_folder=Path(config.logging.output_dir) if job.world.rank == 0 else None,
         environments=environments,
     )

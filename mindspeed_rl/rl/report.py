@@ -118,7 +118,7 @@ class RunReporter:
         self._state = run_state
         self.start = start
         self._writer = run.job.world.rank == 0
-        self._start = time.monotonic()
+        self._began_s = time.monotonic()
         self._totals = Totals(**state["totals"]) if state else Totals()
         evaluations = state["evaluations"] if state else []
         self._evaluations = {
@@ -143,7 +143,7 @@ class RunReporter:
         return {"totals": asdict(totals), "evaluations": evaluations}
 
     def _wall_s(self) -> float:
-        return self._totals.wall_s + time.monotonic() - self._start
+        return self._totals.wall_s + time.monotonic() - self._began_s
 
     def evaluate_if_due(self, step: int) -> None:
         """Evaluate before the first step and every ``--eval-interval`` steps. Collective."""

@@ -11,13 +11,12 @@ import statistics
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from support.rl_run import COUNTS, REWARDS, TablePolicy, by_sample, make_run, value
 from support.table_engine import VOCAB, first_table, response_of
 
-from mindspeed_rl.algorithms.advantages import ESTIMATORS
+from mindspeed_rl.algorithms.advantages import ESTIMATORS, AdvantageSettings, GroupRewards
 from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES
 from mindspeed_rl.metrics.metric_set import MetricSet
 from mindspeed_rl.rl.advantages import shaped_rewards
@@ -25,7 +24,6 @@ from mindspeed_rl.rl.rollouts import generate_rollouts
 from mindspeed_rl.rl.update import select_tokens
 
 NUM_TOKENS = sum(COUNTS)
-MEANS = [1 / 3] * 3 + [2.5 / 3] * 3
 
 
 def same_in_each(values: list[float]) -> list[Any]:
@@ -35,25 +33,18 @@ def same_in_each(values: list[float]) -> list[Any]:
 # --- advantages --------------------------------------------------------------------------------
 
 
-def by_hand(name: str) -> list[float]:
-    rewards = [cast(float, REWARDS[i]) for i in range(6)]
-    centred = [r - m for r, m in zip(rewards, MEANS, strict=True)]
-    if name == "rloo":
-        return [1.5 * c for c in centred]
-    if name == "opo":
-        weighted = [np.average(rewards[g : g + 3], weights=COUNTS[g : g + 3]) for g in (0, 3)]
-        return [r - weighted[i // 3] for i, r in enumerate(rewards)]
-    if name == "remax":  # the greedy answers have the ids 0 and 1 of their own batch
-        return [r - (1.0 if i < 3 else 0.0) for i, r in enumerate(rewards)]
-    if name == "grpo":
-        spread = [statistics.stdev(rewards[g : g + 3]) + 1e-4 for g in (0, 3)]
-        return [c / spread[i // 3] for i, c in enumerate(centred)]
-    if name.startswith("reinforce") or name == "gae":  # of a critic that says 0 everywhere
-        values = centred if name.endswith("baseline") else rewards
-        tokens = [v for v, n in zip(values, COUNTS, strict=True) for _ in range(n)]
-        return [(v - statistics.fmean(tokens)) / statistics.stdev(tokens) for v in values]
-    assert name in ("dr_grpo", "gpg"), name
-    return centred
+def expected(name: str) -> list[float]:
+    """Of each sample, by the estimator's formula; a critic says 0 everywhere."""
+    estimator = ESTIMATORS[name]
+    rewards = torch.tensor([cast(float, REWARDS[i]) for i in range(6)]).view(2, 3)
+    # the greedy answers have the ids 0 and 1 of their own batch
+    greedy = torch.tensor([REWARDS[0], REWARDS[1]])
+    step = GroupRewards(rewards, torch.tensor(COUNTS).view(2, 3), greedy)
+    values: list[float] = estimator.formula(step, AdvantageSettings()).flatten().tolist()
+    if not estimator.whiten:
+        return values
+    tokens = [v for v, n in zip(values, COUNTS, strict=True) for _ in range(n)]
+    return [(v - statistics.fmean(tokens)) / statistics.stdev(tokens) for v in values]
 
 
 @pytest.mark.parametrize("per_update", [6, 3])
@@ -62,7 +53,7 @@ def test_every_estimator_reaches_its_tokens(tmp_path: Path, name: str, per_updat
     """Statistics are of the whole step, however many optimizer steps it has."""
     flags = f"--rl-advantage-estimator {name} --global-batch-size {per_update}"
     run = make_run(tmp_path, flags, REWARDS)
-    assert by_sample(run.batches(), "advantages") == same_in_each(by_hand(name))
+    assert by_sample(run.batches(), "advantages") == same_in_each(expected(name))
     asked = run.engine.asked
     assert [(len(r), s.temperature) for r, s in asked[1:]] == ([(2, 0.0)] * (name == "remax"))
 
@@ -216,7 +207,7 @@ def test_kl_cov_selects_by_the_tokens_of_the_whole_optimizer_step(tmp_path: Path
     assert len(batch.micro_batches) == 3
     chosen = select_tokens(run.config, run.policy, batch, 0, old_is_present=True)
     logp = first_table()
-    of_sample = by_hand("dr_grpo")
+    of_sample = expected("dr_grpo")
     order = [i for m in batch.micro_batches for i in m.sample_ids]
     rows = [(float(logp[t]), of_sample[i]) for i in order for t in response_of(i)]
     mean, advantage = (statistics.fmean(column) for column in zip(*rows, strict=True))

@@ -10,7 +10,6 @@ import pytest
 from support.rl_run import NUM_PROMPTS, REWARDS, TableRun, make_run
 from support.table_engine import first_table
 
-from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.data import PromptSampler
 from mindspeed_rl.rl import checkpoints
 from mindspeed_rl.rl.components import RunState
@@ -22,22 +21,21 @@ FLAGS = "--grpo-kl-beta 0.1 --rl-kl-estimator k1 --rl-kl-target 0.1 --rl-kl-hori
 
 
 @pytest.mark.parametrize(
-    ("interval", "due"), [(0, [5]), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (7, [5])]
+    ("flags", "due"),
+    [
+        ("", []),
+        ("--save x --save-interval 0", [5]),
+        ("--save x --save-interval 1", [1, 2, 3, 4, 5]),
+        ("--save x --save-interval 2", [2, 4, 5]),
+        ("--save x --save-interval 5", [5]),
+        ("--save x --save-interval 7", [5]),
+    ],
 )
 def test_a_checkpoint_is_due_at_every_interval_and_at_the_end(
-    tmp_path: Path, interval: int, due: list[int]
+    tmp_path: Path, flags: str, due: list[int]
 ) -> None:
-    flags = make_run(tmp_path, f"--train-iters 5 --save x --save-interval {interval}").config
-    assert due_steps(flags) == due
-
-
-def test_without_a_folder_nothing_is_due(tmp_path: Path) -> None:
-    assert due_steps(make_run(tmp_path, "--train-iters 5").config) == []
-
-
-def due_steps(flags: RLRunConfig) -> list[int]:
-    """The steps after which a run of five is saved."""
-    return [n for n in range(1, 6) if checkpoints.save_is_due(flags.checkpoint, 5, n)]
+    options = make_run(tmp_path, flags).config.checkpoint
+    assert [n for n in range(1, 6) if checkpoints.save_is_due(options, 5, n)] == due
 
 
 def resumed(run: TableRun) -> RunReporter:
