@@ -16,17 +16,17 @@ from mindspeed_rl.algorithms.correction import mismatch_terms
 from mindspeed_rl.algorithms.kl import adapted_coefficient
 from mindspeed_rl.algorithms.losses import LossSettings, policy_loss
 from mindspeed_rl.algorithms.selection import StepTokens, select_by_covariance, upper_quantile
-from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs, MaxTerm, Sequences
+from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs, Sequences
 from mindspeed_rl.colocation.scheduler import DeviceScheduler, Phase
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet, Total, reduce_metrics
 from mindspeed_rl.rl.batches import OptimizerBatch, StepBatches, sample_of_token
 from mindspeed_rl.rl.components import Components, Models, RunState
-from mindspeed_rl.rl.critic import update_critic, value_loss_settings
+from mindspeed_rl.rl.critic import critic_loss, update_critic
 from mindspeed_rl.samples.packing import MicroBatch
 from mindspeed_rl.trainer.routing_replay import AGREEMENT, ENGINE_AGREEMENT
-from mindspeed_rl.trainer.train_engine import LossFunction, TrainEngine
+from mindspeed_rl.trainer.train_engine import LossFunction, TrainEngine, collect_metrics
 
 RATIO = "policy/ratio_max_deviation"
 # Of the first optimizer step of a rollout only: 0 where the weights that sampled also computed the
@@ -44,8 +44,8 @@ def update(run: Components, state: RunState, batches: StepBatches, step: int) ->
     iterations = run.plan.batch.iterations
     if critic is not None:
         with run.scheduler.onloaded(*CRITIC_OWNERS):
-            settings = value_loss_settings(run.config)
-            metrics = metrics.merge(update_critic(critic, settings, batches.updates, iterations))
+            loss = critic_loss(run.config)
+            metrics = metrics.merge(update_critic(critic, loss, batches.updates, iterations))
     warmup = step <= run.config.critic.critic_warmup_steps
     updates = [] if warmup else batches.updates
     routes = bool(updates) and run.plan.spec.moe is not None
@@ -178,10 +178,7 @@ def empty_loss_metrics(loss: LossFunction) -> MetricSet:
     none, flags = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
     owners = Sequences(torch.zeros(0, dtype=torch.int64), none)
     inputs = LossInputs(none, none, none, none, none, none, owners, flags)
-    terms = loss(inputs).terms
-    return MetricSet(
-        {n: Max() if isinstance(term, MaxTerm) else Mean(0.0, 0.0) for n, term in terms.items()}
-    )
+    return collect_metrics([loss(inputs)])
 
 
 def selection_seed(seed: int, update: int) -> int:

@@ -27,7 +27,7 @@ from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES, SurrogateSettin
 from mindspeed_rl.algorithms.selection import select_by_covariance
 from mindspeed_rl.algorithms.token_advantages import generalized_advantages, rewards_to_tokens
 from mindspeed_rl.algorithms.types import Denominators
-from mindspeed_rl.algorithms.value_loss import ValueLossSettings, value_loss
+from mindspeed_rl.algorithms.value_loss import value_loss
 from mindspeed_rl.config import ModelConfig, ParallelConfig, RLRunConfig, TrainConfig
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.metric_set import reduce_metrics
@@ -373,9 +373,15 @@ def _outcome(
     batches = [_annotated(b) for b in batches]
     counts = Denominators.of(s.num_trained for s in samples)
     if case.loss == VALUE:
-        critic, settings = models.critic, ValueLossSettings(0.2, case.aggregation, LONGEST)
+        critic = models.critic
         batches = _with_targets(critic, batches, reduce or critic.all_reduce_cp)
-        critic_loss = partial(value_loss, settings=settings, denominators=counts)
+        critic_loss = partial(
+            value_loss,
+            denominators=counts,
+            clip=0.2,
+            aggregation=case.aggregation,
+            longest=LONGEST,
+        )
         metrics = empty_value_metrics(critic_loss)
         metrics = metrics.merge(critic.forward_backward(batches, critic_loss))
         return Outcome(reduce_metrics(metrics), models.critic_gradients())

@@ -181,7 +181,7 @@ def _train(
     """One update of both, on targets that are a function of the token."""
     from mindspeed_rl.algorithms.losses import supervised_loss
     from mindspeed_rl.algorithms.types import Denominators
-    from mindspeed_rl.algorithms.value_loss import ValueLossSettings, value_loss
+    from mindspeed_rl.algorithms.value_loss import value_loss
 
     counts = Denominators.of(s.num_trained for s in samples)
     given = []
@@ -190,9 +190,7 @@ def _train(
             returns = batch.positions[batch.loss_mask].float().cos()
             batch = batch.with_column("old_values", values).with_column("returns", returns)
         given.append(batch)
-    critic.forward_backward(
-        given, partial(value_loss, settings=ValueLossSettings(0.5), denominators=counts)
-    )
+    critic.forward_backward(given, partial(value_loss, denominators=counts, clip=0.5))
     critic.step()
     policy.forward_backward(given, lambda inputs: supervised_loss(inputs, counts.tokens))
     policy.step()

@@ -111,6 +111,6 @@ LOSSES = (
           "test_long_responses_are_punished_before_the_baseline",
           "Responses would grow to the limit."),
     Fault("value-loss-not-bounded", "mindspeed_rl.algorithms.value_loss:value_loss",
-          takes(settings=lambda s: replace(s, clip=0.0)), _VALUE,
+          takes(clip=lambda _: 0.0), _VALUE,
           "--value-clip would do nothing."),
 )  # fmt: skip

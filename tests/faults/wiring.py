@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from faults.planting import Fault, gives, takes, then
@@ -188,8 +189,8 @@ WIRING = (
           takes(update=lambda _: 0), _SETTINGS + "test_every_update_selects_with_a_seed_of_its_own",
           "Every update would hold back tokens at the same places."),
     Fault("critic-clips-by-the-policys-epsilon",
-          "mindspeed_rl.rl.critic:value_loss_settings",
-          lambda original: (lambda config: replace(original(config),
+          "mindspeed_rl.rl.critic:critic_loss",
+          lambda original: (lambda config: partial(original(config),
           clip=config.surrogate.eps_upper)),
           _SETTINGS + "test_the_critic_has_a_clip_of_its_own",
           "--value-clip would do nothing."),

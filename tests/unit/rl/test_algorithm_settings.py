@@ -6,7 +6,7 @@ import pytest
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
-from mindspeed_rl.rl.critic import value_loss_settings
+from mindspeed_rl.rl.critic import critic_loss
 from mindspeed_rl.rl.update import loss_settings, selection_seed
 
 
@@ -23,7 +23,7 @@ def test_the_two_clips_of_the_ratio_are_told_apart() -> None:
 
 def test_the_critic_has_a_clip_of_its_own() -> None:
     flags = config("--grpo-clamp-eps-lower 0.1 --grpo-clamp-eps-upper 0.25 --value-clip 0.4")
-    assert value_loss_settings(flags).clip == 0.4
+    assert critic_loss(flags).keywords["clip"] == 0.4
 
 
 @pytest.mark.parametrize(("where", "in_loss"), [("", 0.3), ("--rl-kl-in-reward", 0.0)])
