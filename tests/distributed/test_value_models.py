@@ -14,7 +14,7 @@ from support.family_models import FAMILY_CASES, VOCAB, write_family_model
 from support.memory_worlds import as_predicted
 from support.spawn import run_ranks
 from support.tiers import slow_but
-from support.training_worlds import make_samples, start_job
+from support.training_worlds import by_sample, make_samples, start_job
 
 from mindspeed_rl.launch.bootstrap import World
 
@@ -47,7 +47,7 @@ class Facts:
     """What one rank saw.
 
     Attributes:
-        values: by sample, the critic's at the places and in the order that this rank holds.
+        values: the critic's, of every sample, gathered from all ranks.
         scores: of the reward model, of every sample.
         bytes: by owner, measured and predicted, before the first update and after it.
         resumes_alike: whether two updates give the same local weights of critic and policy when
@@ -55,7 +55,7 @@ class Facts:
         updates: position of the critic's schedule after the restart.
     """
 
-    values: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    values: list[torch.Tensor]
     scores: list[float]
     bytes: list[tuple[dict[str, int], dict[str, int]]]
     resumes_alike: bool
@@ -80,7 +80,8 @@ def value_world(world: World, flags: Sequence[str], model: str, scorer: str, sav
     scores_by = build_reward_model(job)
     assert scores_by is not None
     batches = local_batches(job, policy, samples)
-    values, scores = _by_sample(critic, batches), _scores(job, scores_by, samples)
+    values = by_sample(critic, batches, critic.values(batches), len(samples))
+    scores = _scores(job, scores_by, samples)
 
     groups = trainer_memory(policy, None, critic, scores_by)
     prediction = MemoryPrediction(job.config, job.plan).rank_table(world.rank)
@@ -157,21 +158,6 @@ def _interrupted(
     return policy, critic
 
 
-def _by_sample(
-    critic: TrainEngine, batches: Sequence[MicroBatch]
-) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Sample -> (which of its trained tokens, their values), on the last stage."""
-    found = {}
-    for batch, values in zip(batches, critic.values(batches), strict=True):
-        if values is None:
-            continue
-        starts = torch.tensor([0, *batch.num_trained]).cumsum(0)
-        for i, sample_id in enumerate(batch.sample_ids):
-            mine = batch.sequence_of == i
-            found[sample_id] = (batch.trained_index[mine] - starts[i], values[mine])
-    return found
-
-
 def _train(
     policy: TrainEngine,
     critic: TrainEngine,
@@ -230,14 +216,10 @@ def test_value_models(name: str, tmp_path: Path) -> None:
             scorer.score(h[s.num_prompt_tokens - 1 : -1])[:, 0]
             for s, h in zip(samples, body, strict=True)
         ]
-    seen = [torch.zeros(len(v)) for v in values]
     for fact in facts:
         assert fact.scores == pytest.approx(pooled, abs=2e-5)
-        for i, (places, found) in fact.values.items():
-            torch.testing.assert_close(found, values[i][places], rtol=0, atol=2e-5)
-            seen[i][places] += 1
+        torch.testing.assert_close(fact.values, values, rtol=0, atol=2e-5)
         for measured, predicted in fact.bytes:
             assert measured == as_predicted(predicted)
         assert min(measured.values()) > 0
         assert fact.resumes_alike and fact.updates == 1
-    assert min(float(s.min()) for s in seen) >= 1, "every token has a value on some rank"
