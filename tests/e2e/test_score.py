@@ -1,6 +1,6 @@
 """The score command: trainer and engine give the log-probs of transformers; its table; mistakes.
 
-Every family and variant by both backends, in the layouts of ``support.score_cases``.
+Every family and variant by both backends, in the layouts of ``support.score_runs``.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ import numpy as np
 import pytest
 from support.family_models import VOCAB, write_family_model
 from support.jobs import ROOT, free_port
-from support.score_cases import BACKENDS, ONE_ENGINE, TRAINER_TP2, VARIANTS, layouts_of
 from support.score_runs import (
+    BACKENDS,
     ENTRY,
     LENGTHS,
     LIMIT_S,
+    ONE_ENGINE,
     TOLERANCE,
+    TRAINER_TP2,
+    VARIANTS,
     ScoreWorld,
+    layouts_of,
     torchrun,
     transformers_scores,
 )
