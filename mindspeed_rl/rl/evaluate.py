@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
-from mindspeed_rl.algorithms.pass_at_k import mean_pass_at_k, reported_k
+from mindspeed_rl.algorithms.pass_at_k import pass_at_k, reported_k
 from mindspeed_rl.colocation.scheduler import Phase
 from mindspeed_rl.core.types import Prompt, Rollout
 from mindspeed_rl.data.prompts import PromptDataset
@@ -138,7 +138,10 @@ def sampled_metrics(samples: Sequence[RolloutInfo], per_prompt: int) -> dict[str
         return {}
     right = [int(s.judgements[1]) for s in samples]
     counts = [sum(right[i : i + per_prompt]) for i in range(0, len(right), per_prompt)]
-    values = {f"pass@{k}": mean_pass_at_k(per_prompt, counts, k) for k in reported_k(per_prompt)}
+    values = {
+        f"pass@{k}": _mean([pass_at_k(per_prompt, count, k) for count in counts])
+        for k in reported_k(per_prompt)
+    }
     values[f"mean@{per_prompt}"] = sum(right) / len(right)
     values["sampled_reward"] = _mean([s.reward for s in samples if not math.isnan(s.reward)])
     return values

@@ -170,10 +170,6 @@ class RunReporter:
             )
         run.telemetry.logger.log_evaluation(step, values)
 
-    def _first_set(self, step: int) -> Evaluation | None:
-        """Return the result for the summary: of ``--eval-prompt-data``, else of the first set."""
-        return next(iter(self._evaluations.get(step, {}).values()), None)
-
     def log_step(
         self, step: int, rollouts: RolloutBatch, metrics: MetricSet, placed: PlacedSamples
     ) -> None:
@@ -266,8 +262,10 @@ class RunReporter:
                 export_critic(run.job, run.models.critic, last)
         if not self._writer:
             return
-        first = self._first_set(0)
-        final = self._first_set(last)
+        # Of --eval-prompt-data, else of the first set.
+        first, final = (
+            next(iter(self._evaluations.get(step, {}).values()), None) for step in (0, last)
+        )
         totals = self._totals
         summary = {
             "reward_before": first.reward if first else None,
