@@ -8,7 +8,6 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import PretrainRunConfig
-from mindspeed_rl.config.kernels import modules_note
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.job import Job
@@ -154,14 +153,11 @@ def load_examples(job: SftJob) -> SupervisedDataset:
 
 def describe(job: SftJob, source: SampleSource) -> None:
     """Log at start what will run."""
+    from mindspeed_rl.rl.telemetry import trainer_lines
+
     train = job.config.train
-    layout = job.plan.parallel.describe(
-        experts=job.plan.spec.moe is not None,
-        sequence_parallel=job.config.parallel.shards_sequence,
-    )
     job.log_rank0(
-        f"training layout on {job.platform.name}: {layout}",
-        *modules_note(job.config.model, job.config.parallel.platform),
+        *trainer_lines(job),
         source.report(),
         f"{job.config.sft.stage}: {train.train_iters} steps of {train.global_batch_size}",
         *([f"flags without meaning here: {', '.join(job.ignored)}"] if job.ignored else []),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mindspeed_rl.algorithms.advantages import AdvantageSettings
+from mindspeed_rl.algorithms.correction import CorrectionSettings
 from mindspeed_rl.algorithms.policy_losses import SurrogateSettings
 from mindspeed_rl.config.algorithms import (
     AdvantageConfig,
-    CorrectionConfig,
     CriticConfig,
     KLConfig,
     PolicyLossConfig,
@@ -50,7 +50,7 @@ class RLRunConfig:
     policy_loss: PolicyLossConfig
     surrogate: SurrogateSettings
     kl: KLConfig
-    correction: CorrectionConfig
+    correction: CorrectionSettings
     sampling: SamplingConfig
     rollout: RolloutConfig
     memory: MemoryConfig

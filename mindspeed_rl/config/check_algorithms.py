@@ -115,7 +115,7 @@ def _check_sampling(config: RLRunConfig) -> None:
             f"--rl-overlong-buffer {flags.rl_overlong_buffer} is longer than "
             f"--rollout-max-response-length {limit}; lower it"
         )
-    weighted = config.correction.rl_inference_logprobs_is_correction
+    weighted = config.correction.weighted
     knows_the_sampler = config.rl.old_logprob == "rollout" or (
         config.rl.old_logprob == "recompute" and weighted
     )

@@ -48,6 +48,10 @@ class EnvironmentRunner(Protocol):
         """Return the environments' answers to these turns of the model."""
         ...
 
+    def close(self) -> None:
+        """Release the environments."""
+        ...
+
 
 class LocalRunner:
     """Runs environments in this process, one turn after the other.
@@ -78,6 +82,9 @@ class LocalRunner:
         if number not in self._environments:
             raise RuntimeError("the Ray actor that held this conversation was lost")
         return self._environments[number].step(turn)
+
+    def close(self) -> None:
+        self._environments = {}
 
 
 def _guarded(answer: Callable[[], object]) -> Observation | Failed:

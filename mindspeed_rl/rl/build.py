@@ -13,7 +13,7 @@ from mindspeed_rl.config.outputs import ROLLOUTS_FILE
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
-from mindspeed_rl.environments import LocalRunner, RayRunner, resolve_environment
+from mindspeed_rl.environments import EnvironmentRunner, LocalRunner, RayRunner, resolve_environment
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.rollout_dump import RolloutDump
 from mindspeed_rl.models.spec import ModelSpec
@@ -125,7 +125,7 @@ def build_sample_store(
         rules=batch_rules(job),
         samples_per_update=plan.batch.samples_per_update,
         cache=cache,
-        num_copies=num_copies(config, plan),
+        num_copies=1 if has_environment else plan.engine.tp,
         stages=tuple(stages),
         one_node=job.world.local_size == job.world.size,
         columns=response_columns(has_environment=has_environment, experts=_experts(job)),
@@ -141,11 +141,6 @@ def _experts(job: Job[RLRunConfig, RLPlan]) -> Column | None:
     spec = job.plan.spec
     assert spec.moe is not None, "refused before the run"
     return experts_column(spec.num_experts, len(spec.expert_layers) * spec.moe.top_k)
-
-
-def num_copies(config: RLRunConfig, plan: RLPlan) -> int:
-    """Return how many ranks of an engine have each sample: only its first knows a conversation."""
-    return 1 if config.environment.rl_environment else plan.engine.tp
 
 
 def build_rollout_worker(
@@ -173,7 +168,6 @@ def build_rollout_worker(
         cache=cache,
         seed=config.train.seed,
         stop_token_ids=stop_token_ids(tokenizer, plan),
-        num_copies=num_copies(config, plan),
         history_folder=Path(config.logging.output_dir) if job.world.rank == 0 else None,
         environments=environments,
     )
@@ -207,18 +201,16 @@ def _environments(
     flags = job.config.environment
     if not flags.rl_environment:
         return None
-    factory = resolve_environment(flags.rl_environment)
-    make = partial(
-        Environments,
+    runner: EnvironmentRunner = LocalRunner(resolve_environment(flags.rl_environment), tokenizer)
+    leads = job.plan.engine.tp_rank(job.world.rank) == 0
+    if leads and flags.rl_environment_ray_workers:
+        runner = RayRunner(flags.rl_environment, tokenizer, flags.rl_environment_ray_workers)
+    return Environments(
+        runner,
         name=flags.rl_environment,
         max_turns=flags.rl_environment_max_turns,
         max_error_rate=job.config.rewards.reward_max_error_rate,
     )
-    leads = job.plan.engine.tp_rank(job.world.rank) == 0
-    if leads and flags.rl_environment_ray_workers:
-        runner = RayRunner(flags.rl_environment, tokenizer, flags.rl_environment_ray_workers)
-        return make(runner, stop=runner.close)
-    return make(LocalRunner(factory, tokenizer))
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, plan: RLPlan) -> tuple[int, ...]:

@@ -116,7 +116,7 @@ class Components:
     def reward_names(self) -> tuple[str, ...]:
         """Names of the parts of a reward: the reward functions and the reward model."""
         model = () if self.models.reward_model is None else ("reward_model",)
-        return (*self.rollouts.reward_names, *model)
+        return (*self.rollouts.rewards.names, *model)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Run the body as the named phase of the timer and the watchdog."""

@@ -79,7 +79,6 @@ class RolloutWorker:
         cache: Holds the tokens of the responses that a later pass continues.
         seed: Seed of the run.
         stop_token_ids: Token ids that end a response when sampled.
-        num_copies: Number of ranks of an engine that know each sample.
         history_folder: Where decode steps are recorded; ``None`` on ranks that record none.
         environments: Environments of conversations; ``None``: a response has one turn.
     """
@@ -90,13 +89,8 @@ class RolloutWorker:
     cache: TensorCache
     seed: int
     stop_token_ids: tuple[int, ...]
-    num_copies: int
     history_folder: Path | None = None
     environments: Environments | None = None
-
-    @property
-    def reward_names(self) -> tuple[str, ...]:
-        return self.rewards.names
 
     def settings(self, temperature: float) -> SamplingSettings:
         """Return the settings that sample at a temperature; 0 is greedy."""
@@ -137,13 +131,14 @@ class RolloutWorker:
             samples = exchange_table(
                 rollouts,
                 self.assignment.engine.group_of(self.assignment.rank),
-                self.reward_names,
+                self.rewards.names,
                 len(request.prompts),
                 request.key,
                 judgements,
                 NUM_JUDGEMENTS if judge else 0,
                 copies=() if leads else own,
-                num_copies=self.num_copies,
+                # Of a conversation only the rank that leads the engine knows the sample.
+                num_copies=1 if self.environments else self.assignment.engine.tp,
             )
         metrics = found.merge(metrics).merge(step_metrics(stats, self.assignment.engine.dp > 1))
         metrics = metrics.merge(self.assignment.metrics(stats))
@@ -215,5 +210,5 @@ class RolloutWorker:
 
     def close(self) -> None:
         if self.environments is not None:
-            self.environments.close()
+            self.environments.runner.close()
         self.rewards.close()

@@ -1,4 +1,4 @@
-"""Opens what observes a run of RL or of supervised training: timer, profiler, logger, progress."""
+"""What observes a run of RL or of supervised training: timer, profiler, logger, progress."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.config.kernels import modules_note
 from mindspeed_rl.config.outputs import TENSORBOARD_FOLDER
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.loggers import MetricBackend, RunLogger, TensorBoardBackend
@@ -14,8 +15,19 @@ from mindspeed_rl.metrics.profiler import StepProfiler
 from mindspeed_rl.metrics.progress import RunProgress
 from mindspeed_rl.metrics.timers import PhaseTimer
 from mindspeed_rl.metrics.trackers import make_trackers
+from mindspeed_rl.planning.run_plan import RunPlan
 
 Config = RLRunConfig | PretrainRunConfig
+
+
+def trainer_lines(job: Job[Any, RunPlan]) -> list[str]:
+    """Return what a run says of its trainer at the start: the layout and the kind of modules."""
+    parallel = job.config.parallel
+    layout = job.plan.parallel.describe(
+        experts=job.plan.spec.moe is not None, sequence_parallel=parallel.shards_sequence
+    )
+    modules = modules_note(job.config.model, parallel.platform)
+    return [f"training layout on {job.platform.name}: {layout}", *modules]
 
 
 def open_timer(job: Job[Any, Any]) -> tuple[PhaseTimer, StepProfiler]:

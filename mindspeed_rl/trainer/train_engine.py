@@ -252,7 +252,7 @@ class TrainEngine:
 
         with nullcontext() if self._replay is None else self._replay.update():
             outputs = self._run(batches, loss, backward=True)
-        metrics = _collect_metrics(outputs) if self.is_metrics_rank else MetricSet()
+        metrics = collect_metrics(outputs) if self.is_metrics_rank else MetricSet()
         return metrics if self._replay is None else metrics.merge(self._replay.metrics())
 
     @property
@@ -358,7 +358,7 @@ def _ddp_config(
     )
 
 
-def _collect_metrics(outputs: Sequence[LossOutputs]) -> MetricSet:
+def collect_metrics(outputs: Sequence[LossOutputs]) -> MetricSet:
     """Merge the terms of all micro-batches with a single transfer to the host."""
     flat = [
         part

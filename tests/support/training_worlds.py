@@ -247,8 +247,8 @@ def run_case(
     gradients = in_hf_coordinates(job, _reduced_gradients(job, engine))
     logprobs, entropies = ([pair[i] for pair in seen] for i in (0, 1))
     first_pass = (logprobs, entropies, [t for t in annotated if t is not None])
-    per_sample = (_by_sample(engine, batches, tensors, len(samples)) for tensors in first_pass)
-    by_sample = dict(zip(("logprobs", "entropies", "annotated"), per_sample, strict=True))
+    per_sample = (by_sample(engine, batches, tensors, len(samples)) for tensors in first_pass)
+    values = dict(zip(("logprobs", "entropies", "annotated"), per_sample, strict=True))
     grad_norms = []
     for step in range(case.num_steps):
         if step:
@@ -260,7 +260,7 @@ def run_case(
         weights=weights,
         metrics=_merged(metrics),
         grad_norms=grad_norms,
-        **by_sample,
+        **values,
     )
 
 
@@ -333,16 +333,17 @@ def _gather_shares(buffers: Sequence[Any], group: dist.ProcessGroup) -> None:
             dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
 
 
-def _by_sample(
+def by_sample(
     engine: TrainEngine,
     batches: Sequence[MicroBatch],
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor | None],
     num_samples: int,
 ) -> list[torch.Tensor]:
     """[N] per micro-batch -> one tensor per sample, gathered from the last stage of all ranks."""
     mine: dict[tuple[int, int], torch.Tensor] = {}
     if engine.is_last_stage:
         for prepared, tensor in zip(batches, tensors, strict=True):
+            assert tensor is not None
             for i, sample_id in enumerate(prepared.sample_ids):
                 own = prepared.sequence_of == i
                 # a context-parallel rank has some of a sample's tokens, possibly none

@@ -11,8 +11,8 @@ from faults.planting import Fault, gives, plant_when_imported, takes
 from faults.table import FAULTS
 
 _HERE = "tests/unit/repository/test_faults.py::"
-_TARGET = "mindspeed_rl.algorithms.overlong:overlong_penalty"
-_STRONG = _HERE + "test_the_penalty_at_the_limit"
+_TARGET = "mindspeed_rl.algorithms.pass_at_k:pass_at_k"
+_STRONG = _HERE + "test_one_of_two_is_right"
 
 
 def _negated(value: float) -> float:
@@ -41,28 +41,28 @@ ROWS = (
     _row("is-killed"),
     _row("is-too-weakly-tested", test=_HERE + "test_that_looks_at_the_size_alone"),
     _row("is-never-called", test=_HERE + "test_of_something_else"),
-    _row("is-nowhere", "mindspeed_rl.algorithms.overlong:renamed"),
+    _row("is-nowhere", "mindspeed_rl.algorithms.pass_at_k:renamed"),
     _row("raises-itself", change=_raises),
 )
 
 
-def test_the_penalty_at_the_limit() -> None:
-    from mindspeed_rl.algorithms.overlong import overlong_penalty
+def test_one_of_two_is_right() -> None:
+    from mindspeed_rl.algorithms.pass_at_k import pass_at_k
 
-    assert overlong_penalty(10, limit=10, buffer=4, weight=0.5) == -0.5
+    assert pass_at_k(2, 1, 1) == 0.5
 
 
 def test_that_looks_at_the_size_alone() -> None:
-    from mindspeed_rl.algorithms.overlong import overlong_penalty
+    from mindspeed_rl.algorithms.pass_at_k import pass_at_k
 
-    assert abs(overlong_penalty(10, limit=10, buffer=4, weight=0.5)) == 0.5
+    assert abs(pass_at_k(2, 1, 1)) == 0.5
 
 
 def test_of_something_else() -> None:
     """Imports the target, but never calls it."""
-    import mindspeed_rl.algorithms.overlong as module
+    import mindspeed_rl.algorithms.pass_at_k as module
 
-    assert module.overlong_penalty
+    assert module.pass_at_k
 
 
 def test_the_runner_tells_what_became_of_each_fault(
