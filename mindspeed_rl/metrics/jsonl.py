@@ -25,11 +25,8 @@ def encode_json(record: Mapping[str, Any], indent: int | None = None) -> str:
     that is absent when all numbers are finite. NumPy scalars are written as plain numbers.
 
     Raises:
-        RuntimeError: The record has a ``"nonfinite"`` key of its own.
         TypeError: A value is not JSON: not a number, string, boolean, None, mapping or sequence.
     """
-    if "nonfinite" in record:
-        raise RuntimeError('a record has a key "nonfinite", which is reserved; rename it')
     nonfinite: list[str] = []
     plain = _plain(record, "", nonfinite)
     if nonfinite:
@@ -85,13 +82,7 @@ class JsonlWriter:
         self._file: TextIO | None = None
 
     def append(self, step: int, record: Mapping[str, Any]) -> None:
-        """Append one record, with ``"step"`` as its first key.
-
-        Raises:
-            RuntimeError: The record has a ``"step"`` of its own.
-        """
-        if "step" in record:
-            raise RuntimeError('a record has a key "step", which is the argument; drop it')
+        """Append one record, with ``"step"`` as its first key."""
         line = encode_json({"step": step, **record})
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -69,8 +69,9 @@ def install(setup: NpuSetup) -> None:
         else:
             _answer_for_cuda()
         importlib.import_module("megatron.core.jit")
-    purge_dummies()
-    set_group_buffers(setup.group_buffers_mb)
+    _purge_dummies()
+    if setup.group_buffers_mb:
+        apply_patch(_group_buffers(setup.group_buffers_mb))
     if setup.deterministic:
         _be_deterministic()
     _INSTALLED.append(setup)
@@ -102,7 +103,7 @@ def determinism_line() -> str:
 def _apply_adaptor(features: Mapping[str, Any]) -> None:
     patcher: Any = importlib.import_module("mindspeed.patch_utils")
     patcher.sys = types.SimpleNamespace(modules=_SeenModules())
-    with clean_argv():
+    with _clean_argv():
         adaptor: Any = importlib.import_module("mindspeed.megatron_adaptor")
         adaptor.repatch(dict(features))
     _check_applied()
@@ -170,7 +171,7 @@ def _uncompiled(model: Any = None, **options: Any) -> Any:
 
 
 @contextmanager
-def clean_argv() -> Iterator[None]:
+def _clean_argv() -> Iterator[None]:
     """Hide the command line from MindSpeed: ``--help`` would exit, ``--lr`` become a feature."""
     given = sys.argv
     sys.argv = given[:1]
@@ -217,8 +218,8 @@ def _kept_triton_drivers() -> Iterator[None]:
             driver.is_active = staticmethod(lambda active=active: active)
 
 
-def purge_dummies() -> list[str]:
-    """Remove placeholder modules that vLLM or transformers look for, and return their names."""
+def _purge_dummies() -> None:
+    """Remove placeholder modules that vLLM or transformers look for."""
     names = [
         name
         for name, module in sys.modules.items()
@@ -226,26 +227,26 @@ def purge_dummies() -> list[str]:
     ]
     for name in names:
         del sys.modules[name]
-    return sorted(names)
 
 
-def set_group_buffers(sizes_mb: Mapping[str, int]) -> None:
-    """Set the HCCL buffer sizes of megatron-core's groups, before the groups are created.
+def _group_buffers(sizes_mb: Mapping[str, int]) -> Patch:
+    """Return a patch that sets HCCL buffer sizes of megatron-core's groups before they are made.
 
     Args:
         sizes_mb: MiB by megatron-core's name of a group (``tp``, ``dp``, ``pp``, ``ep``, ...);
             the other groups keep ``HCCL_BUFFSIZE``. A communicator holds two buffers.
     """
-    if sizes_mb:
-        apply_patch(_group_options(dict(sizes_mb)))
 
-
-def _group_options(sizes_mb: Mapping[str, int]) -> Patch:
     def make(original: Any) -> Any:
         def options_of(pg_name: str, nccl_comm_cfgs: dict[str, Any]) -> Any:
             if pg_name not in sizes_mb:
                 return original(pg_name, nccl_comm_cfgs)
-            return hccl_options(pg_name, sizes_mb[pg_name])
+            import torch_npu
+
+            options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
+            buffer_mb = sizes_mb[pg_name]
+            options.hccl_config = {"hccl_buffer_size": buffer_mb, "group_name": pg_name}
+            return options
 
         return options_of
 
@@ -259,12 +260,3 @@ def _group_options(sizes_mb: Mapping[str, int]) -> Patch:
         versions="megatron-core 0.16.1, torch_npu 2.10.0.post4 and 2.13.0",
         remove_when="MindSpeed's feature works with megatron-core alone",
     )
-
-
-def hccl_options(name: str, buffer_mb: int) -> Any:
-    """Return options of an HCCL group with its own buffer size."""
-    import torch_npu
-
-    options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
-    options.hccl_config = {"hccl_buffer_size": buffer_mb, "group_name": name}
-    return options

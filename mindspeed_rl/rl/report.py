@@ -171,7 +171,7 @@ class RunReporter:
                 f"{result.reward:.4g}, accuracy {result.accuracy:.1%}, lenient "
                 f"{result.accuracy_lenient:.1%} on {result.num_prompts} held-out prompts{sampled}"
             )
-        run.telemetry.logger.log_evaluation(step, values)
+        run.telemetry.logger.log(step, values)
 
     def _first_set(self, step: int) -> Evaluation | None:
         """Return the result for the summary: of ``--eval-prompt-data``, else of the first set."""

@@ -422,7 +422,7 @@ def make_run(
     policy, engine = TablePolicy(first_table()), TableEngine()
     output = Path(config.logging.output_dir)
     profiler = StepProfiler(config.profiler, job.platform, job.world.rank, output)
-    timer = PhaseTimer(clock=clock, mark=profiler.phase)
+    timer = PhaseTimer(job.platform, clock, mark=profiler.phase)
     scheduler = DeviceScheduler(cast(Any, engine), timer)
     scheduler.to_train()
     tokenizer, cache = cast(Any, Characters()), TensorCache(job.platform.device)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import sys
+import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -49,11 +51,6 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_forgotten_write_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), atomic_path(tmp_path / "a.json"):
-        pass
-
-
 # ---- JSON
 
 
@@ -69,8 +66,6 @@ def test_nonfinite_numbers_become_null_and_are_named() -> None:
 
 
 def test_what_a_record_cannot_hold_is_named() -> None:
-    with pytest.raises(RuntimeError, match="reserved"):
-        encode_json({"nonfinite": []})
     with pytest.raises(TypeError, match=r"a\.b is a object"):
         encode_json({"a": {"b": object()}})
 
@@ -174,10 +169,10 @@ def test_resumed_run_has_every_step_once_in_every_backend(tmp_path: Path) -> Non
 def test_evaluations_are_logged_under_their_own_step(tmp_path: Path) -> None:
     """Before the first step, beside a step, and again after a resume: each point once."""
     with closing(boarded(tmp_path)) as first:
-        first.log_evaluation(0, {"eval/accuracy": 0.0})
+        first.log(0, {"eval/accuracy": 0.0})
         for step in (1, 2, 3):
             first.log(step, {"reward/mean": float(step)})
-            first.log_evaluation(step, {"eval/accuracy": float(step)})
+            first.log(step, {"eval/accuracy": float(step)})
     everything = [(r["step"], "eval/accuracy" in r) for r in read_jsonl(tmp_path / "metrics.jsonl")]
     assert everything == [
         (0, True), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True),
@@ -187,9 +182,9 @@ def test_evaluations_are_logged_under_their_own_step(tmp_path: Path) -> None:
     # The checkpoint of step 2 was saved before the evaluation of step 2.
     with closing(boarded(tmp_path)) as resumed:
         resumed.truncate_after(2)
-        resumed.log_evaluation(2, {"eval/accuracy": 2.0})
+        resumed.log(2, {"eval/accuracy": 2.0})
         resumed.log(3, {"reward/mean": 3.0})
-        resumed.log_evaluation(3, {"eval/accuracy": 3.0})
+        resumed.log(3, {"eval/accuracy": 3.0})
     again = [(r["step"], "eval/accuracy" in r) for r in read_jsonl(tmp_path / "metrics.jsonl")]
     assert again == everything
     assert _tensorboard(tmp_path, "eval/accuracy") == expected
@@ -207,14 +202,6 @@ def test_a_fresh_run_hides_the_events_of_another_one(tmp_path: Path) -> None:
     assert not (tmp_path / "a" / "tensorboard").exists()
 
 
-def test_an_evaluation_logs_only_its_own_metrics(tmp_path: Path) -> None:
-    with (
-        closing(RunLogger(tmp_path, True)) as logger,
-        pytest.raises(ValueError, match=r"reward/mean.*must begin with eval/"),
-    ):
-        logger.log_evaluation(0, {"reward/mean": 1.0})
-
-
 def test_only_the_writer_touches_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with closing(RunLogger(tmp_path / "run", is_writer=False)) as logger:
         logger.truncate_after(0)
@@ -224,20 +211,6 @@ def test_only_the_writer_touches_files(tmp_path: Path, capsys: pytest.CaptureFix
     dump.close()
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize("step", [3, 2])
-def test_step_logged_twice_is_refused(tmp_path: Path, step: int) -> None:
-    with closing(RunLogger(tmp_path, True)) as logger:
-        logger.log(3, {})
-        with pytest.raises(RuntimeError, match=r"after step 3.*truncate_after"):
-            logger.log(step, {})
-    # A new process in an old folder must say whether it resumes.
-    with (
-        closing(RunLogger(tmp_path, True)) as logger,
-        pytest.raises(RuntimeError, match="truncate_after"),
-    ):
-        logger.log(step, {})
 
 
 # ---- rollouts
@@ -300,11 +273,14 @@ class _Terminal(io.StringIO):
 
 def _run_progress(stream: io.StringIO, is_writer: bool = True) -> str:
     now_s = 0.0
-    progress = RunProgress(7, 2, "GRPO", is_writer, 2, stream, clock=lambda: now_s)
-    for step in range(3, 8):
-        now_s += 10.0
-        progress.update(step, {"reward": 0.5, "tokens/s": 1234.0})
-    progress.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)
+        patch.setattr(time, "monotonic", lambda: now_s)
+        progress = RunProgress(7, 2, "GRPO", is_writer, 2)
+        for step in range(3, 8):
+            now_s += 10.0
+            progress.update(step, {"reward": 0.5, "tokens/s": 1234.0})
+        progress.close()
     return stream.getvalue()
 
 

@@ -21,7 +21,6 @@ from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.diagnostics import check_profiler
 from mindspeed_rl.metrics.profiler import StepProfiler
 from mindspeed_rl.metrics.timers import PhaseTimer
-from mindspeed_rl.platforms.base import ProfileRequest
 from mindspeed_rl.platforms.cpu import CpuPlatform
 
 WINDOW = ProfilerConfig(profile=True, profile_step_start=2, profile_step_end=4)
@@ -66,7 +65,7 @@ def phases_in(file: Path) -> set[str]:
 
 def test_phases_are_ranges_of_the_trace_and_of_no_step_outside(tmp_path: Path) -> None:
     profiler = StepProfiler(WINDOW, CpuPlatform(), 0, tmp_path)
-    timer = PhaseTimer(mark=profiler.phase)
+    timer = PhaseTimer(CpuPlatform(), mark=profiler.phase)
     for step in range(1, 6):
         profiler.begin_step(step)
         with timer("train"), timer(f"part {step}"):
@@ -170,7 +169,7 @@ def npu_profiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     from mindspeed_rl.platforms.npu_profiler import NpuProfiler
 
     monkeypatch.delitem(sys.modules, ours)
-    return NpuProfiler(ProfileRequest(folder, "rank3", "level2", with_stack=True))
+    return NpuProfiler(ProfilerConfig(profile_level="level2"), folder, "rank3")
 
 
 def test_a_window_of_which_torch_npu_left_no_trace_is_told(
