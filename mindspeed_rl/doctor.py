@@ -26,7 +26,7 @@ from mindspeed_rl.diagnosis.facts import gather, guess_platform
 from mindspeed_rl.diagnosis.packages import package_rows
 from mindspeed_rl.diagnosis.rows import DoctorRow, Status, lines, note, red, verdict
 from mindspeed_rl.launch import bootstrap
-from mindspeed_rl.planning.communicators import groups_of_run
+from mindspeed_rl.planning.communicators import all_groups_of_run, groups_of_run
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.planning.suggestions import plan_of
 
@@ -149,7 +149,7 @@ def collective_rows(
         import torch.distributed as dist
 
         from mindspeed_rl.launch.failure_store import connect
-        from mindspeed_rl.launch.preflight import Preflight, groups_to_check
+        from mindspeed_rl.launch.preflight import Preflight
         from mindspeed_rl.platforms.registry import select_platform
     except ImportError as error:
         return [red("collectives", f"not tried: {error}", "mend the rows of packages first")]
@@ -165,7 +165,7 @@ def collective_rows(
     except (RuntimeError, ValueError) as error:
         what = f"ranks do not meet: {str(error).partition(chr(10))[0]}"
         return [*found, red("collectives", what, _MEETING)]
-    groups = groups_to_check(config, plan, world.size)
+    groups = all_groups_of_run(config, plan) if plan else {"world": (tuple(range(world.size)),)}
     found += Preflight(world, platform, store, groups, limit_s).run()
     dist.destroy_process_group()
     return found

@@ -141,7 +141,7 @@ def drive(
     prog: str,
     checked: Checked[RLRunConfig, RLPlan],
     arguments: Sequence[str],
-    settings: WatchdogSettings | None = None,
+    settings: WatchdogSettings,
 ) -> int:
     """Run a command line in Ray and return the exit code.
 
@@ -152,7 +152,7 @@ def drive(
         settings: Settings of the ranks' watchdogs.
     """
     config = checked.parsed.config
-    settings = replace(settings or WatchdogSettings(), driver_reports=True, exit_s=EXIT_S)
+    settings = replace(settings, driver_reports=True, exit_s=EXIT_S)
     command = Command(prog, tuple(arguments), os.getcwd(), settings)
     try:
         with cluster(config.launch, local_cpus(config, checked.plan)) as ray:
