@@ -86,8 +86,7 @@ class JsonlWriter:
         line = encode_json({"step": step, **record})
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if _has_torn_tail(self.path):
-                self.keep(lambda record: True)
+            self.keep(lambda record: True)  # all but an incomplete tail
             self._file = self.path.open("a", encoding="utf-8")
         self._file.write(line + "\n")
         self._file.flush()
@@ -136,12 +135,3 @@ def _parse(line: bytes, path: Path, line_number: int) -> dict[str, Any]:
             f"got {line[:80]!r}; repair or remove the line"
         )
     return record
-
-
-def _has_torn_tail(path: Path) -> bool:
-    """Whether the last line of a file lacks its newline."""
-    if not path.exists() or not path.stat().st_size:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"

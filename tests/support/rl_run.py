@@ -38,10 +38,10 @@ from mindspeed_rl.core.types import Completion, Prompt
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.job import Job
+from mindspeed_rl.metrics.jsonl import JsonlWriter
 from mindspeed_rl.metrics.loggers import RunLogger
 from mindspeed_rl.metrics.metric_set import Max, Mean, Metric, MetricSet, Total
 from mindspeed_rl.metrics.profiler import StepProfiler
-from mindspeed_rl.metrics.rollout_dump import RolloutDump
 from mindspeed_rl.metrics.timers import PhaseTimer
 from mindspeed_rl.planning.run_plan import check_rl
 from mindspeed_rl.platforms.cpu import CpuPlatform
@@ -452,9 +452,7 @@ def make_run(
             profiler=profiler,
             ledger=MemoryLedger({}, job.platform.memory, None, 0),
             logger=RunLogger(output, world.rank == 0),
-            dump=RolloutDump(
-                output / "rollouts.jsonl", config.logging.log_rollouts, world.rank == 0
-            ),
+            dump=JsonlWriter(output / "rollouts.jsonl"),
         ),
     )
     return TableRun(parts, RunState(kl_beta=config.rl.grpo_kl_beta))

@@ -8,7 +8,6 @@ import math
 import sys
 import time
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mindspeed_rl.core.files import atomic_path, write_text_atomic
-from mindspeed_rl.metrics.jsonl import JsonlWriter, encode_json, read_jsonl, write_summary
+from mindspeed_rl.metrics.jsonl import JsonlWriter, encode_json, read_jsonl
 from mindspeed_rl.metrics.loggers import RunLogger, TensorBoardBackend
 from mindspeed_rl.metrics.progress import RunProgress
-from mindspeed_rl.metrics.rollout_dump import RolloutDump, RolloutRow
 
 
 def _steps(path: Path) -> list[int]:
@@ -83,15 +81,6 @@ def test_encoded_records_are_one_strict_line(record: dict[str, Any]) -> None:
     lost = set(decoded.pop("nonfinite", []))
     assert lost == {k for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
     assert decoded == {k: None if k in lost else v for k, v in record.items()}
-
-
-def test_summary_is_readable_json(tmp_path: Path) -> None:
-    write_summary(tmp_path / "summary.json", {"accuracy": 0.5, "loss": math.inf})
-    assert json.loads((tmp_path / "summary.json").read_text()) == {
-        "accuracy": 0.5,
-        "loss": None,
-        "nonfinite": ["loss"],
-    }
 
 
 # ---- JSON lines
@@ -206,61 +195,8 @@ def test_only_the_writer_touches_files(tmp_path: Path, capsys: pytest.CaptureFix
     with closing(RunLogger(tmp_path / "run", is_writer=False)) as logger:
         logger.truncate_after(0)
         logger.log(1, {"reward/mean": 1.0})
-    dump = RolloutDump(tmp_path / "run" / "rollouts.jsonl", 4, is_writer=False)
-    dump.write(1, [_row(0)])
-    dump.close()
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr().out == ""
-
-
-# ---- rollouts
-
-
-def _row(sample_id: int) -> RolloutRow:
-    return RolloutRow(
-        sample_id=sample_id,
-        prompt="1+1?",
-        response="2",
-        answer="2",
-        reward=None if sample_id else 1.0,
-        finish_reason="stop",
-        parts={"math": 1.0, "format": math.nan},
-    )
-
-
-def test_rollout_rows_are_complete_and_spread_over_the_step(tmp_path: Path) -> None:
-    path = tmp_path / "rollouts.jsonl"
-    dump = RolloutDump(path, num_per_step=2, is_writer=True)
-    dump.write(1, [_row(sample_id) for sample_id in reversed(range(8))])
-    dump.write(2, [_row(5)])
-    dump.truncate_after(1)
-    dump.write(2, [_row(6)])
-    dump.close()
-    rows = list(read_jsonl(path))
-    assert [(row["step"], row["sample_id"]) for row in rows] == [(1, 0), (1, 4), (2, 6)]
-    assert rows[0] == {
-        "step": 1,
-        "sample_id": 0,
-        "prompt": "1+1?",
-        "response": "2",
-        "answer": "2",
-        "reward": 1.0,
-        "finish_reason": "stop",
-        "parts": {"math": 1.0, "format": None},
-        "nonfinite": ["parts.format"],
-    }
-
-
-def test_rollout_rows_hold_tokens_where_they_were_asked_for(tmp_path: Path) -> None:
-    path = tmp_path / "rollouts.jsonl"
-    dump = RolloutDump(path, num_per_step=2, is_writer=True)
-    dump.write(1, [replace(_row(0), prompt_ids=[3, 4], response_ids=[5], logprobs=[-0.1])])
-    dump.write(2, [_row(1)])
-    dump.close()
-    tokens, plain = read_jsonl(path)
-    found = (tokens["prompt_ids"], tokens["response_ids"], tokens["logprobs"])
-    assert found == ([3, 4], [5], [-0.1])
-    assert plain["reward"] is None and "logprobs" not in plain
 
 
 # ---- progress

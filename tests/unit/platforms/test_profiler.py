@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -132,15 +131,6 @@ def test_flags_of_megatron_and_mindspeed_are_taken() -> None:
     assert parsed.ignored == ("--use-pytorch-profiler",)
 
 
-@pytest.fixture
-def spawning() -> Iterator[None]:
-    """A process whose children are spawned."""
-    before = multiprocessing.get_start_method(allow_none=True)
-    multiprocessing.set_start_method("spawn", force=True)
-    yield
-    multiprocessing.set_start_method(before, force=True)
-
-
 def npu_profiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Ours around a torch_npu that analyses in forks and fails without an exception.
 
@@ -173,25 +163,9 @@ def npu_profiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_window_of_which_torch_npu_left_no_trace_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spawning: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rank3_1_20261121_ascend_pt" / "ASCEND_PROFILER_OUTPUT").mkdir(parents=True)
     profiler = npu_profiler(tmp_path, monkeypatch)
     with pytest.warns(UserWarning, match="--profile: torch_npu left no trace in"):
         profiler.stop("steps2-3")
-
-
-def test_an_analysis_that_fails_leaves_the_start_of_processes_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spawning: None
-) -> None:
-    """The error is torch_npu's, and fork is not everybody's from then on."""
-    profiler = npu_profiler(tmp_path, monkeypatch)
-
-    def stop() -> None:
-        multiprocessing.set_start_method("fork", force=True)
-        raise OSError("no space left")
-
-    profiler._profiler.stop = stop
-    with pytest.raises(OSError, match="no space left"):
-        profiler.stop("steps2-3")
-    assert multiprocessing.get_start_method() == "spawn"
