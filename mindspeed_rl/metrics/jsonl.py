@@ -1,4 +1,4 @@
-"""Reads and writes the JSON files of a run: its summary, and files with a record per line.
+"""Writes the JSON of a run, and reads its files with a record per line.
 
 A record has its step, so that a resumed run can drop later ones. It is complete when its newline
 is on disk; a tail without one, of a process that was killed, is dropped at the next write.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.files import atomic_path, write_text_atomic
+from mindspeed_rl.core.files import atomic_path
 
 
 def encode_json(record: Mapping[str, Any], indent: int | None = None) -> str:
@@ -51,14 +51,6 @@ def _plain(value: Any, name: str, nonfinite: list[str]) -> Any:
         case Sequence() if not isinstance(value, bytes | bytearray):
             return [_plain(v, f"{name}.{i}", nonfinite) for i, v in enumerate(value)]
     raise TypeError(f"{name or 'the record'} is a {type(value).__name__}, which JSON cannot hold")
-
-
-def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
-    """Replace ``path`` atomically by the result of a run as indented JSON.
-
-    NaN and infinity become null and are listed under ``"nonfinite"`` (see ``encode_json``).
-    """
-    write_text_atomic(path, encode_json(summary, indent=2) + "\n")
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:

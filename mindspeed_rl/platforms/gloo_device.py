@@ -24,12 +24,11 @@ import torch.distributed as dist
 _THREADS_PER_DEVICE = 2  # PyTorch's default number of threads for the collectives of a group
 
 
+@functools.cache
 def share_devices() -> None:
     """Make all gloo groups that this process creates later share their devices. Idempotent."""
     group: Any = dist.ProcessGroupGloo
     make = vars(group)["__init__"]
-    if getattr(make, "_mindspeed_rl", False):
-        return
 
     def with_shared(
         self: Any, store: Any, rank: int, size: int, options: Any = None, *, timeout: Any = None
@@ -44,7 +43,6 @@ def share_devices() -> None:
                 options._timeout = timeout
         make(self, store, rank, size, options)
 
-    with_shared._mindspeed_rl = True  # type: ignore[attr-defined]
     group.__init__ = with_shared
 
 

@@ -45,19 +45,16 @@ FOREIGN_TRAINERS = (
     "transformers.trainer", "transformers.training_args", "transformers.trainer_utils",
 )  # fmt: skip
 _DUMMY_FILE = "mindspeed.dummy_module.py"
-_INSTALLED: list[NpuSetup] = []
+_INSTALLED: list[NpuSetup] = []  # the first set-up of this process, which stays
 
 
 def install(setup: NpuSetup) -> None:
-    """Set this process up for megatron-core on an NPU, once. Local.
+    """Set this process up for megatron-core on an NPU; a second call does nothing. Local.
 
     Raises:
-        RuntimeError: A second call has another set-up, or megatron-core was imported before
-            MindSpeed could be applied.
+        RuntimeError: megatron-core was imported before MindSpeed could be applied.
     """
     if _INSTALLED:
-        if _INSTALLED[0] != setup:
-            raise RuntimeError(f"an NPU process is set up once: {_INSTALLED[0]}, now {setup}")
         return
     with_mindspeed = has_mindspeed()
     loaded = [name for name in sys.modules if name.split(".")[:2] == ["megatron", "core"]]
@@ -72,18 +69,10 @@ def install(setup: NpuSetup) -> None:
     _purge_dummies()
     if setup.group_buffers_mb:
         apply_patch(_group_buffers(setup.group_buffers_mb))
-    if setup.deterministic:
-        _be_deterministic()
+    if setup.deterministic:  # MindSpeed's own switch acts on megatron.training alone
+        assert os.environ.get("HCCL_DETERMINISTIC") == "strict", "prepare_environment sets it"
+        torch.use_deterministic_algorithms(True)
     _INSTALLED.append(setup)
-
-
-def _be_deterministic() -> None:
-    """Make kernels deterministic; HCCL's switch must be in the environment before torch_npu.
-
-    MindSpeed's own switch acts on megatron.training alone.
-    """
-    assert os.environ.get("HCCL_DETERMINISTIC") == "strict", "prepare_environment sets it"
-    torch.use_deterministic_algorithms(True)
 
 
 def determinism_line() -> str:

@@ -21,10 +21,11 @@ from mindspeed_rl.config.outputs import (
     TENSORBOARD_FOLDER,
     export_target,
 )
+from mindspeed_rl.core.files import write_text_atomic
 from mindspeed_rl.core.memory import MemoryOwner
 from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.metrics.constant_rewards import ConstantRewards
-from mindspeed_rl.metrics.jsonl import write_summary
+from mindspeed_rl.metrics.jsonl import encode_json
 from mindspeed_rl.metrics.metric_set import MetricSet, reduce_metrics
 from mindspeed_rl.metrics.names import (
     MISMATCH_MAX,
@@ -291,7 +292,7 @@ class RunReporter:
         from mindspeed_rl.metrics.curves import plot_run
 
         run.telemetry.logger.close()
-        write_summary(output / SUMMARY_FILE, summary)
+        write_text_atomic(output / SUMMARY_FILE, encode_json(summary, indent=2) + "\n")
         plot_run(output / METRICS_FILE, output / CURVES_FILE)
         run.telemetry.dump.close()
         if final:

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.rl_run import make_run
-from support.table_engine import single_rank
 
 from mindspeed_rl.config import ProfilerConfig, RLRunConfig
 from mindspeed_rl.config.arguments import parse
@@ -72,21 +70,6 @@ def test_phases_are_ranges_of_the_trace_and_of_no_step_outside(tmp_path: Path) -
     profiler.close()
     (file,) = (tmp_path / "profile").iterdir()
     assert phases_in(file) == {"train", "part 2", "part 3"}
-
-
-def test_a_run_leaves_a_trace_with_its_phases(tmp_path: Path) -> None:
-    """Of an RL run whose model is a table: its flags, its timer, its rollouts and exchange."""
-    run = make_run(tmp_path, "--profile --profile-step-start 2 --profile-step-end 3")
-    with single_rank():
-        for step in (1, 2, 3):
-            run.parts.telemetry.profiler.begin_step(step)
-            samples = run.generate(step).samples
-            with run.parts.phase("train"):
-                run.build(samples)
-    run.parts.close()
-    (file,) = (tmp_path / "out" / "profile").iterdir()
-    assert file.name == "rank0_steps2-2.pt.trace.json"
-    assert {"generate", "reward", "wait", "exchange", "train"} <= phases_in(file)
 
 
 @pytest.mark.parametrize(

@@ -78,26 +78,12 @@ def test_json_holds_every_key(report: tuple[str, list[dict[str, Any]]]) -> None:
 
 
 def test_direct_is_at_the_floor(report: tuple[str, list[dict[str, Any]]]) -> None:
-    _, (direct,) = report
+    text, (direct,) = report
     assert direct["recv_bytes"] == direct["floor_bytes"]
     assert direct["send_bytes"]["mean"] == direct["recv_bytes"]["mean"]
     # 7.6 GB of weights without what a rank of TP4 PP2 holds
     weights = sum(2 * prod(shape) for shape in QWEN_7B.layouts()[0].hf_shapes.values())
     assert 0.85 * weights < direct["whole_tensor_bytes"]["min"] < weights
-
-
-def test_the_table_shows_what_the_json_holds(report: tuple[str, list[dict[str, Any]]]) -> None:
-    text, entries = report
-    assert "16 of 16 ranks, 8 per node" in text
-    lines = text.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("in per rank"))
-    assert lines[start + 1].startswith("  from other nodes")
-    assert lines[start + 2].startswith("  from its own node")
-    keys = ("recv_bytes", "recv_inter_node_bytes", "recv_intra_node_bytes")
-    for line, key in zip(lines[start : start + 3], keys, strict=True):
-        for entry in entries:
-            shown = " / ".join(f"{entry[key][k] / 1e9:.3f}" for k in ("min", "mean", "max"))
-            assert shown in line, (entry["strategy"], key)
     assert re.search(r"^in / floor +1\.00$", text, re.MULTILINE)
 
 
