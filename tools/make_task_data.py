@@ -217,20 +217,6 @@ def prompts_of(path: str) -> set[str]:
     return found
 
 
-def make_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the rows to write, and check that the given other files share no prompt with them.
-
-    Raises:
-        ValueError: An argument or a file is wrong; the message names it.
-    """
-    rows = list(generate_task(args.task, args.num_rows, args.seed, args.split))
-    mine = {json.dumps(row["prompt"]) for row in rows}
-    for other in args.disjoint_from:
-        if common := mine & prompts_of(other):
-            raise ValueError(f"{len(common)} prompts of {args.output} are also in {other}")
-    return rows
-
-
 def main() -> None:
     """Generate the rows, check that they share no prompt with other files, write them."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -246,7 +232,11 @@ def main() -> None:
     if args.num_rows < 1:
         parser.error(f"--num-rows {args.num_rows}: must be at least 1")
     try:
-        rows = make_rows(args)
+        rows = list(generate_task(args.task, args.num_rows, args.seed, args.split))
+        mine = {json.dumps(row["prompt"]) for row in rows}
+        for other in args.disjoint_from:
+            if common := mine & prompts_of(other):
+                parser.error(f"{len(common)} prompts of {args.output} are also in {other}")
         count = write_jsonl(args.output, rows)
     except (ValueError, OSError) as error:  # OSError: --output cannot be written
         parser.error(str(error))
