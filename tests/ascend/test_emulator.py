@@ -1,4 +1,4 @@
-"""The emulator itself: memory is counted, kernels compute, what is not emulated fails."""
+"""The emulated device as the product sees it; that the emulator computes, its users prove."""
 
 from __future__ import annotations
 
@@ -18,16 +18,6 @@ def emulated() -> None:
 
     emulate()
     torch.npu.set_device(0)
-
-
-def test_the_driver_counts_memory() -> None:
-    torch.npu.empty_cache()
-    free = torch.npu.mem_get_info()[0]
-    block = torch.empty(64 << 20, dtype=torch.uint8, device="npu")
-    assert free - torch.npu.mem_get_info()[0] >= 64 << 20
-    block.untyped_storage().resize_(0)
-    torch.npu.empty_cache()
-    assert torch.npu.mem_get_info()[0] == free
 
 
 def test_the_platform_sees_what_torch_does_not_count() -> None:
@@ -64,13 +54,6 @@ def test_expandable_segments_are_switched_in_a_running_process() -> None:
         torch.npu.empty_cache()
         assert torch.npu.mem_get_info()[0] == free
     assert found == [True, False, True, False]
-
-
-def test_an_operator_without_reference_fails() -> None:
-    import torch_npu
-
-    with pytest.raises(NotImplementedError, match="npu::npu_gelu"):
-        torch_npu.npu_gelu(torch.randn(4).to("npu"), approximate="none")
 
 
 def test_a_kernel_outside_the_emulation_fails() -> None:
