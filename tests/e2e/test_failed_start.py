@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.jobs import TorchrunJob, free_port
+from support.jobs import TorchrunJob
 from support.whole_runs import write_inputs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone]
@@ -28,7 +28,7 @@ def test_a_file_that_one_node_lacks_ends_all_nodes(tmp_path: Path, missing_on: i
     ]
     with TorchrunJob(
         tmp_path, ["-m", "mindspeed_rl.pretrain"], FLAGS, num_ranks=1, num_nodes=2,
-        port=free_port(), node_flags=outputs,
+        node_flags=outputs,
     ) as job:  # fmt: skip
         ended = job.end(LIMIT_S)
     assert all(ended.returncodes), ended.output

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from compare_runs import differences, digests, metrics
-from support.jobs import DRIVER, MARKER, ROOT, TorchrunJob, free_port, planted, processes_of
+from support.jobs import DRIVER, MARKER, ROOT, TorchrunJob, planted, processes_of
 from support.whole_runs import COMMON, TRAIN_RL, write_inputs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone]
@@ -147,7 +147,7 @@ def test_a_run_in_ray_equals_that_of_torchrun_bit_for_bit(folder: Path) -> None:
     pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
     talk = ["--rl-environment", "echo.py:Echo"]
     talk += ["--reward-function", "environment", "rewards.py:length"]
-    with TorchrunJob(folder, TRAIN_RL, [*flags("torchrun"), *talk], port=free_port()) as job:
+    with TorchrunJob(folder, TRAIN_RL, [*flags("torchrun"), *talk]) as job:
         ended = job.end(LIMIT_S)
         assert ended.returncodes == (0,), ended.output
     marker = f"ray-{os.getpid()}"

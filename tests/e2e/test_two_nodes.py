@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.jobs import TorchrunJob, free_port
+from support.jobs import TorchrunJob
 from support.whole_runs import COMMON, TRAIN_RL, comparable_rows, write_inputs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -34,7 +34,7 @@ def run(folder: Path, num_nodes: int) -> list[Path]:
     names = [f"{num_nodes}-{node}" for node in range(num_nodes)]
     with TorchrunJob(
         folder, TRAIN_RL, FLAGS, num_ranks=NUM_RANKS // num_nodes,
-        port=free_port(), num_nodes=num_nodes,
+        num_nodes=num_nodes,
         node_flags=[["--output-dir", name] for name in names],
     ) as job:  # fmt: skip
         ended = job.end(LIMIT_S)

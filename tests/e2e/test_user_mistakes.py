@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.jobs import ROOT, TorchrunJob, free_port
+from support.jobs import ROOT, TorchrunJob
 from support.whole_runs import run_entry, write_inputs
 
 pytestmark = pytest.mark.e2e
@@ -109,7 +109,7 @@ MISTAKES = {
 def test_a_mistake_is_told_once(world: Path, spoil: Callable[[Path], dict[str, str]]) -> None:
     flags = arguments(spoil(world))
     environment = {"PYTHONPATH": os.pathsep.join([str(world / spoil.__name__), str(ROOT)])}
-    with TorchrunJob(world, ENTRY, flags, port=free_port(), environment=environment) as job:
+    with TorchrunJob(world, ENTRY, flags, environment=environment) as job:
         ended = job.end(LIMIT_S)
     told = re.findall(r"^mindspeed_rl\.train_rl: error: (.*)$", ended.output, re.MULTILINE)
     assert len(told) == 1 and re.search(MISTAKES[spoil], told[0]), ended.output

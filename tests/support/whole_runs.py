@@ -10,7 +10,7 @@ from typing import Any
 from compare_runs import measures_machine
 from make_task_data import generate_task, write_jsonl
 from make_tiny_model import write_tiny_model
-from support.jobs import DRIVER, Ended, TorchrunJob, free_port, planted
+from support.jobs import DRIVER, Ended, TorchrunJob, planted
 
 TRAIN_RL = ("-m", "mindspeed_rl.train_rl")
 COMMON = (
@@ -76,7 +76,6 @@ def run_entry(
         target,
         flags,
         num_ranks=num_ranks,
-        port=free_port(),
         environment=planted(fault, entry),
     ) as job:
         ended = job.end(limit_s)
