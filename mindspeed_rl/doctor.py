@@ -149,7 +149,7 @@ def collective_rows(
         import torch.distributed as dist
 
         from mindspeed_rl.launch.failure_store import connect
-        from mindspeed_rl.launch.preflight import Preflight, groups_to_check
+        from mindspeed_rl.launch.preflight import Preflight
         from mindspeed_rl.platforms.registry import select_platform
     except ImportError as error:
         return [red("collectives", f"not tried: {error}", "mend the rows of packages first")]
@@ -165,7 +165,8 @@ def collective_rows(
     except (RuntimeError, ValueError) as error:
         what = f"ranks do not meet: {str(error).partition(chr(10))[0]}"
         return [*found, red("collectives", what, _MEETING)]
-    groups = groups_to_check(config, plan, world.size)
+    everyone = {"world": (tuple(range(world.size)),)}
+    groups = RunGroups.of(config, plan).of_all_ranks() if plan else everyone
     found += Preflight(world, platform, store, groups, limit_s).run()
     dist.destroy_process_group()
     return found

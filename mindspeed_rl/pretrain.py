@@ -57,7 +57,7 @@ def main(job: SftJob) -> None:
     with closing(logger):
         logger.truncate_after(loaded.step)
         progress = open_progress(job.config, loaded.step, job.config.sft.stage, job.world.rank)
-        timer.restart()
+        timer.finish_step()  # the start-up belongs to no step
         for step in range(loaded.step + 1, train.train_iters + 1):
             profiler.begin_step(step)
             values = train_step(job, engine, source.next(train.global_batch_size), timer)

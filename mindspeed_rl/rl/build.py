@@ -15,7 +15,7 @@ from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.environments import EnvironmentRunner, LocalRunner, RayRunner, resolve_environment
 from mindspeed_rl.launch.job import Job
-from mindspeed_rl.metrics.rollout_dump import RolloutDump
+from mindspeed_rl.metrics.jsonl import JsonlWriter
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rewards import RewardSpec
@@ -59,7 +59,6 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
     """Build the parts of the run on this rank, which ends in phase TRAIN. Collective: the world."""
     job = with_installed_engine(job)
     config, rank = job.config, job.world.rank
-    output = Path(config.logging.output_dir)
     tokenizer = load_tokenizer(config)
     stop_token_ids(tokenizer, job.plan)
     rewards = _reward_functions(job, tokenizer)
@@ -94,7 +93,7 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
             profiler=profiler,
             ledger=ledger,
             logger=logger,
-            dump=RolloutDump(output / ROLLOUTS_FILE, config.logging.log_rollouts, rank == 0),
+            dump=JsonlWriter(Path(config.logging.output_dir) / ROLLOUTS_FILE),
         ),
     )
     scheduler.to_train()

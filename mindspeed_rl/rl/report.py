@@ -21,10 +21,11 @@ from mindspeed_rl.config.outputs import (
     TENSORBOARD_FOLDER,
     export_target,
 )
+from mindspeed_rl.core.files import write_text_atomic
 from mindspeed_rl.core.memory import MemoryOwner
 from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.metrics.constant_rewards import ConstantRewards
-from mindspeed_rl.metrics.jsonl import write_summary
+from mindspeed_rl.metrics.jsonl import encode_json
 from mindspeed_rl.metrics.metric_set import MetricSet, reduce_metrics
 from mindspeed_rl.metrics.names import (
     MISMATCH_MAX,
@@ -36,7 +37,6 @@ from mindspeed_rl.metrics.names import (
     headline,
 )
 from mindspeed_rl.metrics.output_dir import take_output_dir
-from mindspeed_rl.metrics.rollout_dump import RolloutRow, evenly_spread
 from mindspeed_rl.planning.budget import machine_on
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.platforms.npu_install import determinism_line
@@ -129,7 +129,8 @@ class RunReporter:
         self._constant = ConstantRewards(config.rewards.reward_constant_steps)
         take_output_dir(config.logging, config.checkpoint.load, run.job.world.local_rank, start)
         run.telemetry.logger.truncate_after(start)
-        run.telemetry.dump.truncate_after(start)
+        if self._writer:
+            run.telemetry.dump.truncate_after(start)
         estimator = config.advantages.rl_advantage_estimator
         self._progress = open_progress(config, start, estimator, run.job.world.rank)
 
@@ -168,7 +169,7 @@ class RunReporter:
                 f"{result.reward:.4g}, accuracy {result.accuracy:.1%}, lenient "
                 f"{result.accuracy_lenient:.1%} on {result.num_prompts} held-out prompts{sampled}"
             )
-        run.telemetry.logger.log_evaluation(step, values)
+        run.telemetry.logger.log(step, values)
 
     def log_step(
         self, step: int, rollouts: RolloutBatch, metrics: MetricSet, placed: PlacedSamples
@@ -180,7 +181,9 @@ class RunReporter:
         run, samples = self._run, rollouts.generated
         times = run.telemetry.timer.finish_step()
         with run.phase("log"):
-            shown = evenly_spread(samples, run.config.logging.log_rollouts)
+            num_shown = min(run.config.logging.log_rollouts, len(samples))
+            # At even distances, so that they are of different prompts.
+            shown = [samples[i * len(samples) // num_shown] for i in range(num_shown)]
             # Fetched first, so that the other ranks need not wait for the writer.
             responses = run.samples.fetch(shown, placed, (TOKEN_IDS, ROLLOUT_LOGPROBS))
             metrics = metrics.merge(rollouts.metrics).merge(times.metrics())
@@ -223,26 +226,23 @@ class RunReporter:
     def _dump(
         self, step: int, shown: Sequence[RolloutInfo], responses: Sequence[ResponseTensors]
     ) -> None:
-        run, rows = self._run, []
-        for sample, response in zip(shown, responses, strict=True):
+        """Write samples for people to read."""
+        run = self._run
+        pairs = sorted(zip(shown, responses, strict=True), key=lambda pair: pair[0].sample_id)
+        for sample, response in pairs:
             prompt = run.data.train[sample.prompt_index]
-            rows.append(
-                RolloutRow(
-                    sample.sample_id,
-                    prompt.text,
-                    str(run.data.tokenizer.decode(response[TOKEN_IDS.name].tolist())),
-                    prompt.answer,
-                    sample.reward,
-                    "stop" if sample.stopped else "length",
-                    dict(zip(run.reward_names, sample.parts, strict=True)),
-                    *(
-                        _tokens(prompt, sample, response)
-                        if run.config.logging.log_rollout_tokens
-                        else ()
-                    ),
-                )
-            )
-        run.telemetry.dump.write(step, rows)
+            row = {
+                "reward": sample.reward,  # None when the reward function abstained
+                "sample_id": sample.sample_id,
+                "prompt": prompt.text,
+                "response": str(run.data.tokenizer.decode(response[TOKEN_IDS.name].tolist())),
+                "answer": prompt.answer,
+                "finish_reason": "stop" if sample.stopped else "length",
+                "parts": dict(zip(run.reward_names, sample.parts, strict=True)),
+            }
+            if run.config.logging.log_rollout_tokens:
+                row |= _tokens(prompt, sample, response)
+            run.telemetry.dump.append(step, row)
 
     def finish(self) -> None:
         """Evaluate the result, export it, write curves and summary. Collective; in ROLLOUT."""
@@ -288,7 +288,7 @@ class RunReporter:
         from mindspeed_rl.metrics.curves import plot_run
 
         run.telemetry.logger.close()
-        write_summary(output / SUMMARY_FILE, summary)
+        write_text_atomic(output / SUMMARY_FILE, encode_json(summary, indent=2) + "\n")
         plot_run(output / METRICS_FILE, output / CURVES_FILE)
         run.telemetry.dump.close()
         if final:
@@ -301,16 +301,14 @@ class RunReporter:
         )
 
 
-def _tokens(
-    prompt: Prompt, sample: RolloutInfo, response: ResponseTensors
-) -> tuple[list[Any] | None, ...]:
+def _tokens(prompt: Prompt, sample: RolloutInfo, response: ResponseTensors) -> dict[str, Any]:
     """Return the ids of prompt and response, the engine's log-probs, and the weight versions."""
-    return (
-        list(prompt.token_ids),
-        response[TOKEN_IDS.name].tolist(),
-        response[ROLLOUT_LOGPROBS.name].tolist(),
-        sample.versions if sample.earlier_versions else None,
-    )
+    tokens = {
+        "prompt_ids": prompt.token_ids,
+        "response_ids": response[TOKEN_IDS.name].tolist(),
+        "logprobs": response[ROLLOUT_LOGPROBS.name].tolist(),
+    }
+    return tokens | ({"versions": sample.versions} if sample.earlier_versions else {})
 
 
 def check_mismatch(step: int, mismatch: float, limit: float) -> None:

@@ -34,7 +34,7 @@ def open_timer(job: Job[Any, Any]) -> tuple[PhaseTimer, StepProfiler]:
     """Return the timer of phases and the profiler, whose traces show these phases. Local."""
     config, platform = job.config, job.platform
     profiler = StepProfiler(config.profiler, platform, job.world.rank, config.logging.output_dir)
-    return PhaseTimer(platform.synchronize, memory=platform, mark=profiler.phase), profiler
+    return PhaseTimer(platform, mark=profiler.phase), profiler
 
 
 def open_logger(config: Config, rank: int) -> RunLogger:

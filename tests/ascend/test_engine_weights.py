@@ -390,9 +390,6 @@ def test_segments_expand_while_the_weights_are_away(
     off, on = "expandable_segments:False", "expandable_segments:True"
     away, back = "unmap_and_release", "create_and_map"
     assert seen == [away, back, off, away, on, off, back]
-    monkeypatch.delattr(memory, "_set_allocator_settings")
-    with pytest.raises(RuntimeError, match="_set_allocator_settings is gone; written for"):
-        make("experts")
 
 
 def test_a_version_that_turns_behind_our_back_is_caught(

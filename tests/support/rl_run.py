@@ -37,10 +37,10 @@ from mindspeed_rl.core.types import Completion, Prompt
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.job import Job
+from mindspeed_rl.metrics.jsonl import JsonlWriter
 from mindspeed_rl.metrics.loggers import RunLogger
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet, Total
 from mindspeed_rl.metrics.profiler import StepProfiler
-from mindspeed_rl.metrics.rollout_dump import RolloutDump
 from mindspeed_rl.metrics.timers import PhaseTimer
 from mindspeed_rl.planning.run_plan import check_rl
 from mindspeed_rl.platforms.cpu import CpuPlatform
@@ -405,7 +405,7 @@ def make_run(
     policy, engine = TablePolicy(first_table()), TableEngine()
     output = Path(config.logging.output_dir)
     profiler = StepProfiler(config.profiler, job.platform, job.world.rank, output)
-    timer = PhaseTimer(clock=clock, mark=profiler.phase)
+    timer = PhaseTimer(job.platform, clock, mark=profiler.phase)
     scheduler = DeviceScheduler(cast(Any, engine), timer)
     scheduler.to_train()
     tokenizer, cache = cast(Any, Characters()), TensorCache(job.platform.device)
@@ -435,9 +435,7 @@ def make_run(
             profiler=profiler,
             ledger=MemoryLedger({}, job.platform.memory, None, 0),
             logger=RunLogger(output, world.rank == 0),
-            dump=RolloutDump(
-                output / "rollouts.jsonl", config.logging.log_rollouts, world.rank == 0
-            ),
+            dump=JsonlWriter(output / "rollouts.jsonl"),
         ),
     )
     return TableRun(parts, RunState(kl_beta=config.rl.grpo_kl_beta))

@@ -65,7 +65,7 @@ def test_every_metric_reaches_both_once_also_after_a_resume(
     output = tmp_path / "seed0"
     others = make_trackers(BOTH, output, {"train": {"lr": 1e-6}})
     with closing(RunLogger(output, True, others)) as logger:
-        logger.log_evaluation(0, {"eval/accuracy": 0.1})
+        logger.log(0, {"eval/accuracy": 0.1})
         for step in (1, 2, 3):
             logger.log(step, {"reward/mean": float(step), "loss": math.nan})
     again = make_trackers(BOTH, output, {})

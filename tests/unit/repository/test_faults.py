@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 from faults import run
-from faults.planting import Fault, gives, plant_when_imported, takes
+from faults.planting import Fault, gives
 from faults.table import FAULTS
 
 _HERE = "tests/unit/repository/test_faults.py::"
@@ -84,33 +83,6 @@ def test_the_runner_tells_what_became_of_each_fault(
         assert f"{verdict}  {name}\n" in printed
     assert "1 of 5 faults killed" in printed
     assert "renamed does not exist" in printed
-
-
-def test_planting_comes_before_anybody_imports_the_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Methods, static ones, properties and functions, with the arguments of the call."""
-    (tmp_path / "planted_module.py").write_text(
-        "class Shape:\n"
-        "    def area(self, a, b=2):\n        return a * b\n"
-        "    @staticmethod\n    def corners():\n        return 4\n"
-        "    @property\n    def name(self):\n        return 'square'\n"
-    )
-    (tmp_path / "planted_user.py").write_text("from planted_module import Shape\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    finders, lines = list(sys.meta_path), list[str]()
-    changes = {"area": takes(b=lambda b: b + 1), "corners": gives(lambda n: n + 1),
-               "name": gives(str.upper)}  # fmt: skip
-    for name, change in changes.items():
-        fault = _row(name, f"planted_module:Shape.{name}", change=change)
-        plant_when_imported(fault, lines.append)
-        __import__("planted_user")
-    shape = sys.modules["planted_user"].Shape()
-    assert (shape.area(3), shape.corners(), shape.name) == (9, 5, "SQUARE")
-    assert lines.count("planted") == lines.count("reached") == 3
-    sys.meta_path[:] = finders
-    for name in ("planted_module", "planted_user"):
-        del sys.modules[name]
 
 
 def test_names_are_unique_and_tests_exist() -> None:

@@ -136,11 +136,20 @@ def test_an_evaluation_has_its_own_step_and_no_share_in_the_time(tmp_path: Path)
     assert records[1]["throughput/tokens_per_s"] == tokens / 2.0
 
 
-def test_a_rollout_row_has_no_empty_fields(tmp_path: Path) -> None:
-    run = answering_run(tmp_path, ROWS)
+@pytest.mark.parametrize("tokens", ["", "--log-rollout-tokens"])
+def test_rollouts_of_different_prompts_are_dumped(tmp_path: Path, tokens: str) -> None:
+    run = answering_run(tmp_path, ROWS, flags=f"--log-rollouts 2 {tokens}")
     log(run, RunReporter(run, RunState()), 1, 0.0)
-    (row,) = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
-    assert None not in row.values() and row["reward"] == 1.0
+    first, second = map(json.loads, (tmp_path / "rollouts.jsonl").read_text().splitlines())
+    assert (first["sample_id"], second["sample_id"]) == (0, 2)
+    words = {"step": 1, "reward": 1.0, "prompt": "q0", "response": "42\x01", "answer": "42"}
+    assert first | words == first
+    assert first["finish_reason"] == "stop" and first["parts"] == {"math": 1.0}
+    assert second["reward"] == 0.0
+    assert ("logprobs" in first) == bool(tokens) and "versions" not in first
+    if tokens:
+        assert first["prompt_ids"] == [0]
+        assert len(first["response_ids"]) == len(first["logprobs"]) == 3
 
 
 @pytest.mark.parametrize(
