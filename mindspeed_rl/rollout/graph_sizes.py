@@ -94,27 +94,18 @@ def best_graph_sizes(histogram: Mapping[int, int], count: int, multiple: int = 1
     steps_below = [0]
     for size in candidates:
         steps_below.append(steps_below[-1] + rounded[size])
-    # cost[i]: rows of the steps up to candidate i, with the sizes chosen so far, the last being i
-    cost = [candidates[i] * steps_below[i + 1] for i in range(num)]
-    choices: list[list[int]] = [[-1] * num]
-    best = (cost[-1], 1)
-    for graphs in range(2, min(count, num) + 1):
-        previous, chosen, cost = cost, [-1] * num, list(cost)
+    # best[i]: rows of the steps up to candidate i, and the sizes chosen for them, the last being i
+    best = [(candidates[i] * steps_below[i + 1], (candidates[i],)) for i in range(num)]
+    for _ in range(1, min(count, num)):
+        previous, best = best, list(best)
         for i in range(1, num):
             for j in range(i):
-                rows = previous[j] + candidates[i] * (steps_below[i + 1] - steps_below[j + 1])
-                if rows < cost[i]:
-                    cost[i], chosen[i] = rows, j
-        choices.append(chosen)
-        best = min(best, (cost[-1], graphs))
-    sizes, i = [], num - 1
-    for chosen in reversed(choices[: best[1]]):
-        sizes.append(candidates[i])
-        if chosen[i] < 0:
-            break
-        i = chosen[i]
+                rows = previous[j][0] + candidates[i] * (steps_below[i + 1] - steps_below[j + 1])
+                if rows < best[i][0]:
+                    best[i] = (rows, (*previous[j][1], candidates[i]))
+    padded_rows, sizes = best[-1]
     rows = sum(running * steps for running, steps in histogram.items())
-    return GraphSizes(tuple(reversed(sizes)), rows, best[0])
+    return GraphSizes(sizes, rows, padded_rows)
 
 
 def read_history(output_dir: Path) -> Counter[int]:
