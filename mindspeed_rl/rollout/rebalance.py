@@ -26,7 +26,7 @@ from mindspeed_rl.rollout.rebalance_plan import (
     plan_moves,
 )
 from mindspeed_rl.rollout.requests import GenerationRequest
-from mindspeed_rl.rollout.step_loop import StepStats
+from mindspeed_rl.rollout.stats import StepStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -433,12 +433,12 @@ def test_an_engine_with_nz_weights_is_refused(
 ) -> None:
     import vllm_ascend.ascend_config as config
 
-    class WithNzWeight(RealEngine):
-        def _backend(self, *about: Any) -> AscendBackend:
-            return AscendBackend(*about, format_of=lambda param: 29)
-
-    with pytest.raises(RuntimeError, match=r"NZ format \(model\..* has format 29\)"):
-        make("dense", WithNzWeight)
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(RuntimeError, match=r"NZ format \(model\..* has format 29\)"),
+    ):
+        patch.setattr("mindspeed_rl.rollout.vllm_ascend.backend.memory_format", lambda param: 29)
+        make("dense")
     monkeypatch.setattr(config._ASCEND_CONFIG, "weight_nz_mode", 1)
     with pytest.raises(RuntimeError, match=r"NZ format \(weight_nz_mode = 1\)"):
         make("dense")

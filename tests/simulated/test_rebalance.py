@@ -28,8 +28,9 @@ from mindspeed_rl.rollout.rebalance_plan import (
     run_segment,
 )
 from mindspeed_rl.rollout.requests import GenerationRequest
-from mindspeed_rl.rollout.step_loop import StepStats, run_steps
+from mindspeed_rl.rollout.stats import StepStats
 from mindspeed_rl.rollout.vllm.open_requests import OpenRequests
+from mindspeed_rl.rollout.vllm.step_loop import run_steps
 
 VERSION = 3
 COST = StepCost(ridge_tokens=64)

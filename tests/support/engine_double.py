@@ -92,9 +92,6 @@ class ToyBackend:
     def settings(self, options: Mapping[str, object]) -> dict[str, Any]:
         return dict(options)
 
-    def cache_settings(self, kv_cache_bytes: int, dtype: str) -> dict[str, Any]:
-        return {}
-
     def prepare(self) -> None:
         return None
 

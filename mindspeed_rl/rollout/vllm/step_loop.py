@@ -9,69 +9,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-
-class RankAgreement(Protocol):
-    """The reduction of a step in which the ranks of an engine agree on who is finished.
-
-    Attributes:
-        seconds: Time spent in reductions.
-        reductions: Number of reductions so far.
-        running: Batch of the fullest rank -> decode steps.
-    """
-
-    seconds: float
-    reductions: int
-    running: Counter[int]
-
-    @property
-    def reads_prompts(self) -> bool:
-        """Whether a rank read a prompt in the last step, for which the others waited."""
-        ...
-
-    def offer(self, unfinished: int) -> None:
-        """Set the number of unfinished requests that this rank adds to the next reduction."""
-        ...
-
-    def finished(self) -> bool:
-        """Whether no rank had a request before the last step."""
-        ...
-
-
-@dataclass(slots=True)
-class StepStats:
-    """Counters of the engine's steps on this rank.
-
-    Attributes:
-        steps: Steps of the engine, dummy steps included.
-        dummy_steps: Steps in which this rank had no request.
-        seconds: Time of all steps.
-        sync_seconds: Part of ``seconds`` spent in our packed reduction; 0 without it.
-        reductions: Number of packed reductions; 0 without them.
-        rebalance_seconds: Time of moving requests between engines, waiting for the others included.
-        moved: Requests that left this rank for another engine.
-        moved_tokens: Tokens of these requests, prompts included, that other engines read again.
-        prompt_steps: Steps in which any rank of the engine read a prompt; 0 without our reduction.
-        running: Sequences in a decode step (on the fullest rank, where ranks agree) -> steps.
-    """
-
-    steps: int = 0
-    dummy_steps: int = 0
-    seconds: float = 0.0
-    sync_seconds: float = 0.0
-    reductions: int = 0
-    rebalance_seconds: float = 0.0
-    moved: int = 0
-    moved_tokens: int = 0
-    prompt_steps: int = 0
-    running: Counter[int] = field(default_factory=Counter)
+from mindspeed_rl.rollout.stats import StepStats
+from mindspeed_rl.rollout.vllm.patches.step_sync import StepSync
 
 
 def run_steps(
     engine: Any,
-    agreement: RankAgreement | None,
+    agreement: StepSync | None,
     interval: int,
     stats: StepStats,
     max_steps: int | None = None,

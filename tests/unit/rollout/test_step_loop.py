@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.rollout.step_loop import StepStats, run_steps
+from mindspeed_rl.rollout.stats import StepStats
 from mindspeed_rl.rollout.vllm.patches.step_sync import StepSync
+from mindspeed_rl.rollout.vllm.step_loop import run_steps
 
 LENGTHS = (5, 2, 4)
 GROUP = SimpleNamespace(world_size=1, device="cpu", device_group=None)

@@ -267,7 +267,7 @@ def test_ranks_are_counted_within_their_replica(
         monkeypatch.setenv("RANK", str(rank))
         engine = object.__new__(VllmEngine)
         vars(engine).update(_rank=rank, _layout=SimpleNamespace(engine=EngineLayout(8, 2, dp)))
-        with preserved_environment(keep_prefix="VLLM_"):  # as the engine is built
+        with preserved_environment():  # as the engine is built
             engine._build("model", {})
         assert os.environ["RANK"] == str(rank), "the rest of the process has its own rank"
     assert found == ranks

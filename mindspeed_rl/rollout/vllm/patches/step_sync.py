@@ -74,6 +74,7 @@ class StepSync:
         return host[:-2].view(len(rows), size)
 
     def finished(self) -> bool:
+        """Whether no rank had a request before the last step."""
         assert self._sums is not None, "a step of the engine passed without its reduction"
         return not self._unfinished_somewhere
 
@@ -83,6 +84,7 @@ class StepSync:
 
     @property
     def reads_prompts(self) -> bool:
+        """Whether a rank read a prompt in the last step, for which the others waited."""
         assert self._sums is not None, "a step of the engine passed without its reduction"
         return bool(self._sums[1])
 
