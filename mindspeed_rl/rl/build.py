@@ -13,7 +13,7 @@ from mindspeed_rl.config.outputs import ROLLOUTS_FILE
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
-from mindspeed_rl.environments import LocalRunner, RayRunner, resolve_environment
+from mindspeed_rl.environments import EnvironmentRunner, LocalRunner, RayRunner, resolve_environment
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.rollout_dump import RolloutDump
 from mindspeed_rl.models.spec import ModelSpec
@@ -208,17 +208,16 @@ def _environments(
     if not flags.rl_environment:
         return None
     factory = resolve_environment(flags.rl_environment)
-    make = partial(
-        Environments,
+    leads = job.plan.engine.tp_rank(job.world.rank) == 0
+    runner: EnvironmentRunner = LocalRunner(factory, tokenizer)
+    if leads and flags.rl_environment_ray_workers:
+        runner = RayRunner(flags.rl_environment, tokenizer, flags.rl_environment_ray_workers)
+    return Environments(
+        runner,
         name=flags.rl_environment,
         max_turns=flags.rl_environment_max_turns,
         max_error_rate=job.config.rewards.reward_max_error_rate,
     )
-    leads = job.plan.engine.tp_rank(job.world.rank) == 0
-    if leads and flags.rl_environment_ray_workers:
-        runner = RayRunner(flags.rl_environment, tokenizer, flags.rl_environment_ray_workers)
-        return make(runner, stop=runner.close)
-    return make(LocalRunner(factory, tokenizer))
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, plan: RLPlan) -> tuple[int, ...]:

@@ -95,7 +95,9 @@ def best_graph_sizes(histogram: Mapping[int, int], count: int, multiple: int = 1
     for size in candidates:
         steps_below.append(steps_below[-1] + rounded[size])
     # best[i]: rows of the steps up to candidate i, and the sizes chosen for them, the last being i
-    best = [(candidates[i] * steps_below[i + 1], (candidates[i],)) for i in range(num)]
+    best: list[tuple[int, tuple[int, ...]]] = [
+        (size * steps_below[i + 1], (size,)) for i, size in enumerate(candidates)
+    ]
     for _ in range(1, min(count, num)):
         previous, best = best, list(best)
         for i in range(1, num):
