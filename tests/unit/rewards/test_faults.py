@@ -194,9 +194,8 @@ def test_a_worker_that_does_not_read_blocks_nobody() -> None:
     assert [(r.status, r.reward) for r in results] == [("timeout", 0.0), ("ok", 1.0)]
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
-def test_timeouts_leak_nothing(count: int) -> None:
-    """Memory, file descriptors and processes are flat over 200 timeouts.
+def test_timeouts_leak_nothing() -> None:
+    """Memory, file descriptors and processes are flat over 40 timeouts.
 
     A leak is a slope: the second half of the timeouts must not add to what the first half left.
     """
@@ -213,8 +212,8 @@ def test_timeouts_leak_nothing(count: int) -> None:
         pool.score(make_requests("bad", "bad"))
         fds_before, used = num_fds(), []
         for _ in range(4):
-            results = pool.score(make_requests(*["bad"] * (count // 4)))
-            assert [r.status for r in results] == ["timeout"] * (count // 4)
+            results = pool.score(make_requests(*["bad"] * 10))
+            assert [r.status for r in results] == ["timeout"] * 10
             used.append(rss_bytes())
         assert used[3] - used[1] < 1 << 20, used
         assert num_fds() == fds_before
