@@ -18,7 +18,8 @@ class StepStats:
         steps: Steps of the engine, dummy steps included.
         dummy_steps: Steps in which this rank had no request.
         seconds: Time of all steps.
-        sync_seconds: Part of ``seconds`` spent in our packed reduction; 0 without it.
+        sync_seconds: Part of ``seconds`` spent in our packed reduction, reading its result
+            included; 0 without it.
         reductions: Number of packed reductions; 0 without them.
         rebalance_seconds: Time of moving requests between engines, waiting for the others included.
         moved: Requests that left this rank for another engine.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from support.handover import hand_over
@@ -121,9 +122,9 @@ def engine_world(
     for _ in range(2):
         for storage, _ in both.engine._cache._storages:
             as_bytes(storage).fill_(1)  # pages that nobody touches are not there to be freed
-        before = resident_bytes()
+        before = psutil.Process().memory_info().rss
         both.phases.to_train()
-        facts.freed_bytes.append(before - resident_bytes())
+        facts.freed_bytes.append(before - psutil.Process().memory_info().rss)
         both.to_rollout(13)
     both.engine.begin_update()
     facts.refusals["update begun"] = refusal(both, version=13)
@@ -390,12 +391,6 @@ def _process_state() -> dict[str, object]:
         "default dtype": torch.get_default_dtype(),
         "world size": dist.get_world_size(),
     }
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def shared_memory() -> tuple[str, list[str]]:

@@ -15,6 +15,13 @@ from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.vllm.backend import EngineParts
 from mindspeed_rl.rollout.vllm.capabilities import CAPABILITIES, check_model_support
 from mindspeed_rl.rollout.vllm.engine_memory import ZeroedMemory, kv_tensors
+from mindspeed_rl.rollout.vllm.patches import (
+    expert_parallel,
+    plain_linear,
+    portable_kernels,
+    shared_memory_names,
+    step_sync,
+)
 from mindspeed_rl.rollout.vllm.patches.derived_state import DerivedState
 from mindspeed_rl.rollout.vllm.patches.step_sync import StepSync
 from mindspeed_rl.rollout.vllm.requests import model_settings
@@ -64,14 +71,6 @@ class HostBackend:
 
     def prepare(self) -> StepSync | None:
         """Patch kernels, expert parallelism and names of shared memory on CPU, and step sync."""
-        from mindspeed_rl.rollout.vllm.patches import (
-            expert_parallel,
-            plain_linear,
-            portable_kernels,
-            shared_memory_names,
-            step_sync,
-        )
-
         check_model_support(self._platform.name, self._layout.spec)
         engine, packs = self._layout.engine, CAPABILITIES[self._platform.name].packed_sync
         if self._platform.name == "cpu":
@@ -91,8 +90,6 @@ class HostBackend:
         return step_sync.apply(self._platform.name) if packed else None
 
     def parts(self, llm: Any) -> EngineParts:
-        from mindspeed_rl.rollout.vllm.patches import shared_memory_names
-
         if self._platform.name == "cpu" and self._layout.engine.tp > 1:
             dist.barrier()
             shared_memory_names.unlink()

@@ -7,7 +7,6 @@ the same number of steps; a rank without requests runs a batch of one dummy toke
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,8 +37,8 @@ def run_steps(
         The outputs of each step: of every request that got a token, or of those that have ended.
     """
     steps = 0
-    waited, reduced = (agreement.seconds, agreement.reductions) if agreement else (0.0, 0)
-    ran = agreement.running.copy() if agreement else Counter[int]()
+    if agreement is not None:
+        agreement.stats = stats
     while max_steps is None or steps < max_steps:
         start = time.perf_counter()
         mine = engine.get_num_unfinished_requests()
@@ -63,7 +62,3 @@ def run_steps(
             break
     stats.steps += steps
     stats.running.pop(0, None)
-    if agreement is not None:
-        stats.sync_seconds += agreement.seconds - waited
-        stats.reductions += agreement.reductions - reduced
-        stats.running += agreement.running - ran

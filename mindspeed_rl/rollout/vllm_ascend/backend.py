@@ -18,6 +18,7 @@ from mindspeed_rl.platforms.storages import as_bytes, storages_of
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.vllm.backend import EngineParts
 from mindspeed_rl.rollout.vllm.engine_memory import kv_tensors
+from mindspeed_rl.rollout.vllm.patches import step_sync
 from mindspeed_rl.rollout.vllm.patches.step_sync import StepSync
 from mindspeed_rl.rollout.vllm.requests import model_settings
 from mindspeed_rl.rollout.vllm_ascend.arguments import ENVIRONMENT, ascend_arguments
@@ -62,8 +63,6 @@ class AscendBackend:
 
     def prepare(self) -> StepSync | None:
         """Set the environment and patch vLLM; the pool is filled without expandable segments."""
-        from mindspeed_rl.rollout.vllm.patches import step_sync
-
         os.environ.update(ENVIRONMENT)
         if swaps_segments():
             set_expandable_segments(False)

@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from support.rewards_support import (
     USER_FILE,
@@ -183,7 +184,7 @@ def test_workers_killed_at_rest_cost_no_sample() -> None:
 
 def is_busy(pid: int) -> bool:
     """Whether a process runs on a processor: the idle ones sleep."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
+    return psutil.Process(pid).status() == psutil.STATUS_RUNNING
 
 
 def test_a_worker_that_does_not_read_blocks_nobody() -> None:
@@ -199,24 +200,16 @@ def test_timeouts_leak_nothing() -> None:
 
     A leak is a slope: the second half of the timeouts must not add to what the first half left.
     """
-
-    def rss_bytes() -> int:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGESIZE")
-
-    def num_fds() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    children_before = children()
+    this, children_before = psutil.Process(), children()
     with make_pool(":hangs_on_bad", workers=4, timeout_s=0.02) as pool:
         pool.score(make_requests("bad", "bad"))
-        fds_before, used = num_fds(), []
+        fds_before, used = this.num_fds(), []
         for _ in range(4):
             results = pool.score(make_requests(*["bad"] * 10))
             assert [r.status for r in results] == ["timeout"] * 10
-            used.append(rss_bytes())
+            used.append(this.memory_info().rss)
         assert used[3] - used[1] < 1 << 20, used
-        assert num_fds() == fds_before
+        assert this.num_fds() == fds_before
         assert children() - children_before == set(worker_pids(pool))
         assert len(worker_pids(pool)) == 4
 

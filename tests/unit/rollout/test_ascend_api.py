@@ -100,42 +100,8 @@ def test_patches_of_mindspeed_find_their_targets() -> None:
     assert not missing & {use.key.replace(":", ".") for use in uses()}
 
 
-SOURCE = """
-from pkg.lazy import Thing, helper
-from .base import *
-
-class Base:
-    kind: str = "b"
-    def __init__(self, a, *, b=1): self.made = a
-    def run(self, x, y=2): ...
-
-class Child(Base):
-    @property
-    def size(self): ...
-"""
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Sources:
-    (tmp_path / "pkg").mkdir()
-    (tmp_path / "pkg" / "__init__.py").write_text('_LAZY = {"Child": ".mod:Child"}')
-    (tmp_path / "pkg" / "mod.py").write_text(SOURCE)
-    (tmp_path / "pkg" / "base.py").write_text("if True:\n    def starred(q, *args, r=(1, 2)): ...")
-    (tmp_path / "pkg" / "lazy.py").write_text("from pkg.base import starred as helper\nThing = 1")
-    return Sources(tmp_path, "pkg")
-
-
-def test_interfaces_are_read_through_imports_and_bases(small: Sources) -> None:
-    child = small.symbol("pkg", "Child")
-    assert child is not None and child.parameters == "self, a, *, b=1"
-    assert child.members == {
-        "kind": None, "made": None, "__init__": "self, a, *, b=1", "run": "self, x, y=2",
-        "size": None,
-    }  # fmt: skip
-    for module, name in (("pkg.mod", "helper"), ("pkg.mod", "starred"), ("pkg.lazy", "helper")):
-        symbol = lookup(small, module, name)
-        assert symbol is not None and symbol.parameters == "q, *args, r=..."
-    assert lookup(small, "pkg", "mod.Child.run") is not None
-    assert lookup(small, "pkg", "mod.Child.walk") is None
-    assert lookup(small, "pkg.mod", "Thing") == lookup(small, "pkg", "lazy.Thing")
-    assert lookup(small, "pkg", "mod") is not None and lookup(small, "pkg", "nothing") is None
+def test_what_is_not_there_is_not_found() -> None:
+    vllm = installed("vllm")
+    assert lookup(vllm, "vllm", "LLM.generate") is not None
+    assert lookup(vllm, "vllm", "LLM.no_such_method") is None
+    assert lookup(vllm, "vllm", "no_such_name") is None
