@@ -307,7 +307,7 @@ def test_environments_are_found_by_name_and_file(tmp_path: Path) -> None:
     for name, match in (
         ("calc", "--rl-environment calc: unknown"),
         (f"{file}:Other", "defines no 'Other'; its functions: Mine"),
-        (f"{file}:NOT", "is a int, must be a class or function"),
+        (f"{file}:NOT", "is a int, must be a function or class"),
         (f"{tmp_path}/none.py:X", "no Python file"),
     ):
         with pytest.raises(ValueError, match=match):
