@@ -14,18 +14,7 @@ from types import SimpleNamespace
 
 import torch
 
-from mindspeed_rl.platforms.cpu import CpuPlatform
-
 GARBAGE = 0xC7
-
-
-class FakeNpu(CpuPlatform):
-    """A CPU by the name of an NPU."""
-
-    name = "npu"
-
-    def release_cached_memory(self) -> None:
-        """Nothing is cached here."""
 
 
 @dataclass

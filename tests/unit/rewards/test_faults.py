@@ -24,7 +24,6 @@ from support.rewards_support import (
     worker_pids,
 )
 
-from mindspeed_rl.rewards import RewardRequest
 from mindspeed_rl.rewards.worker_process import worker_environment
 
 
@@ -157,21 +156,6 @@ def test_a_dead_worker_costs_the_sample_that_killed_it(function: str, code: int)
             assert len(set(worker_pids(pool))) == 2 and all(map(is_running, worker_pids(pool)))
 
 
-def test_a_worker_killed_at_work_costs_its_sample() -> None:
-    """As the kernel's out-of-memory killer does it."""
-    with make_pool(":hangs_on_bad", workers=2, max_error_rate=0.5, timeout_s=60.0) as pool:
-        with pool.scoring() as scoring:
-            for request in make_requests("bad", *["good"] * 11):
-                scoring.add(request)
-            assert wait_for(lambda: scoring.num_done == 11, 20.0)
-            victim = next(pid for pid in worker_pids(pool) if is_busy(pid))
-            os.kill(victim, signal.SIGKILL)
-            results = scoring.finish()
-        assert [r.status for r in results] == ["error"] + ["ok"] * 11
-        assert "exit code -9" in results[0].detail and results[0].reward is None
-        assert victim not in worker_pids(pool) and len(worker_pids(pool)) == 2
-
-
 def test_workers_killed_at_rest_cost_no_sample() -> None:
     with make_pool(":length", workers=2) as pool:
         before = worker_pids(pool)
@@ -212,26 +196,6 @@ def test_timeouts_leak_nothing() -> None:
         assert this.num_fds() == fds_before
         assert children() - children_before == set(worker_pids(pool))
         assert len(worker_pids(pool)) == 4
-
-
-def test_an_interrupted_call_does_not_leak_into_the_next() -> None:
-    """Answers to an abandoned batch must not be taken for answers to the next."""
-
-    def interrupt(signum: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        with make_pool(":sleeps") as pool:
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-            with pytest.raises(KeyboardInterrupt):
-                pool.score(make_requests("0.5", "0.5"))
-            results = pool.score(
-                [RewardRequest(i, "", "0", "", "stop", 1) for i in range(3)],
-            )
-    finally:
-        signal.signal(signal.SIGALRM, previous)
-    assert [(r.sample_id, r.status) for r in results] == [(0, "ok"), (1, "ok"), (2, "ok")]
 
 
 PARENT = """

@@ -6,9 +6,10 @@ from contextlib import suppress
 
 import pytest
 import torch
-from support.fake_ascend import GARBAGE, FakeNpu, FakePool
+from support.fake_ascend import GARBAGE, FakePool
 from support.line_faults import Planted, fault_before_line
 
+from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rollout.vllm_ascend import memory
 from mindspeed_rl.rollout.vllm_ascend.memory import PoolMemory, outside, span_of
 
@@ -45,7 +46,7 @@ class Sleeper:
         self.in_use: list[bool] = []
         self.woken = 0
         self.memory = PoolMemory(
-            self.pool, "weights", self._wake, FakeNpu(), save=save, lost=lambda: [self.param],
+            self.pool, "weights", self._wake, CpuPlatform(), save=save, lost=lambda: [self.param],
             pool_in_use=self.in_use.append,
         )  # fmt: skip
 
@@ -150,4 +151,4 @@ def test_what_could_not_be_taken_back_is_continued(monkeypatch: pytest.MonkeyPat
 def test_an_empty_tag_is_an_error() -> None:
     pool = FakePool()
     with pytest.raises(RuntimeError, match="sleep mode is not"):
-        PoolMemory(pool, "weights", print, FakeNpu(), save=True, lost=list)
+        PoolMemory(pool, "weights", print, CpuPlatform(), save=True, lost=list)
