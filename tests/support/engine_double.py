@@ -111,12 +111,6 @@ class ToyPort:
         self.prompts[key] = tuple(token_ids)
         return key
 
-    def abort(self, keys: list[str]) -> None:
-        raise NotImplementedError
-
-    def stream(self, name: str) -> None:
-        raise NotImplementedError
-
 
 class EngineDouble(VllmEngine):
     """One rank of an engine of one rank.

@@ -25,13 +25,13 @@ MODES = ("off", "waiting", "all")
 
 
 class Shaker:
-    """In place of a rebalancer: gives requests of this engine up and adds them again, at random.
+    """In place of a rebalancer: stops requests of this engine and adds them again, at random.
 
     Args:
-        streams: their random streams go on; without, they begin again.
+        streams: whether their random streams continue or start again.
 
     Attributes:
-        begun: requests with tokens that were given up.
+        num_running_moved: stopped requests that had tokens.
     """
 
     rules = SimpleNamespace(running=True)
@@ -58,7 +58,7 @@ class Run:
     Attributes:
         completions: that ended here.
         stats: what was stepped and moved.
-        begun: requests with tokens that were given up and added again.
+        num_running_moved: of a :class:`Shaker`.
     """
 
     completions: dict[int, Completion]

@@ -346,10 +346,7 @@ class VllmEngine:
 
     def _steps(self, max_steps: int | None = None) -> Iterator[list[Any]]:
         """Yield the outputs of each step of the engine, so that callers can work between steps."""
-        follows = max_steps is not None
-        return run_steps(
-            self._engine, self._agreement, self._interval, self.stats, max_steps, follows
-        )
+        return run_steps(self._engine, self._agreement, self._interval, self.stats, max_steps)
 
 
 def _check_agreement(digest: bytes, engine: EngineLayout, rank: int) -> None:

@@ -20,7 +20,6 @@ def run_steps(
     interval: int,
     stats: StepStats,
     max_steps: int | None = None,
-    follows: bool = True,
 ) -> Iterator[list[Any]]:
     """Step until no rank of the engine has a request. Collective: the ranks of the engine.
 
@@ -29,9 +28,8 @@ def run_steps(
         agreement: Our packed reduction; ``None`` leaves the agreement to the engine.
         interval: With ``agreement``, steps between two checks of whether all ranks are finished.
         stats: Counters to add to; the time that the caller spends between steps is left out.
-        max_steps: Number of steps after which to end in any case.
-        follows: Whether requests report every token, so that decode steps can be counted from the
-            outputs; otherwise they report at their end alone.
+        max_steps: Number of steps after which to end in any case. With it, requests report every
+            token, and decode steps are counted here; without it they report at their end alone.
 
     Yields:
         The outputs of each step: of every request that got a token, or of those that have ended.
@@ -52,7 +50,7 @@ def run_steps(
         steps += 1
         stats.dummy_steps += not mine
         stats.prompt_steps += agreement is not None and agreement.reads_prompts
-        if follows and agreement is None:
+        if max_steps is not None and agreement is None:
             # The first token of a response comes from its prefill, which is no decode step.
             stats.running[sum(len(o.outputs[0].token_ids) > 1 for o in outputs)] += 1
         done = agreement is not None and steps % interval == 0 and agreement.finished()
