@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl.core.types import Completion
-from mindspeed_rl.rollout.rebalance import Progress, Rebalancer, RebalanceRules
+from mindspeed_rl.rollout.rebalance import Rebalancer, RebalanceRules
 from mindspeed_rl.rollout.rebalance_plan import (
     Load,
     Move,
@@ -126,19 +126,20 @@ class World:
             self.rebalance_point()
         return done
 
-    def random_moves(
-        self, groups: Sequence[Sequence[Progress]], whims: random.Random
-    ) -> list[Move]:
+    def random_moves(self, groups: Sequence[Sequence[Load]], whims: random.Random) -> list[Move]:
         found = []
-        for source, progress in enumerate(groups):
+        for source, loads in enumerate(groups):
             targets = [i for i in range(len(groups)) if i != source]
-            for one in progress:
+            for one in loads:
                 if whims.random() < 0.4:
                     found.append(Move(one.sample_id, source, whims.choice(targets)))
         return found
 
     def rebalance_point(self) -> None:
-        groups = [r.progress() for r in self.open]
+        groups = [
+            requests.loads(side.expected)
+            for requests, side in zip(self.open, self.sides, strict=True)
+        ]
         plans = [side.plan(groups) for side in self.sides]
         assert all(plan == plans[0] for plan in plans)
         moves = plans[0].moves if self.whims is None else self.random_moves(groups, self.whims)

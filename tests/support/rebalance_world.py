@@ -44,9 +44,10 @@ class Shaker:
 
     def rebalance_point(self, requests: OpenRequests, stats: StepStats) -> bool:
         """Half of the requests. Local."""
-        chosen = [p for p in requests.progress() if self._draw.random() < 0.5]
-        self.num_running_moved += sum(p.computed for p in chosen)
-        taken = requests.take([p.sample_id for p in chosen])
+        loads = requests.loads(lambda _, done: done)
+        chosen = [load for load in loads if self._draw.random() < 0.5]
+        self.num_running_moved += sum(load.computed for load in chosen)
+        taken = requests.take([load.sample_id for load in chosen])
         requests.add(r if self._streams else replace(r, stream=None) for r in taken)
         return len(requests) > 0
 
