@@ -25,6 +25,7 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.job import Job
+from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.platforms.storages import as_bytes
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, request_seed
@@ -207,11 +208,8 @@ def check_sampling(both: Both, facts: EngineFacts) -> None:
     mine = everything[:cut] if replica == 0 else everything[cut:]
     with noted_changes(facts.changed_by_generate):
         completions = list(engine.generate(mine, SAMPLED, 0).values())
-    gathered: list[dict[int, Completion]] = [{}] * both.job.world.size
-    dist.all_gather_object(
-        gathered, {r.sample_id: c for r, c in zip(mine, completions, strict=True)}
-    )
-    union = {i: c for part in gathered for i, c in part.items()}
+    by_id = {r.sample_id: c for r, c in zip(mine, completions, strict=True)}
+    union = {i: c for part in gather_objects(by_id) for i, c in part.items()}
     facts.samples = [union[i] for i in range(NUM_REQUESTS)]
     singles = [engine.generate([r], SAMPLED, 0)[r.sample_id] for r in reversed(everything)]
     facts.other_batches = singles[::-1]
@@ -343,9 +341,7 @@ def trainer_logprobs(
         if tensor is not None
         for i, sample_id in enumerate(b.sample_ids)
     }
-    gathered: list[dict[int, torch.Tensor]] = [{}] * both.job.world.size
-    dist.all_gather_object(gathered, mine)
-    union = {i: t for part in gathered for i, t in part.items()}
+    union = {i: t for part in gather_objects(mine) for i, t in part.items()}
     return [union[i] for i in range(len(samples))]
 
 
