@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from itertools import accumulate
 from pathlib import Path
 
 from mindspeed_rl.core.errors import UsageError
@@ -40,10 +41,10 @@ class GraphSizes:
     @property
     def waste(self) -> float:
         """Fraction of the padded rows that is padding."""
-        return 1 - self.rows / self.padded_rows if self.padded_rows else 0.0
+        return 1 - self.rows / self.padded_rows
 
 
-def decode_batches(response_lengths: Sequence[int], capacity: int = 0) -> Counter[int]:
+def decode_batches(response_lengths: Sequence[int], capacity: int) -> Counter[int]:
     """Count the decode steps that generate responses: running sequences -> decode steps.
 
     The first token of a response comes from its prefill, so ``n`` tokens are ``n - 1`` decode
@@ -51,10 +52,9 @@ def decode_batches(response_lengths: Sequence[int], capacity: int = 0) -> Counte
 
     Args:
         response_lengths: Lengths of the responses in tokens, in the order of their start.
-        capacity: Sequences that run at once; the next one starts when one ends. 0 means no limit.
+        capacity: Sequences that run at once; the next one starts when one ends.
     """
     waiting = [length - 1 for length in response_lengths if length > 1]
-    capacity = capacity or len(waiting)
     ends = waiting[:capacity]
     heapify(ends)
     found: Counter[int] = Counter()
@@ -70,30 +70,19 @@ def decode_batches(response_lengths: Sequence[int], capacity: int = 0) -> Counte
     return found
 
 
-def best_graph_sizes(histogram: Mapping[int, int], count: int, multiple: int = 1) -> GraphSizes:
+def best_graph_sizes(histogram: Mapping[int, int], count: int) -> GraphSizes:
     """Choose at most ``count`` sizes with the least padding, and the fewest among equal choices.
 
     Dynamic programming over the sizes that occur, O(sizes^2 x count): an optimal size is always
-    one that occurs, rounded up to ``multiple``.
+    one that occurs.
 
     Args:
-        histogram: Running sequences -> decode steps; both positive.
-        count: Number of graphs that may be captured.
-        multiple: Every size is a multiple of this (sequence parallelism divides the rows by it).
-
-    Raises:
-        UsageError: The histogram is empty or the count is below 1.
+        histogram: Running sequences -> decode steps; both positive, and not empty.
+        count: Number of graphs that may be captured, at least 1.
     """
-    rounded: Counter[int] = Counter()
-    for running, steps in histogram.items():
-        rounded[-(-running // multiple) * multiple] += steps
-    candidates = sorted(size for size, steps in rounded.items() if steps)
-    if not candidates or count < 1:
-        raise UsageError("best_graph_sizes: needs a decode step and a count of at least 1")
+    candidates = sorted(histogram)
     num = len(candidates)
-    steps_below = [0]
-    for size in candidates:
-        steps_below.append(steps_below[-1] + rounded[size])
+    steps_below = [0, *accumulate(histogram[size] for size in candidates)]
     # best[i]: rows of the steps up to candidate i, and the sizes chosen for them, the last being i
     best: list[tuple[int, tuple[int, ...]]] = [
         (size * steps_below[i + 1], (size,)) for i, size in enumerate(candidates)
