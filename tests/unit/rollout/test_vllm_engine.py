@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine_double import EngineDouble
@@ -151,13 +150,6 @@ def test_no_order_of_calls_generates_with_wrong_weights(
                     engine.generate(REQUESTS, SETTINGS, trainer)
                 with pytest.raises(RuntimeError, match="sync and wake it first"):
                     engine.score([], 1.0, with_entropy=False, trainer_version=trainer)
-
-
-def test_generating_leaves_the_trainers_random_state_alone() -> None:
-    engine = engine_at(0)
-    before = torch.get_rng_state()
-    engine.generate(REQUESTS, SETTINGS, 0)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_model_with_other_parameters_is_refused() -> None:
