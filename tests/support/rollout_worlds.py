@@ -207,9 +207,8 @@ def check_sampling(both: Both, facts: EngineFacts) -> None:
     cut = NUM_REQUESTS // 3 if both.job.plan.engine.num_replicas > 1 else NUM_REQUESTS
     mine = everything[:cut] if replica == 0 else everything[cut:]
     with noted_changes(facts.changed_by_generate):
-        completions = list(engine.generate(mine, SAMPLED, 0).values())
-    by_id = {r.sample_id: c for r, c in zip(mine, completions, strict=True)}
-    union = {i: c for part in gather_objects(by_id) for i, c in part.items()}
+        completions = engine.generate(mine, SAMPLED, 0)
+    union = {i: c for part in gather_objects(completions) for i, c in part.items()}
     facts.samples = [union[i] for i in range(NUM_REQUESTS)]
     singles = [engine.generate([r], SAMPLED, 0)[r.sample_id] for r in reversed(everything)]
     facts.other_batches = singles[::-1]
@@ -224,17 +223,13 @@ def disagreement(both: Both) -> str:
     mine = requests()[:3]
     if plan.tp_rank(rank) == 1:
         mine[1] = replace(mine[1], token_ids=(*mine[1].token_ids[:-1], 9))
-    try:
-        both.engine.generate(mine, SAMPLED, 0)
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+    return refusal(both, 0, mine)
 
 
-def refusal(both: Both, version: int) -> str:
+def refusal(both: Both, version: int, asked: Sequence[GenerationRequest] = ()) -> str:
     """The error of generating for a trainer of ``version``."""
     try:
-        both.engine.generate(requests()[:1], SAMPLED, version)
+        both.engine.generate(asked or requests()[:1], SAMPLED, version)
     except RuntimeError as error:
         return str(error)
     return "no error"
