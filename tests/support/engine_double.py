@@ -117,6 +117,7 @@ class EngineDouble(VllmEngine):
 
     Attributes:
         toy: its LLM.
+        arguments: what ``vllm.LLM`` would be built with.
         finish_reasons: by sample id, where not ``"stop"``.
     """
 
@@ -132,7 +133,8 @@ class EngineDouble(VllmEngine):
     def _backend(self, *about: Any) -> ToyBackend:
         return ToyBackend()
 
-    def _build(self, model_dir: str, settings: dict[str, Any]) -> ToyLLM:
+    def _build(self, model_dir: str, arguments: dict[str, Any]) -> ToyLLM:
+        self.arguments = arguments
         shapes = dict(self._layout.local_shapes(0))
         if self._missing:
             del shapes[self._missing]
