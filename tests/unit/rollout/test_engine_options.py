@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import fnmatch
 import importlib.util
 import re
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.ascend_api.sources import Sources
 from support.engine_double import EngineDouble
 
 from mindspeed_rl.config import RLRunConfig, ScoreRunConfig
@@ -56,12 +56,10 @@ def test_reserved_options_are_those_of_the_installed_vllm() -> None:
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.submodule_search_locations is not None
     (folder,) = spec.submodule_search_locations
-    nodes = ast.parse((Path(folder) / "engine" / "arg_utils.py").read_text()).body
-    (body,) = (n.body for n in nodes if isinstance(n, ast.ClassDef) and n.name == "EngineArgs")
-    fields = [ast.unparse(n.target) for n in body if isinstance(n, ast.AnnAssign)]
-    assert len(fields) > 200
+    found = Sources(Path(folder).parent, "vllm").symbol("vllm.engine.arg_utils", "EngineArgs")
+    assert found is not None and len(found.members) > 200
     for pattern in " ".join(RESERVED.values()).split():
-        assert pattern == "chat_template" or fnmatch.filter(fields, pattern), pattern
+        assert pattern == "chat_template" or fnmatch.filter(found.members, pattern), pattern
 
 
 def test_every_option_that_the_engine_wrapper_sets_is_reserved() -> None:
