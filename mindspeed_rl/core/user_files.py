@@ -8,7 +8,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -71,8 +71,8 @@ def _bound_names(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
-def load_from_file(path: Path, name: str, where: str) -> object:
-    """Return what the file ``path`` calls ``name``.
+def load_from_file(path: Path, name: str, where: str) -> Callable[..., object]:
+    """Return the function or class that the file ``path`` calls ``name``.
 
     The file is executed once per process. Its folder is appended to ``sys.path``, so that it may
     import its neighbours.
@@ -83,16 +83,19 @@ def load_from_file(path: Path, name: str, where: str) -> object:
         where: Flag and value, for messages.
 
     Raises:
-        UsageError: no such file or name, or the file fails to import.
+        UsageError: no such file or name, something that cannot be called, or the file fails to
+            import.
     """
     check_python_file(path, where)
     module = _load(path.resolve(), where)
-    value = getattr(module, name, None)
+    value: object = getattr(module, name, None)
     if value is None:
         found = [key for key, own in vars(module).items() if _is_own(own, module)]
         raise UsageError(
             f"{where}: the file defines no {name!r}; its functions: {', '.join(found) or 'none'}"
         )
+    if not callable(value):
+        raise UsageError(f"{where}: is a {type(value).__name__}, must be a function or class")
     return value
 
 

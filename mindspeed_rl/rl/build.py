@@ -200,8 +200,9 @@ def _environments(
     flags = job.config.environment
     if not flags.rl_environment:
         return None
-    runner: EnvironmentRunner = LocalRunner(resolve_environment(flags.rl_environment), tokenizer)
+    factory = resolve_environment(flags.rl_environment)
     leads = job.plan.engine.tp_rank(job.world.rank) == 0
+    runner: EnvironmentRunner = LocalRunner(factory, tokenizer)
     if leads and flags.rl_environment_ray_workers:
         runner = RayRunner(flags.rl_environment, tokenizer, flags.rl_environment_ray_workers)
     return Environments(

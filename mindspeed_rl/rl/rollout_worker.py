@@ -17,7 +17,7 @@ from mindspeed_rl.rl.multi_turn import Environments, run_conversations
 from mindspeed_rl.rl.scoring import RewardFunctions, Scorer
 from mindspeed_rl.rollout.engine import InferenceEngine
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, request_seed
-from mindspeed_rl.rollout.stats import record_history, step_metrics, take_stats
+from mindspeed_rl.rollout.stats import StepStats, record_history, step_metrics
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.lengths import LengthHistory
@@ -111,14 +111,13 @@ class RolloutWorker:
             phase: Names the parts of the pass for timer and watchdog.
             judge: Returns :data:`NUM_JUDGEMENTS` numbers about a sample, which all ranks get.
         """
-        take_stats(self.engine)
+        stats = self.engine.stats = StepStats()
         with self.rewards.scorer() as scorer:
             with phase("generate"):
                 if self.environments is None:
                     own, metrics = self.generate(request, scorer), MetricSet()
                 else:
                     own, metrics = [], self._converse(self.environments, request, scorer)
-            stats = take_stats(self.engine)
             if self.history_folder is not None:
                 record_history(self.history_folder, stats, self.assignment.engine.dp)
             with phase("reward"):

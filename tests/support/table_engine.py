@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.rollout.engine import EngineState, InferenceEngine, OnStep
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
-from mindspeed_rl.rollout.step_loop import StepStats
+from mindspeed_rl.rollout.stats import StepStats
 from mindspeed_rl.weights.traffic import SyncTraffic
 from mindspeed_rl.weights.verify import Difference
 

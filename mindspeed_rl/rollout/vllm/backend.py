@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mindspeed_rl.rollout.step_loop import RankAgreement
+from mindspeed_rl.rollout.vllm.patches.step_sync import StepSync
 
 
 class DerivedWeights(Protocol):
@@ -87,11 +87,7 @@ class Backend(Protocol):
         """
         ...
 
-    def cache_settings(self, kv_cache_bytes: int, dtype: str) -> dict[str, Any]:
-        """Return the size of the key/value cache as an argument of ``vllm.LLM``."""
-        ...
-
-    def prepare(self) -> RankAgreement | None:
+    def prepare(self) -> StepSync | None:
         """Patch vLLM before the engine is built. Collective: the world.
 
         Returns:

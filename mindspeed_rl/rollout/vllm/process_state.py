@@ -33,8 +33,8 @@ def preserved_rng(platform: Platform) -> Iterator[None]:
 
 
 @contextmanager
-def preserved_environment(keep_prefix: str) -> Iterator[None]:
-    """Restore environment variables afterwards, except those that start with ``keep_prefix``.
+def preserved_environment() -> Iterator[None]:
+    """Restore environment variables afterwards, except vLLM's own.
 
     Otherwise ``LOCAL_WORLD_SIZE`` would become the engine's size, and every child process would
     inherit ``LD_PRELOAD``.
@@ -43,10 +43,7 @@ def preserved_environment(keep_prefix: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in set(os.environ) | set(before):
-            if name.startswith(keep_prefix):
-                continue
-            if name in before:
-                os.environ[name] = before[name]
-            else:
+        for name in set(os.environ) - set(before):
+            if not name.startswith("VLLM_"):
                 del os.environ[name]
+        os.environ |= {n: value for n, value in before.items() if not n.startswith("VLLM_")}

@@ -137,7 +137,7 @@ def test_a_logger_of_ones_own_that_cannot_log_is_told_when_it_is_made(
     (tmp_path / "broken_logger.py").write_text(text)
     config = TrackerConfig(tracker=(name,))
     check_trackers(config)
-    with pytest.raises(UsageError, match=rf"--tracker {name}: .*(import|function init)"):
+    with pytest.raises(UsageError, match=rf"--tracker {name}: .*(import|function (init|or))"):
         make_trackers(config, tmp_path, {})
 
 
