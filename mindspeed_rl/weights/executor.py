@@ -160,7 +160,10 @@ class Resharder:
             self._compare_plans()
         transport, copied_bytes = self._transport, 0
         sent_bytes, received_bytes = transport.sent_bytes, transport.received_bytes
-        staging = [self._new_staging() for _ in range(self._num_slots)]
+        staging = [
+            torch.empty(self._slot_bytes(), dtype=torch.uint8, device=transport.device)
+            for _ in range(self._num_slots)
+        ]
         on_the_way: Exchange | None = None
         for i, part in enumerate(self.rounds):
             dtype = wire_dtype(part.dtype, self._dtype)
@@ -195,9 +198,6 @@ class Resharder:
             ),
             default=0,
         )
-
-    def _new_staging(self) -> torch.Tensor:
-        return torch.empty(self._slot_bytes(), dtype=torch.uint8, device=self._transport.device)
 
     def _compare_plans(self) -> None:
         """Check once that all ranks have the same plan, with 32 bytes from each rank.

@@ -29,7 +29,6 @@ class RankTraffic:
         inter_node_receive_bytes: The part of ``receive_bytes`` that comes from other nodes.
         inter_node_send_bytes: The part of ``send_bytes`` that goes to other nodes.
         num_senders: Number of ranks that it receives from.
-        num_receivers: Number of ranks that it sends to.
     """
 
     rank: int
@@ -39,7 +38,6 @@ class RankTraffic:
     inter_node_receive_bytes: int
     inter_node_send_bytes: int
     num_senders: int
-    num_receivers: int
 
 
 def rank_traffic(plan: ReshardPlan, bytes_of: ElementBytes, ranks_per_node: int) -> RankTraffic:
@@ -59,7 +57,6 @@ def rank_traffic(plan: ReshardPlan, bytes_of: ElementBytes, ranks_per_node: int)
         ),
         inter_node_send_bytes=size(t for t in plan.sends if t.dst_rank // ranks_per_node != node),
         num_senders=len({t.src_rank for t in plan.receives}),
-        num_receivers=len({t.dst_rank for t in plan.sends}),
     )
 
 

@@ -45,9 +45,10 @@ def test_every_case_equals_transformers(
     assert world.cases
     for name, case in world.cases.items():
         key = ("tied" if "tied" in name else "tiny", 0.7 if "cold" in name else 1.0)
+        expected = reference.of[key]
         limit = TOLERANCE_BF16 if "bf16" in name else tolerance_of(layout)
-        assert largest_difference(case.logprobs, reference.logprobs[key]) <= limit, name
-        assert largest_difference(case.entropies, reference.entropies[key]) <= limit, name
+        assert largest_difference(case.logprobs, expected.logprobs) <= limit, name
+        assert largest_difference(case.entropies, expected.entropies) <= limit, name
 
 
 @pytest.mark.parametrize("layout", LAYOUT_PARAMETERS)
@@ -61,9 +62,9 @@ def test_pass_without_gradients_gives_the_same_bits(
 
 def test_temperature_and_tied_embeddings_matter(reference: Reference) -> None:
     """Else the comparisons above could not tell the variants apart."""
-    base = reference.logprobs["tiny", 1.0]
-    assert largest_difference(base, reference.logprobs["tiny", 0.7]) > 0.1
-    assert largest_difference(base, reference.logprobs["tied", 1.0]) > 0.1
+    base = reference.of["tiny", 1.0].logprobs
+    for other in (("tiny", 0.7), ("tied", 1.0)):
+        assert largest_difference(base, reference.of[other].logprobs) > 0.1
 
 
 # --- selected_logprobs alone: 2 x 160 rows hold 307 ids; of 2 x 128 rows with 100 ids the second

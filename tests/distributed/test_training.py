@@ -52,9 +52,9 @@ def test_reference_gradient_is_that_of_transformers(
     trained: Callable[[str], WorldResult], reference: Reference
 ) -> None:
     """One rank, one micro-batch, against autograd in fp64; measured: 1.9e-6."""
-    case = trained("tp1").cases["sft-reference"]
-    assert worst(relative_errors(case.gradients, reference.sft_gradients))[0] <= 1e-5
-    assert case.metrics["loss"] == pytest.approx(reference.sft_loss, rel=1e-6)
+    case, expected = trained("tp1").cases["sft-reference"], reference.of["tiny", 1.0]
+    assert worst(relative_errors(case.gradients, expected.gradients))[0] <= 1e-5
+    assert case.metrics["loss"] == pytest.approx(expected.loss, rel=1e-6)
 
 
 def test_reference_exercises_every_branch(trained: Callable[[str], WorldResult]) -> None:
