@@ -1,4 +1,4 @@
-"""Bytes that a rank moves in a weight sync: those of its plan, and those that it moved."""
+"""Bytes that a rank moves in a weight sync, counted in its plan."""
 
 from __future__ import annotations
 
@@ -39,6 +39,11 @@ class RankTraffic:
     inter_node_send_bytes: int
     num_senders: int
 
+    @property
+    def written_bytes(self) -> int:
+        """All bytes that arrive; with a relay also those that are forwarded."""
+        return self.receive_bytes + self.copy_bytes
+
 
 def rank_traffic(plan: ReshardPlan, bytes_of: ElementBytes, ranks_per_node: int) -> RankTraffic:
     """Count the traffic of one rank's plan. Local and pure."""
@@ -58,23 +63,3 @@ def rank_traffic(plan: ReshardPlan, bytes_of: ElementBytes, ranks_per_node: int)
         inter_node_send_bytes=size(t for t in plan.sends if t.dst_rank // ranks_per_node != node),
         num_senders=len({t.src_rank for t in plan.receives}),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class SyncTraffic:
-    """The bytes that one rank moved in one sync, counted by the code that moved them.
-
-    Attributes:
-        received_bytes: Bytes from other ranks.
-        sent_bytes: Bytes to other ranks.
-        copied_bytes: Bytes from the rank's own trainer parameters.
-    """
-
-    received_bytes: int
-    sent_bytes: int
-    copied_bytes: int
-
-    @property
-    def written_bytes(self) -> int:
-        """All bytes that arrived; with a relay also those that were forwarded."""
-        return self.received_bytes + self.copied_bytes
