@@ -160,10 +160,9 @@ class Resharder:
         """
         if not self._compared:
             self._compare_plans()
-        staging = [
-            torch.empty(self._slot_bytes(), dtype=torch.uint8, device=self._transport.device)
-            for _ in range(self._num_slots)
-        ]
+        size, device = self._staging_bytes(), self._transport.device
+        slots = min(ROUNDS_IN_FLIGHT, len(self.rounds))
+        staging = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(slots)]
         on_the_way: Exchange | None = None
         for i, part in enumerate(self.rounds):
             dtype = wire_dtype(part.dtype, self._dtype)
@@ -176,15 +175,8 @@ class Resharder:
         if on_the_way is not None:
             on_the_way.finish(after_round)
 
-    def staging_bytes(self) -> int:
-        """Return the bytes that :meth:`run` allocates besides the parameters."""
-        return self._slot_bytes() * self._num_slots
-
-    @property
-    def _num_slots(self) -> int:
-        return min(ROUNDS_IN_FLIGHT, len(self.rounds))
-
-    def _slot_bytes(self) -> int:
+    def _staging_bytes(self) -> int:
+        """Return the bytes that the messages of the largest exchange need."""
         return max(
             (
                 hop.staging_bytes(wire_dtype(part.dtype, self._dtype).itemsize)

@@ -171,7 +171,7 @@ def test_layouts_of_different_models_are_refused() -> None:
 
 @pytest.mark.parametrize("case", [TIED, MOE, LATENT], ids=["dense", "sliced", "whole"])
 def test_a_stream_delivers_every_tensor_of_the_checkpoint(case: Case) -> None:
-    """Whole, to all ranks, staged within the bucket."""
+    """Whole, to all ranks."""
     bucket_bytes = 5 << 10
     hf = hf_arrays(case)
     source, _ = layouts_of(case)
@@ -189,7 +189,6 @@ def test_a_stream_delivers_every_tensor_of_the_checkpoint(case: Case) -> None:
         delivered: dict[str, torch.Tensor] = {}
         stream.run(tensors(megatron_params(case, hf, rank)), delivered.__setitem__)
         assert stream.resharder.schedule.num_rounds > 3
-        assert 0 < stream.resharder.staging_bytes() <= bucket_bytes
         assert delivered.keys() == hf.keys()
         for name, tensor in delivered.items():
             np.testing.assert_array_equal(tensor.numpy(), hf[name], name)
