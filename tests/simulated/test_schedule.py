@@ -15,7 +15,6 @@ from support.layout_cases import (
     LATENT,
     MOE,
     REDUNDANT,
-    TIED,
     cases,
     layouts_of,
 )
@@ -58,26 +57,6 @@ def test_no_rank_stages_more_than_the_budget(case: Case, relay: bool) -> None:
         bucket_bytes = int(room * smallest_round(case, source, target, relay))
         schedule = schedule_of(case, source, target, bucket_bytes, relay)
         assert staged_bytes(schedule, case, relay).max() <= bucket_bytes
-
-
-@given(cases())
-@settings(max_examples=40, deadline=None)
-@example(GQA)
-@example(MOE)
-@example(LATENT)
-@example(TIED)
-@example(REDUNDANT)
-def test_tensors_of_one_class_are_placed_alike(case: Case) -> None:
-    """What a unit costs is measured once for all units of its class."""
-    for layout in layouts_of(case):
-        placed: dict[object, object] = {}
-        for unit in layout.units():
-            key = layout.placement_key(unit.names[0]), len(unit.names)
-            where = [
-                [(s.piece.hf_box, s.owner_ranks, s.is_replica) for s in layout.shards(name)]
-                for name in unit.names
-            ]
-            assert placed.setdefault(key, where) == where, unit.key
 
 
 def test_a_large_bucket_makes_one_round() -> None:
