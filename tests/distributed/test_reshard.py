@@ -63,10 +63,9 @@ class ReshardFacts:
     diverged: list[str]
 
 
-def reshard_world(world: World, models: Mapping[str, str], export: str) -> dict[str, ReshardFacts]:
-    """Reshard both models to every engine size, then export the first, doubled."""
+def reshard_world(world: World, models: Mapping[str, str]) -> dict[str, ReshardFacts]:
+    """Reshard both models to every engine size."""
     from mindspeed_rl.rl.build_models import build_engine
-    from mindspeed_rl.trainer.export import export_policy
 
     reports: dict[str, ReshardFacts] = {}
     for model, folder in models.items():
@@ -80,11 +79,6 @@ def reshard_world(world: World, models: Mapping[str, str], export: str) -> dict[
                 reports[name] = reshard_and_prove(
                     Reshard(job, engine.named_parameters(), folder, dtype)
                 )
-        if model == "tiny":
-            with torch.no_grad():
-                for parameter in engine.named_parameters().values():
-                    parameter *= 2.0
-            export_policy(job, engine, export, 1)
     return reports
 
 
@@ -201,12 +195,11 @@ def flipped_bit(tensor: torch.Tensor | None) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def resharded(
     tiny_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[dict[str, ReshardFacts]], Path]:
-    """Reports of all ranks, and the directory of the export."""
+) -> list[dict[str, ReshardFacts]]:
+    """Reports of all ranks."""
     folder = tmp_path_factory.mktemp("reshard")
     models = {"tiny": str(tiny_model), "tied": str(tied_model)}
-    export = folder / "exported"
-    return run_ranks(reshard_world, 4, work_dir=folder, args=(models, str(export))), export
+    return run_ranks(reshard_world, 4, work_dir=folder, args=(models,))
 
 
 NAMES = [f"{m}-tp{n}-{d}" for m in ("tiny", "tied") for n in ENGINE_SIZES
@@ -215,9 +208,9 @@ NAMES = [f"{m}-tp{n}-{d}" for m in ("tiny", "tied") for n in ENGINE_SIZES
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_engine_rank_holds_the_bits_of_the_oracle(
-    name: str, resharded: tuple[list[dict[str, ReshardFacts]], Path]
+    name: str, resharded: list[dict[str, ReshardFacts]]
 ) -> None:
-    for report in (rank[name] for rank in resharded[0]):
+    for report in (rank[name] for rank in resharded):
         assert report.wrong == []
         assert report.proof == []
         assert report.num_rounds > 3, "the bucket must force several rounds"
@@ -225,10 +218,10 @@ def test_every_engine_rank_holds_the_bits_of_the_oracle(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_proof_names_the_tensor_of_a_flipped_bit(
-    name: str, resharded: tuple[list[dict[str, ReshardFacts]], Path]
+    name: str, resharded: list[dict[str, ReshardFacts]]
 ) -> None:
     """One bit, on one rank of one side; every rank is told."""
-    for report in (rank[name] for rank in resharded[0]):
+    for report in (rank[name] for rank in resharded):
         tensor, where = report.engine_flip
         size = ENGINE_SIZES[NAMES.index(name) // 2 % len(ENGINE_SIZES)]
         column = 256 - 128 // size  # the middle of the last of so many shares of 256
@@ -237,22 +230,3 @@ def test_proof_names_the_tensor_of_a_flipped_bit(
         assert report.trainer_flip == [FLIPPED_TRAINER]
         tensor, where = report.diverged
         assert tensor == DIVERGED and where.startswith(f"{DIVERGED}[64] on rank ")
-
-
-def test_export_loads_in_transformers(
-    resharded: tuple[list[dict[str, ReshardFacts]], Path], tiny_model: Path
-) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = resharded[1]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    found = {name: p.detach() for name, p in model.named_parameters()}
-    expected = load_file(tiny_model / "model.safetensors")
-    assert found.keys() == expected.keys()
-    for name, weight in expected.items():
-        assert found[name].dtype is torch.float32
-        assert torch.equal(found[name], 2.0 * weight), name
-    text = "12 + 30 = "
-    ours, theirs = (AutoTokenizer.from_pretrained(f)(text) for f in (folder, tiny_model))
-    assert ours["input_ids"] == theirs["input_ids"]
-    assert not list(folder.parent.glob(".exported*")), "leftovers of the export"
