@@ -12,39 +12,40 @@ from support.spawn import run_ranks
 
 if TYPE_CHECKING:
     from support.family_models import FamilyReference
-    from support.training_worlds import Reference, WorldResult
+    from support.training_worlds import WorldResult
 
 
 @pytest.fixture(scope="session")
-def reference(tiny_model: Path, tied_model: Path) -> Reference:
-    """Log-probs, entropies and gradients of transformers' Qwen2, sample by sample, unpadded."""
+def reference(tiny_model: Path, tied_model: Path) -> dict[tuple[str, float], FamilyReference]:
+    """Log-probs, entropies and gradients of transformers' Qwen2, by (model, temperature)."""
     from support.family_models import family_reference
-    from support.training_worlds import Reference, make_samples, with_logprobs
+    from support.training_worlds import make_samples
 
     samples = make_samples(307)
-    found = {
+    return {
         (name, temperature): family_reference(folder, samples, temperature)
         for name, folder in (("tiny", tiny_model), ("tied", tied_model))
         for temperature in (1.0, 0.7)
     }
-    return Reference(with_logprobs(samples, found["tiny", 1.0].logprobs), found)
 
 
 @pytest.fixture(scope="session")
 def trained(
-    reference: Reference,
+    reference: dict[tuple[str, float], FamilyReference],
     tiny_model: Path,
     tied_model: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], WorldResult]:
     """Layout name of ``layouts.LAYOUTS`` -> its results; every layout runs once per session."""
     from support.training_layouts import LAYOUTS, cases_of
-    from support.training_worlds import train_world
+    from support.training_worlds import make_samples, train_world, with_logprobs
+
+    samples = with_logprobs(make_samples(307), reference["tiny", 1.0].logprobs)
 
     @cache
     def run(name: str) -> WorldResult:
         layout = LAYOUTS[name]
-        args = (layout.flags, cases_of(name, str(tied_model)), str(tiny_model), reference.samples)
+        args = (layout.flags, cases_of(name, str(tied_model)), str(tiny_model), samples)
         folder = tmp_path_factory.mktemp(name)
         results = run_ranks(train_world, layout.num_ranks, work_dir=folder, args=args)
         result: WorldResult = results[0]

@@ -17,7 +17,8 @@ from mindspeed_rl.trainer.logprobs import selected_logprobs
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from support.training_worlds import Reference, WorldResult
+    from support.family_models import FamilyReference
+    from support.training_worlds import WorldResult
 
 pytestmark = pytest.mark.distributed
 
@@ -35,13 +36,15 @@ def largest_difference(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("layout", LAYOUT_PARAMETERS)
 def test_every_case_equals_transformers(
-    layout: str, trained: Callable[[str], WorldResult], reference: Reference
+    layout: str,
+    trained: Callable[[str], WorldResult],
+    reference: dict[tuple[str, float], FamilyReference],
 ) -> None:
     world = trained(layout)
     assert world.cases
     for name, case in world.cases.items():
         key = ("tied" if "tied" in name else "tiny", 0.7 if "cold" in name else 1.0)
-        expected = reference.of[key]
+        expected = reference[key]
         limit = TOLERANCE_BF16 if "bf16" in name else TOLERANCE
         assert largest_difference(case.logprobs, expected.logprobs) <= limit, name
         assert largest_difference(case.entropies, expected.entropies) <= limit, name
@@ -56,11 +59,13 @@ def test_pass_without_gradients_gives_the_same_bits(
         assert largest_difference(case.logprobs, case.annotated) == 0.0, name
 
 
-def test_temperature_and_tied_embeddings_matter(reference: Reference) -> None:
+def test_temperature_and_tied_embeddings_matter(
+    reference: dict[tuple[str, float], FamilyReference],
+) -> None:
     """Else the comparisons above could not tell the variants apart."""
-    base = reference.of["tiny", 1.0].logprobs
+    base = reference["tiny", 1.0].logprobs
     for other in (("tiny", 0.7), ("tied", 1.0)):
-        assert largest_difference(base, reference.of[other].logprobs) > 0.1
+        assert largest_difference(base, reference[other].logprobs) > 0.1
 
 
 # --- selected_logprobs alone: 2 x 160 rows hold 307 ids; of 2 x 128 rows with 100 ids the second

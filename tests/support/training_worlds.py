@@ -36,8 +36,6 @@ from mindspeed_rl.weights.stream import TensorStream
 from mindspeed_rl.weights.transports import AllToAllTransport
 
 if TYPE_CHECKING:
-    from support.family_models import FamilyReference
-
     from mindspeed_rl.samples.packing import MicroBatch
     from mindspeed_rl.trainer.train_engine import TrainEngine
 
@@ -98,19 +96,6 @@ class WorldResult:
     unshimmed_modules: list[str]
     num_megatron_modules: int
     cuda_available: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """What transformers says about the samples.
-
-    Attributes:
-        samples: the samples with behaviour log-probs.
-        of: what it says, by (model, temperature).
-    """
-
-    samples: list[TrainSample]
-    of: dict[tuple[str, float], FamilyReference]
 
 
 def make_samples(vocab_size: int, seed: int = 0) -> list[TrainSample]:
