@@ -129,7 +129,6 @@ def load_source(job: SftJob) -> SampleSource:
         seq_length=config.train.seq_length,
         num_samples=config.train.train_iters * config.train.global_batch_size,
         vocab_size=job.plan.spec.vocab_size,
-        local_rank=job.world.local_rank,
     )
 
 

@@ -134,7 +134,7 @@ class TablePolicy:
     def _loss_inputs(self, micro: MicroBatch) -> Any:
         logprobs = self._logprobs(micro)
         entropy = torch.zeros_like(logprobs)
-        return policy_inputs(micro, logprobs, entropy, self.all_reduce_cp)
+        return policy_inputs(micro, (logprobs, entropy), self.all_reduce_cp)
 
     def all_reduce_cp(self, values: torch.Tensor) -> torch.Tensor:
         """One rank."""
@@ -161,7 +161,7 @@ class TableCritic(TablePolicy):
         return self.logprobs(batches)
 
     def _loss_inputs(self, micro: MicroBatch) -> Any:
-        return value_inputs(micro, self._logprobs(micro), self.all_reduce_cp)
+        return value_inputs(micro, (self._logprobs(micro),), self.all_reduce_cp)
 
 
 class TableScorer(TablePolicy):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mindspeed_rl.core.errors import UsageError
@@ -56,8 +56,7 @@ class CheckpointLayout(MegatronLayout):
 
     def places(self, row: WeightRow, layer: int, expert: int) -> Iterator[RowPlacement]:
         for place in super().places(row, layer, expert):
-            is_replica = place.is_replica or _repeats_embedding(row)
-            yield RowPlacement(place.row, place.param, place.shares, is_replica)
+            yield replace(place, is_replica=place.is_replica or _repeats_embedding(row))
 
     # --- files ---
 

@@ -103,14 +103,14 @@ class MegatronLayout(TableLayout):
                 )
                 for etp in range(parallel.etp)
             )
-            yield RowPlacement(row, expert_name(name, local), shares)
+            yield RowPlacement(expert_name(name, local), shares)
             return
         multiple = self.vocab_multiple if row.stage in ("first", "last") else 1
         shares = tuple(
             Placed(Share(tp, parallel.tp, multiple=multiple), parallel.replicas(tp, place.stage))
             for tp in range(parallel.tp)
         )
-        yield RowPlacement(row, name, shares, is_replica=self._is_tied(row))
+        yield RowPlacement(name, shares, is_replica=self._is_tied(row))
 
     def held_by(self, rank: int) -> Iterator[tuple[WeightRow, int, int]]:
         parallel, stages = self.parallel, self.parallel.stages

@@ -140,7 +140,7 @@ def test_traffic_of_all_ranks_is_consistent(relay: bool) -> None:
     for plan, whole, rounds in zip(plans, traffic, parts, strict=True):
         assert sum(rounds.receive_bytes) == whole.receive_bytes
         assert sum(rounds.send_bytes) == whole.send_bytes
-        assert rounds.peak_bytes <= schedule.staging_bytes <= 2**28
+        assert rounds.peak_bytes <= 2**28
         assert whole.num_senders <= rounds.num_messages
         needed = (s.piece.hf_box.num_elements for s in pieces_of(target, plan.rank))
         assert whole.receive_bytes + whole.copy_bytes == 2 * sum(needed)
