@@ -37,11 +37,6 @@ class Patch:
     versions: str
     remove_when: str
 
-    def __post_init__(self) -> None:
-        for name in ("why", "upstream", "versions", "remove_when"):
-            if not getattr(self, name).strip():
-                raise ValueError(f"patch {self.target} must say {name}")
-
 
 def _resolve(target: str) -> tuple[Any, str, Any]:
     module_name, _, path = target.partition(":")

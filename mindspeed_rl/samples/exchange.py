@@ -113,18 +113,18 @@ class Redistribution:
             RuntimeError: A sample is missing, or differs in length from the sample table.
         """
         arrived = self._arrived[column.name]
-        here = [self._samples[item] for item in items if item not in arrived]
-        found = self._cache.find_all(column, [(s.key, s.weights_version) for s in here])
-        for sample, part in zip(here, found, strict=True):
+        parts = []
+        for item in items:
+            part, sample = arrived.get(item), self._samples[item]
+            if part is None:
+                part = self._cache.find(column, sample.key, sample.weights_version)
             if part.num_tokens != sample.num_tokens:
                 raise RuntimeError(
                     f"{column.name!r} of sample {sample.key.number} of step {sample.key.step} has "
                     f"{part.num_tokens} tokens; the table says {sample.num_tokens}"
                 )
-        if len(found) == len(items):
-            return found
-        of_cache = iter(found)
-        return [arrived[item] if item in arrived else next(of_cache) for item in items]
+            parts.append(part)
+        return parts
 
     def _sizes(self, hop: Hop, items: Mapping[int, Sequence[int]]) -> list[int]:
         """Return the words of each peer's message."""

@@ -24,14 +24,6 @@ layouts = st.builds(
 
 @given(layouts)
 @settings(deadline=None)
-def test_coords_and_rank_are_inverse(layout: ParallelLayout) -> None:
-    everything = [layout.coords(rank) for rank in range(layout.world)]
-    assert len(set(everything)) == layout.world
-    assert [layout.rank(coords) for coords in everything] == list(range(layout.world))
-
-
-@given(layouts)
-@settings(deadline=None)
 def test_replicas_hold_the_same_parameters(layout: ParallelLayout) -> None:
     """All of (cp, dp) at one (tp, pp), and nobody else."""
     for tp in range(layout.tp):
@@ -131,13 +123,6 @@ def test_impossible_grids_are_refused(sizes: dict[str, int], message: str) -> No
         ParallelLayout.build(
             world=sizes.pop("world"), stages=even_stages(4, sizes.pop("pp", 1)), **sizes
         )
-
-
-@pytest.mark.parametrize("rank", [-1, 4])
-def test_ranks_outside_the_world_are_refused(rank: int) -> None:
-    layout = ParallelLayout.build(world=4, stages=even_stages(1))
-    with pytest.raises(IndexError, match=f"rank {rank} is not in a world of 4"):
-        layout.coords(rank)
 
 
 @given(st.integers(1, 4), st.integers(1, 5))

@@ -58,12 +58,6 @@ def patch_of(module: ModuleType, path: str, *parameters: str) -> Patch:
     )
 
 
-@pytest.mark.parametrize("field", ["why", "upstream", "versions", "remove_when"])
-def test_a_patch_says_why_it_exists_and_when_it_may_go(field: str) -> None:
-    with pytest.raises(ValueError, match=f"must say {field}"):
-        replace(patch_of(sys, "exit", "status"), **{field: " "})
-
-
 def test_a_function_is_replaced_once(victim: ModuleType) -> None:
     patch = patch_of(victim, "double", "x", "scale")
     apply_patch(patch)

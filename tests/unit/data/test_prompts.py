@@ -11,7 +11,7 @@ from make_task_data import generate_task, write_jsonl
 from make_tiny_model import build_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from mindspeed_rl.data import load_prompts
+from mindspeed_rl.data.prompts import load_prompts
 
 USER, ASSISTANT, SYSTEM = 2, 3, 4
 VOCAB_SIZE = 261
@@ -97,13 +97,6 @@ def test_template_does_not_add_special_tokens_twice(load):
     (seven,) = tokenizer.convert_tokens_to_ids(["7"])
     assert load(rows, tokenizer)[0].token_ids == (USER, seven, ASSISTANT)
     assert load(rows, tokenizer, apply_chat_template=False)[0].token_ids == (0, seven)
-
-
-def test_chat_template_kwargs_reach_the_template(load):
-    tokenizer = build_tokenizer(["a"], VOCAB_SIZE)
-    tokenizer.chat_template = "{{ messages[0]['content'] }}{{ '!' if thinking else '?' }}"
-    dataset = load([row("7")], tokenizer, chat_template_kwargs={"thinking": True})
-    assert tokenizer.decode(dataset[0].token_ids) == "7!"
 
 
 @pytest.mark.parametrize(("max_prompt_length", "kept"), [(5, ["123"]), (6, ["123", "1234"])])

@@ -13,7 +13,7 @@ from make_tiny_model import TinySizes, write_tiny_model
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.arguments import parse
-from mindspeed_rl.data import PromptSampler
+from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.pretrain import load_examples
 from mindspeed_rl.rl import checkpoints
 from mindspeed_rl.rl import resume as rl_resume
@@ -85,4 +85,4 @@ def test_changed_data_in_rl(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> N
         return
     state, report = rl_resume.start(run)
     assert report == (4, {}) and state.version == 2
-    assert not state.carried_groups and sampler.epoch == 1
+    assert not state.carried_groups and sampler.state_dict()["epoch"] == 1
