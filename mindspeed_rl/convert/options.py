@@ -121,8 +121,7 @@ class WorkFlags:
     @property
     def num_threads(self) -> int:
         """``--workers``, or what 0 stands for."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        return self.workers or min(_MOST_WORKERS, cores)
+        return self.workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True, slots=True)

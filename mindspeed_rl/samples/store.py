@@ -137,7 +137,7 @@ class SampleStore:
         size = self.samples_per_update
         lengths = [self.num_prompt_tokens(s) + s.num_tokens for s in samples]
         owner_ranks = self.owner_ranks(samples)
-        copies = copies_moved(owner_ranks, len(samples), self.parallel, self.stages)
+        copies = copies_moved(owner_ranks, self.parallel, self.stages)
         words_of = {n: num_words(self.columns, n) for n in {s.num_tokens for s in samples}}
         words = np.asarray([words_of[s.num_tokens] for s in samples], dtype=np.int64)
         moved_words = copies * words.reshape(-1, 1)

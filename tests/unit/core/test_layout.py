@@ -14,35 +14,6 @@ from mindspeed_rl.parallel.groups import rank_lists
 from mindspeed_rl.weights.layouts.base import merge_owner_ranks
 
 sizes = st.integers(1, 4)
-layouts = st.builds(
-    lambda tp, cp, dp, pp: ParallelLayout.build(
-        world=tp * cp * dp * pp, stages=even_stages(2 * pp, pp), tp=tp, cp=cp
-    ),
-    *[sizes] * 4,
-)
-
-
-@given(layouts)
-@settings(deadline=None)
-def test_replicas_hold_the_same_parameters(layout: ParallelLayout) -> None:
-    """All of (cp, dp) at one (tp, pp), and nobody else."""
-    for tp in range(layout.tp):
-        for pp in range(layout.pp):
-            same = [r for r in range(layout.world) if _place(layout.coords(r)) == (tp, pp)]
-            assert list(layout.replicas(tp, pp)) == same
-
-
-def _place(coords: Coords) -> tuple[int, int]:
-    return coords.tp, coords.pp
-
-
-@given(layouts)
-@settings(deadline=None)
-def test_groups_partition_the_world(layout: ParallelLayout) -> None:
-    for axis, groups in rank_lists(layout).items():
-        assert sorted(r for ranks in groups for r in ranks) == list(range(layout.world))
-        size = layout.expert_dp if axis == "edp" else getattr(layout, axis)
-        assert {len(ranks) for ranks in groups} == {size}
 
 
 def test_rank_order_is_megatrons_default() -> None:

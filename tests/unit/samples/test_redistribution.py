@@ -65,7 +65,7 @@ def test_the_first_leg_moves_one_copy_and_only_where_there_is_none(case: Case) -
 @settings(deadline=None, max_examples=100)
 def test_what_a_placement_is_chosen_by_is_what_moves(case: Case) -> None:
     """The copies of all samples at all data-parallel ranks, counted without a plan of hops."""
-    copies = copies_moved(case.owner_ranks, len(case.lengths), case.layout, case.stages)
+    copies = copies_moved(case.owner_ranks, case.layout, case.stages)
     expected = sum(int(copies[i, dp]) * case.words([i]) for i, dp in enumerate(case.destinations))
     assert sum(simulate(case).values()) == expected
 
