@@ -197,11 +197,8 @@ def test_a_head_of_its_own_beside_a_tied_config_is_refused(
     shutil.copytree(tied_model, folder)
     weights = load_file(folder / "model.safetensors")
     embedding = weights["model.embed_tokens.weight"]
-    for head, fits in ((embedding.clone(), True), (embedding + 1.0, False)):
-        save_file(weights | {"lm_head.weight": head}, folder / "model.safetensors")
-        files = weight_files(folder)
-        if fits:
-            check_tie("model", files, weights)
-            continue
-        with pytest.raises(ValueError, match="tie_word_embeddings"):
-            check_tie("model", files, weights)
+    save_file(weights | {"lm_head.weight": embedding.clone()}, folder / "model.safetensors")
+    check_tie("model", weight_files(folder), weights)
+    save_file(weights | {"lm_head.weight": embedding + 1.0}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        check_tie("model", weight_files(folder), weights)

@@ -203,8 +203,6 @@ def test_mtp_with_an_embedding_of_its_own_is_refused(model: Path, tmp_path: Path
         "--moe-tp-extend-ep --expert-tensor-parallel-size 4",
         "--qlora-nf4",
         "--schedules-method dualpipev",
-        "--workers -1",
-        "--max-shard-size-gb 0",
         "--save-dir MODEL",
         "--load-dir /nowhere",
         "--save-dir=",
