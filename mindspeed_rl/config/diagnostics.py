@@ -10,7 +10,7 @@ from typing import Any
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flag import flag
-from mindspeed_rl.core.user_files import check_python_file, check_python_name
+from mindspeed_rl.core.user_files import check_python_name
 
 PROFILE_FOLDER = "profile"
 _LEVELS = ("level0", "level1", "level2")
@@ -134,7 +134,6 @@ def check_trackers(config: TrackerConfig, installed: Mapping[str, bool] | None =
     """
     for tracker in config.trackers():
         if tracker.module.endswith(".py"):
-            check_python_file(Path(tracker.module), tracker.where)
             check_python_name(Path(tracker.module), "init", tracker.where)
             continue
         package = tracker.module.partition(".")[0]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mindspeed_rl.config.reward_spec import built_in, check_name
 from mindspeed_rl.core.flag import flag
-from mindspeed_rl.core.user_files import check_python_file, check_python_name
+from mindspeed_rl.core.user_files import check_python_name
 
 BUILT_IN_ENVIRONMENTS = built_in("environments")
 
@@ -56,7 +56,6 @@ def check_environment(flags: EnvironmentConfig, *, files: bool = True) -> None:
     path, separator, attribute = name.rpartition(":")
     where = f"--rl-environment {name}"
     if separator and files:
-        check_python_file(Path(path), where)
         check_python_name(Path(path), attribute, where)
     elif name and not separator:
         check_name("--rl-environment", name, BUILT_IN_ENVIRONMENTS)

@@ -14,7 +14,7 @@ from mindspeed_rl.config.reward_spec import (
 )
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flag import Needs, flag, flag_names
-from mindspeed_rl.core.user_files import check_python_file, check_python_name
+from mindspeed_rl.core.user_files import check_python_name
 
 REMOTE_BACKOFF_S = 0.2  # first pause before --reward-url is asked again; later ones double
 
@@ -220,6 +220,5 @@ def _check_functions(texts: tuple[str, ...], files: bool) -> set[str]:
             check_name("--reward-function", spec.name, BUILT_IN_REWARDS)
         elif files:
             where = f"--reward-function {spec.name}"
-            check_python_file(Path(spec.file), where)
             check_python_name(Path(spec.file), spec.label, where)
     return {spec.name for spec in specs}
