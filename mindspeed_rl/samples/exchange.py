@@ -42,8 +42,7 @@ class Redistribution:
         self.sent_bytes = 0
         #: For each column, the samples that have arrived.
         self._arrived: dict[str, dict[int, SamplePart]] = {column.name: {} for column in columns}
-        sizes = {n: num_words(columns, n) for n in {s.num_tokens for s in samples}}
-        self._num_words = [sizes[s.num_tokens] for s in samples]
+        self._num_words = sample_words(columns, samples)
 
     def run(self, group_of: Callable[[str], dist.ProcessGroup | None]) -> None:
         """Carry out all hops, each as one all-to-all-v. Collective: the groups of the hops.
@@ -131,6 +130,8 @@ class Redistribution:
         return [sum(self._num_words[i] for i in items.get(peer, ())) for peer in hop.peers]
 
 
-def num_words(columns: Sequence[Column], num_tokens: int) -> int:
-    """Return the 32-bit words that a sample has on the wire. Pure."""
-    return sum(column.num_words(num_tokens) for column in columns)
+def sample_words(columns: Sequence[Column], samples: Sequence[RolloutInfo]) -> list[int]:
+    """Return the 32-bit words that each sample has on the wire. Pure."""
+    lengths = {s.num_tokens for s in samples}
+    words = {length: sum(column.num_words(length) for column in columns) for length in lengths}
+    return [words[s.num_tokens] for s in samples]
