@@ -14,10 +14,13 @@ from mindspeed_rl.launch.job import Job
 from mindspeed_rl.planning.run_plan import RunPlan, check_pretrain
 
 if TYPE_CHECKING:
-    from mindspeed_rl.data.batches import SampleSource, StepSamples
+    from mindspeed_rl.data.batches import StepSamples, SupervisedSamples
     from mindspeed_rl.data.supervised import SupervisedDataset
     from mindspeed_rl.metrics.timers import PhaseTimer
+    from mindspeed_rl.trainer.indexed_data import IndexedSamples
     from mindspeed_rl.trainer.train_engine import TrainEngine
+
+    SampleSource = SupervisedSamples | IndexedSamples
 
 SftJob = Job[PretrainRunConfig, RunPlan]
 

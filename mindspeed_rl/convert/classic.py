@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl.checkpoint.names import shortened
 from mindspeed_rl.checkpoint.resume import TRACKER
 from mindspeed_rl.config.layouts import layer_numbers, stage_layout
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
@@ -256,9 +257,9 @@ def _checked(files: _Files, layout: CheckpointLayout) -> dict[int, dict[str, Sto
         wanted = layout.local_shapes(rank)
         where = f"{files.folder / layout.folder_of(rank)}"
         if missing := sorted(wanted.keys() - found.keys()):
-            raise UsageError(f"{where}: {_some(missing)} missing, which config.json implies")
+            raise UsageError(f"{where}: {shortened(missing)} missing, which config.json implies")
         if unknown := sorted(found.keys() - wanted.keys()):
-            raise UsageError(f"{where}: {_some(unknown)} in it, which config.json does not imply")
+            raise UsageError(f"{where}: config.json does not imply {shortened(unknown)}")
         for name, shape in wanted.items():
             stored = layout.stored_shape(name, shape)
             if found[name].shape != stored:
@@ -272,10 +273,6 @@ def _checked(files: _Files, layout: CheckpointLayout) -> dict[int, dict[str, Sto
             f"{len(held)}; remove the files of other layouts"
         )
     return held
-
-
-def _some(names: list[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def plan_classic(request: Request) -> Target:

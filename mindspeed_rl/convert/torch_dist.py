@@ -30,10 +30,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mindspeed_rl.checkpoint.names import shortened
 from mindspeed_rl.checkpoint.resume import CONVERTED, RECORD, TRACKER, CheckpointRecord
 from mindspeed_rl.convert.format import Format, Request
 from mindspeed_rl.convert.source import Source, StoredTensor, TensorPart
-from mindspeed_rl.convert.target import OutputFile, OutputTensor, Target, params_of_rank
+from mindspeed_rl.convert.target import (
+    OutputFile,
+    OutputTensor,
+    Target,
+    in_files,
+    params_of_rank,
+)
 from mindspeed_rl.convert.torch_files import (
     read_torch_file,
     save_unfilled,
@@ -114,8 +121,8 @@ def open_distributed(folder: Path, spec: ModelSpec, extends_ep: bool) -> Source:
     )
     if lacking:
         raise UsageError(
-            f"{folder}: {lacking[0]} and {len(lacking) - 1} more keys are missing, which "
-            "config.json implies; give the config.json of this model (--hf-cfg-dir)"
+            f"{folder}: {shortened(lacking)} missing, which config.json implies; give the "
+            "config.json of this model (--hf-cfg-dir)"
         )
 
     places = _places(index)
@@ -298,16 +305,10 @@ def _describe(index: Metadata, chunk: _Chunk, count: tuple[int, ...]) -> None:
 
 def _files(chunks: Sequence[_Chunk], states: Sequence[str]) -> Iterator[_File]:
     """Yield files of about 4 GiB; the first one has the states."""
-    groups: list[list[_Chunk]] = [[]]
-    filled = 0
-    for chunk in chunks:
-        if groups[-1] and filled + chunk.tensor.num_bytes > _FILE_BYTES:
-            groups.append([])
-            filled = 0
-        groups[-1].append(chunk)
-        filled += chunk.tensor.num_bytes
-    for number, group in enumerate(groups):
-        yield _File(f"__{number}_0.distcp", tuple(group), () if number else tuple(states))
+    of_param = {chunk.tensor.name: chunk for chunk in chunks}
+    for number, tensors in enumerate(in_files([chunk.tensor for chunk in chunks], _FILE_BYTES)):
+        group = tuple(of_param[tensor.name] for tensor in tensors)
+        yield _File(f"__{number}_0.distcp", group, () if number else tuple(states))
 
 
 @dataclass(frozen=True, slots=True)

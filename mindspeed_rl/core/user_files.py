@@ -15,12 +15,7 @@ from types import ModuleType
 from mindspeed_rl.core.errors import UsageError
 
 
-def check_python_file(path: Path, where: str) -> None:
-    """Refuse a path that is no Python file; ``where`` is flag and value, for messages. Local.
-
-    Raises:
-        UsageError: The message names the absolute path.
-    """
+def _check_python_file(path: Path, where: str) -> None:
     if not path.is_file() or path.suffix != ".py":
         raise UsageError(
             f"{where}: no Python file at {str(path.absolute())!r}; "
@@ -29,15 +24,20 @@ def check_python_file(path: Path, where: str) -> None:
 
 
 def check_python_name(path: Path, name: str, where: str) -> None:
-    """Refuse what is no Python file, or binds ``name`` nowhere. Local; executes nothing.
+    """Refuse a path that is no Python file, or one that binds ``name`` nowhere; executes nothing.
 
     A file that may bind the name in a way that cannot be read (``import *``, ``globals()``,
     ``exec``) passes; its import decides.
 
+    Args:
+        path: Path of the file.
+        name: Name of a function or class.
+        where: Flag and value, for messages.
+
     Raises:
-        UsageError: The message names the path, the line, or the nearest names.
+        UsageError: The message names the absolute path, the line, or the nearest names.
     """
-    check_python_file(path, where)
+    _check_python_file(path, where)
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:
@@ -86,7 +86,7 @@ def load_from_file(path: Path, name: str, where: str) -> Callable[..., object]:
         UsageError: no such file or name, something that cannot be called, or the file fails to
             import.
     """
-    check_python_file(path, where)
+    _check_python_file(path, where)
     module = _load(path.resolve(), where)
     value: object = getattr(module, name, None)
     if value is None:

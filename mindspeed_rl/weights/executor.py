@@ -38,7 +38,7 @@ def wire_dtype(declared: str, default: torch.dtype) -> torch.dtype:
     return dtype
 
 
-@without_collection
+@without_collection()
 def split_rounds(
     plan: ReshardPlan, schedule: Schedule, source: ShardLayout, num_hops: int
 ) -> tuple[Round, ...]:

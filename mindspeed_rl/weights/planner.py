@@ -207,7 +207,7 @@ def _transfer(
     )
 
 
-@without_collection
+@without_collection()
 def plan_reshard(
     source: ShardLayout,
     target: ShardLayout,

@@ -94,7 +94,7 @@ class _Item:
         return self.cost.loads * (1 / self.parts + 1 / self.cost.narrowest)
 
 
-@without_collection
+@without_collection()
 def plan_schedule(
     source: ShardLayout,
     target: ShardLayout,

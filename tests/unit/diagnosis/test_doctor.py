@@ -58,7 +58,7 @@ def healthy(platform: str) -> Facts:
         cann="9.1.0",
         soc="a3",
         engine_soc="A3",
-        mindspeed_version=versions.mindspeed_branch(MATRIX).partition("_r")[2],
+        mindspeed_version=versions.mindspeed_branch().partition("_r")[2],
         shm_bytes=SHM,
     )
 
