@@ -19,10 +19,7 @@ def load_versions():
 
 
 versions = load_versions()
-matrix = versions.read_matrix()
-extras = {
-    name: versions.requirements(name, matrix) for name in ("cpu", "cuda", "npu", "ray", "dev")
-}
+minimum_python = versions.read_matrix()["python"]["minimum"]
 
 setup(
     name="mindspeed-rl-megatron",
@@ -33,7 +30,9 @@ setup(
     license="Apache-2.0",
     packages=find_packages(include=["mindspeed_rl", "mindspeed_rl.*"]),
     package_data={"mindspeed_rl": ["versions.cfg", "compat/foreign_flags.toml", "**/README.md"]},
-    python_requires=f">={matrix['python']['minimum']}",
-    install_requires=versions.requirements("core", matrix),
-    extras_require=extras,
+    python_requires=f">={minimum_python}",
+    install_requires=versions.requirements("core"),
+    extras_require={
+        name: versions.requirements(name) for name in ("cpu", "cuda", "npu", "ray", "dev")
+    },
 )

@@ -26,7 +26,7 @@ from mindspeed_rl.diagnosis.facts import gather, guess_platform
 from mindspeed_rl.diagnosis.packages import package_rows
 from mindspeed_rl.diagnosis.rows import DoctorRow, Status, lines, note, red, verdict
 from mindspeed_rl.launch import bootstrap
-from mindspeed_rl.planning.communicators import groups_of_run
+from mindspeed_rl.planning.communicators import RunGroups
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.planning.suggestions import plan_of
 
@@ -121,7 +121,7 @@ def layout_rows(
     if given not in (0, size):
         what = f"--rl-world-size {given}, and torchrun started {size} ranks: the run is refused"
         return plan, [red(_LAYOUT, what, "give the number of ranks, or leave the flag out")]
-    groups = groups_of_run(0, config, plan)
+    groups = RunGroups.of(config, plan).of_rank(0)
     size_mib = os.environ.get("HCCL_BUFFSIZE", "200")
     mib = 2 * (int(size_mib) if size_mib.isdecimal() else 200)  # another row reports a wrong value
     return plan, [
@@ -149,7 +149,7 @@ def collective_rows(
         import torch.distributed as dist
 
         from mindspeed_rl.launch.failure_store import connect
-        from mindspeed_rl.launch.preflight import Preflight, groups_to_check
+        from mindspeed_rl.launch.preflight import Preflight
         from mindspeed_rl.platforms.registry import select_platform
     except ImportError as error:
         return [red("collectives", f"not tried: {error}", "mend the rows of packages first")]
@@ -165,7 +165,8 @@ def collective_rows(
     except (RuntimeError, ValueError) as error:
         what = f"ranks do not meet: {str(error).partition(chr(10))[0]}"
         return [*found, red("collectives", what, _MEETING)]
-    groups = groups_to_check(config, plan, world.size)
+    everyone = {"world": (tuple(range(world.size)),)}
+    groups = RunGroups.of(config, plan).of_all_ranks() if plan else everyone
     found += Preflight(world, platform, store, groups, limit_s).run()
     dist.destroy_process_group()
     return found

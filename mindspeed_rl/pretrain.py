@@ -8,17 +8,19 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import PretrainRunConfig
-from mindspeed_rl.config.kernels import modules_note
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.planning.run_plan import RunPlan, check_pretrain
 
 if TYPE_CHECKING:
-    from mindspeed_rl.data.batches import SampleSource, StepSamples
+    from mindspeed_rl.data.batches import StepSamples, SupervisedSamples
     from mindspeed_rl.data.supervised import SupervisedDataset
     from mindspeed_rl.metrics.timers import PhaseTimer
+    from mindspeed_rl.trainer.indexed_data import IndexedSamples
     from mindspeed_rl.trainer.train_engine import TrainEngine
+
+    SampleSource = SupervisedSamples | IndexedSamples
 
 SftJob = Job[PretrainRunConfig, RunPlan]
 
@@ -58,7 +60,7 @@ def main(job: SftJob) -> None:
     with closing(logger):
         logger.truncate_after(loaded.step)
         progress = open_progress(job.config, loaded.step, job.config.sft.stage, job.world.rank)
-        timer.restart()
+        timer.finish_step()  # the start-up belongs to no step
         for step in range(loaded.step + 1, train.train_iters + 1):
             profiler.begin_step(step)
             values = train_step(job, engine, source.next(train.global_batch_size), timer)
@@ -130,7 +132,6 @@ def load_source(job: SftJob) -> SampleSource:
         seq_length=config.train.seq_length,
         num_samples=config.train.train_iters * config.train.global_batch_size,
         vocab_size=job.plan.spec.vocab_size,
-        local_rank=job.world.local_rank,
     )
 
 
@@ -154,14 +155,11 @@ def load_examples(job: SftJob) -> SupervisedDataset:
 
 def describe(job: SftJob, source: SampleSource) -> None:
     """Log at start what will run."""
+    from mindspeed_rl.rl.telemetry import trainer_lines
+
     train = job.config.train
-    layout = job.plan.parallel.describe(
-        experts=job.plan.spec.moe is not None,
-        sequence_parallel=job.config.parallel.shards_sequence,
-    )
     job.log_rank0(
-        f"training layout on {job.platform.name}: {layout}",
-        *modules_note(job.config.model, job.config.parallel.platform),
+        *trainer_lines(job),
         source.report(),
         f"{job.config.sft.stage}: {train.train_iters} steps of {train.global_batch_size}",
         *([f"flags without meaning here: {', '.join(job.ignored)}"] if job.ignored else []),

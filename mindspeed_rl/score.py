@@ -57,7 +57,7 @@ def by_trainer(job: ScoreJob, sequences: ScoreInputs) -> list[TokenScore]:
         TrainSample(i, torch.tensor(sequences.ids(i)), 1) for i in range(len(sequences.length))
     ]
     batches = engine.prepare(batch_rules(job).pack_own(samples))
-    results = engine.logprobs_and_entropy(batches)
+    results = engine.outputs(batches)
     found: list[TokenScore] = []
     if not engine.is_last_stage or job.plan.parallel.coords(job.world.rank).tp:
         return found

@@ -29,7 +29,7 @@ def train(run: Components) -> None:
 
     state, report = resume.start(run)
     check_engine(run, state)
-    run.telemetry.timer.restart()
+    run.telemetry.timer.finish_step()  # the start-up belongs to no step
     for step in range(report.start + 1, run.config.train.train_iters + 1):
         run.telemetry.profiler.begin_step(step)
         run.scheduler.to_sync()

@@ -60,8 +60,7 @@ requirements() { # sections -> requirement lines
     (cd "$ROOT" && "$VENV/bin/python" -c '
 import sys
 from mindspeed_rl.core import versions
-matrix = versions.read_matrix()
-print("\n".join(r for s in sys.argv[1:] for r in versions.requirements(s, matrix)))' "$@")
+print("\n".join(r for s in sys.argv[1:] for r in versions.requirements(s)))' "$@")
 }
 
 INDEX=(); [[ -n "${TORCH_INDEX_URL:-}" ]] && INDEX=(--index-url "$TORCH_INDEX_URL")

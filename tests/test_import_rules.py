@@ -102,12 +102,7 @@ def test_rooms_are_small_enough_to_read() -> None:
 BLOCKED_IMPORT = """
 import sys
 
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {blocked}:
-            raise ImportError(f"{{name}} is blocked here")
-
-sys.meta_path.insert(0, Blocker())
+sys.modules.update(dict.fromkeys({blocked}))  # None: an import of it fails
 for name in {names}:
     __import__(name)
 """
@@ -151,14 +146,11 @@ def violations_of(name: str, text: str) -> list[str]:
         ("models.spec", "def f():\n    import torch.nn", "made_up.py:2: models.spec imports torch"),
         ("rewards.pool", "import torch.distributed as dist", "imports torch.distributed"),
         ("rewards.pool", "from torch import distributed", "imports torch.distributed"),
-        ("weights.executor", "from vllm import LLM", "imports vllm"),
         ("trainer.model", "import vllm", "imports vllm"),
-        ("trainer.model", "from mindspeed_rl.rollout import engine", "imports rollout, which"),
         ("rollout.vllm.engine", "from megatron import core", "imports megatron"),
         ("rollout.vllm.engine", "from mindspeed_rl.trainer.model import X", "not below it"),
         ("train_rl", "import megatron.core", "imports megatron"),
         ("data.rows", "from mindspeed_rl import colocation", "imports colocation, which is not"),
-        ("metrics.jsonl", "from mindspeed_rl.weights.sync import WeightSync", "not below"),
         ("rl.update", "import mindspeed_rl.selftest.loss", "imports selftest, which is not"),
         ("trainer.model", "x.cuda()", "`x.cuda`: devices are reached through a Platform"),
         ("rl.update", "torch.npu.synchronize()", "`torch.npu`: devices"),

@@ -34,7 +34,7 @@ from mindspeed_rl.models.tensors import (
     pattern_of,
     tensor_groups,
 )
-from mindspeed_rl.weights.layouts.base import Piece, Shard, TableLayout
+from mindspeed_rl.weights.layouts.base import Piece, TableLayout
 
 Shape = tuple[int, ...]
 
@@ -183,18 +183,13 @@ def check_layout(layout: TableLayout) -> list[str]:
 
 def representatives(layout: TableLayout) -> Iterator[int]:
     """Yield one rank of each set of ranks that hold exactly the same pieces."""
-    sets = {shard.owner_ranks for shard in _all_shards(layout)}
+    sets = {shard.owner_ranks for name in layout.hf_shapes for shard in layout.shards(name)}
     seen = set()
     for rank in range(1 + max(owner_ranks[-1] for owner_ranks in sets)):
         held = frozenset(owner_ranks for owner_ranks in sets if rank in owner_ranks)
         if held not in seen:
             seen.add(held)
             yield rank
-
-
-def _all_shards(layout: TableLayout) -> Iterator[Shard]:
-    for name in layout.hf_shapes:
-        yield from layout.shards(name)
 
 
 def _check_rank(

@@ -11,7 +11,6 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -37,7 +36,7 @@ from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 from mindspeed_rl.weights.planner import plan_reshard
-from mindspeed_rl.weights.schedule import Schedule, plan_schedule
+from mindspeed_rl.weights.schedule import plan_schedule
 from mindspeed_rl.weights.traffic import RankTraffic, element_bytes_of, rank_traffic
 
 EXAMPLE = """example:
@@ -123,48 +122,8 @@ def _size(text: str) -> float:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """The question of the command line: a model, two layouts as text, and the machine.
-
-    Attributes:
-        spec: Architecture of the model.
-        train: Value of ``--train``.
-        rollout: Value of ``--rollout``.
-        world: Number of all ranks.
-        ranks: Ranks to inspect.
-        ranks_per_node: Number of neighbouring ranks with fast links.
-        bucket_bytes: Bound of a rank's staging over all rounds in flight.
-        gbs: GB/s and direction of a rank within its node and to other nodes, or ``None``.
-    """
-
-    spec: ModelSpec
-    train: str
-    rollout: str
-    world: int
-    ranks: Sequence[int]
-    ranks_per_node: int
-    bucket_bytes: int
-    gbs: tuple[float, float] | None
-
-    def layouts(self) -> tuple[MegatronLayout, VllmLayout]:
-        """Build both layouts without any cached lookups, as a rank does at its start."""
-        return layouts_from_texts(self.spec, self.train, self.rollout, self.world)
-
-    def schedule(self, source: MegatronLayout, target: VllmLayout, relay: bool) -> Schedule:
-        """Return the rounds that the executor would schedule."""
-        return plan_schedule(
-            source,
-            target,
-            bucket_bytes=round_bytes(self.bucket_bytes),
-            item_bytes=BF16_BYTES,
-            ranks_per_node=self.ranks_per_node,
-            relay=relay,
-        )
-
-
-def problem_of(args: argparse.Namespace) -> Problem:
-    """Build the problem that the command line describes.
+def model_of(args: argparse.Namespace) -> ModelSpec:
+    """Fill in the flags of ``--case`` and the ranks to inspect; return the architecture.
 
     Raises:
         UsageError: A flag is not possible; the message names what is.
@@ -174,24 +133,20 @@ def problem_of(args: argparse.Namespace) -> Problem:
         args.hf_config = CONFIGS / f"{model}.json"
     if not args.hf_config or args.world is None:
         raise UsageError("give --hf-config and --world, or --case")
-    gbs = (args.intra_node_gbs, args.inter_node_gbs)
-    if (None in gbs) != (gbs == (None, None)):
+    if (args.intra_node_gbs is None) != (args.inter_node_gbs is None):
         raise UsageError("--intra-node-gbs and --inter-node-gbs belong together: give both or none")
     if args.json and not Path(args.json).absolute().parent.is_dir():
         raise UsageError(f"--json {args.json}: the folder does not exist; make it first")
     config = read_hf_config(args.hf_config, or_file=True, flag="--hf-config")
     if config.pop("quantization_config", None):
         print("note: the checkpoint is quantised; sizes are those of bfloat16", file=sys.stderr)
-    return Problem(
-        spec=spec_from_hf_config(config),
-        train=args.train,
-        rollout=args.rollout,
-        world=args.world,
-        ranks=_ranks(args.ranks, args.world),
-        ranks_per_node=args.ranks_per_node,
-        bucket_bytes=int(args.reshard_bucket_mb * 2**20),
-        gbs=None if None in gbs else gbs,
-    )
+    args.ranks = _ranks(args.ranks, args.world)
+    return spec_from_hf_config(config)
+
+
+def layouts(spec: ModelSpec, args: argparse.Namespace) -> tuple[MegatronLayout, VllmLayout]:
+    """Build both layouts without any cached lookups, as a rank does at its start."""
+    return layouts_from_texts(spec, args.train, args.rollout, args.world)
 
 
 def _ranks(text: str, world: int) -> Sequence[int]:
@@ -206,7 +161,7 @@ def _ranks(text: str, world: int) -> Sequence[int]:
     return sorted({int(part) for part in parts})
 
 
-def floors(problem: Problem) -> Figures:
+def floors(spec: ModelSpec, args: argparse.Namespace) -> Figures:
     """Return the least bytes of any reshard, and those of whole tensors for every rank.
 
     Spreads are over the inspected ranks, those per node over all nodes.
@@ -214,13 +169,13 @@ def floors(problem: Problem) -> Figures:
     Raises:
         UsageError: The layouts do not fit the model or the world.
     """
-    source, target = problem.layouts()
+    source, target = layouts(spec, args)
     bytes_of = element_bytes_of(source, BF16_BYTES)
-    everywhere = HfFileLayout.of(source, range(problem.world))
-    of_nodes = node_floors(source, target, bytes_of, problem.ranks_per_node)
+    everywhere = HfFileLayout.of(source, range(args.world))
+    of_nodes = node_floors(source, target, bytes_of, args.ranks_per_node)
 
     def of_ranks(layout: ShardLayout) -> Figures:
-        return spread([rank_floor(source, layout, rank, bytes_of) for rank in problem.ranks])
+        return spread([rank_floor(source, layout, rank, bytes_of) for rank in args.ranks])
 
     return {
         "floor_bytes": of_ranks(target),
@@ -234,22 +189,29 @@ def spread(values: Sequence[int]) -> Figures:
     return {"min": min(values), "mean": sum(values) / len(values), "max": max(values)}
 
 
-def inspect(problem: Problem, *, relay: bool) -> Figures:
+def inspect(spec: ModelSpec, args: argparse.Namespace, *, relay: bool) -> Figures:
     """Plan the inspected ranks with one strategy; sizes are in bytes, times in seconds."""
-    per_node = problem.ranks_per_node
+    per_node = args.ranks_per_node
     name = "relay" if relay else "direct"
-    source, target = problem.layouts()
+    source, target = layouts(spec, args)
     start = time.process_time()  # process time, as the machine may be busy
-    plan = plan_reshard(source, target, problem.ranks[0], per_node, relay=relay)
-    schedule = problem.schedule(source, target, relay)
+    plan = plan_reshard(source, target, args.ranks[0], per_node, relay=relay)
+    schedule = plan_schedule(
+        source,
+        target,
+        bucket_bytes=round_bytes(int(args.reshard_bucket_mb * 2**20)),
+        item_bytes=BF16_BYTES,
+        ranks_per_node=per_node,
+        relay=relay,
+    )
     split_rounds(plan, schedule, source, 1 + relay)
     plan_s = time.process_time() - start
     bytes_of = element_bytes_of(source, BF16_BYTES)
     totals: list[RankTraffic] = []
     by_round: list[RoundTraffic] = []
-    count = len(problem.ranks)
+    count = len(args.ranks)
     progress = RunProgress(count, 0, f"{name}: planning ranks", count > 1, max(1, count // 4))
-    for number, rank in enumerate(problem.ranks, start=1):
+    for number, rank in enumerate(args.ranks, start=1):
         plan = plan_reshard(source, target, rank, per_node, relay=relay)
         totals.append(rank_traffic(plan, bytes_of, per_node))
         by_round.append(round_traffic(plan, schedule, source, bytes_of))
@@ -261,8 +223,9 @@ def inspect(problem: Problem, *, relay: bool) -> Figures:
     busiest = max(totals, key=lambda t: (busiest_inter_node_bytes(t), busiest_bytes(t)))
     between = min(busiest_inter_node_bytes(busiest), critical)
     estimated_s = None
-    if problem.gbs:
-        estimated_s = (critical - between) / 1e9 / problem.gbs[0] + between / 1e9 / problem.gbs[1]
+    if args.intra_node_gbs:
+        estimated_s = (critical - between) / 1e9 / args.intra_node_gbs
+        estimated_s += between / 1e9 / args.inter_node_gbs
     in_flight = min(ROUNDS_IN_FLIGHT, schedule.num_rounds)
     return {
         "strategy": name,
@@ -311,7 +274,7 @@ def _column(figures: Figures) -> dict[str, str]:
     } | ({} if seconds is None else {"on the wire, s": f"{seconds:.3f}"})
 
 
-def table(strategies: Sequence[Figures], problem: Problem) -> str:
+def table(strategies: Sequence[Figures], args: argparse.Namespace) -> str:
     """Format the floors and one column per strategy."""
     first = strategies[0]
     spreads = {
@@ -321,7 +284,7 @@ def table(strategies: Sequence[Figures], problem: Problem) -> str:
     }
     columns = [_column(figures) for figures in strategies]
     lines = [
-        f"{len(problem.ranks)} of {problem.world} ranks, {problem.ranks_per_node} per node",
+        f"{len(args.ranks)} of {args.world} ranks, {args.ranks_per_node} per node",
         *(f"{what}, GB (min / mean / max): {_gb_spread(first[k])}" for what, k in spreads.items()),
         "",
         *aligned([[label, *(column[label] for column in columns)] for label in columns[0]]),
@@ -334,13 +297,13 @@ def main() -> None:
     parser = _parser()
     args = parser.parse_args()
     try:
-        problem = problem_of(args)
-        least = floors(problem)
+        spec = model_of(args)
+        least = floors(spec, args)
     except UsageError as error:
         parser.error(str(error))
     relays = (False, True) if args.reshard_relay else (False,)
-    strategies = [least | inspect(problem, relay=relay) for relay in relays]
-    print(table(strategies, problem))
+    strategies = [least | inspect(spec, args, relay=relay) for relay in relays]
+    print(table(strategies, args))
     if args.json:
         Path(args.json).write_text(json.dumps(strategies, indent=1) + "\n")
         print(f"wrote {args.json}")

@@ -20,7 +20,7 @@ from mindspeed_rl.algorithms.aggregation import AGGREGATIONS
 from mindspeed_rl.algorithms.catalogue import Catalogue
 from mindspeed_rl.algorithms.kl import KL_ESTIMATORS
 from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES
-from mindspeed_rl.compat import Disposition, ForeignFlag, foreign_flags
+from mindspeed_rl.compat.foreign_flags import Disposition, ForeignFlag, foreign_flags
 from mindspeed_rl.config.arguments import ENTRIES, OwnFlag, own_flags
 from mindspeed_rl.config.engine_options import as_flag
 from mindspeed_rl.config.reward_spec import BUILT_IN_REWARDS

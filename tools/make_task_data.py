@@ -26,8 +26,6 @@ from typing import Any
 from mindspeed_rl.core.files import write_text_atomic
 from mindspeed_rl.data.rows import read_rows
 
-SPLITS = ("train", "heldout")
-
 # One in this many prompts is held out.
 _HELDOUT_MODULUS = 10
 _NUM_DIGITS = 6
@@ -66,7 +64,7 @@ def generate_task(
 
     Args:
         name: ``"digit_sort"`` or ``"word_problem"``.
-        num_rows: Number of rows, at least 1.
+        num_rows: Number of rows.
         seed: Seed of the rows; does not move a prompt from one split to the other.
         split: ``"train"`` or ``"heldout"``.
 
@@ -75,40 +73,13 @@ def generate_task(
         {"task": name, "difficulty": int}}``.
 
     Raises:
-        ValueError: An argument is not allowed, or the task has fewer different prompts.
+        ValueError: The task has fewer different prompts.
     """
-    if name not in _TASKS:
-        raise ValueError(f"task name={name!r} is unknown; choose one of {sorted(_TASKS)}")
-    if split not in SPLITS:
-        raise ValueError(f"split={split!r} is unknown; choose one of {list(SPLITS)}")
-    if num_rows < 1:
-        raise ValueError(f"num_rows={num_rows} is not an integer of at least 1")
     rng = random.Random(f"{name}/{split}/{seed}")
-    return _rows(name, lambda: _TASKS[name](rng), num_rows, split)
-
-
-def write_jsonl(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> int:
-    """Write ``rows`` as one JSON object per line; the file appears complete or not at all.
-
-    Args:
-        path: File to write; its folder is made, an older file is replaced.
-        rows: Rows to write, consumed once.
-
-    Returns:
-        The number of rows written.
-    """
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-    write_text_atomic(path, "".join(lines))
-    return len(lines)
-
-
-def _rows(
-    name: str, draw: Callable[[], Problem], num_rows: int, split: str
-) -> Iterator[dict[str, Any]]:
     seen: set[str] = set()
     fruitless = 0
     while len(seen) < num_rows:
-        problem = draw()
+        problem = _TASKS[name](rng)
         if problem.question in seen or is_heldout(problem.question) != (split == "heldout"):
             fruitless += 1
             if fruitless >= _MAX_FRUITLESS_DRAWS:
@@ -125,6 +96,21 @@ def _rows(
             "solution": problem.solution,
             "metadata": {"task": name, "difficulty": problem.difficulty},
         }
+
+
+def write_jsonl(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> int:
+    """Write ``rows`` as one JSON object per line; the file appears complete or not at all.
+
+    Args:
+        path: File to write; its folder is made, an older file is replaced.
+        rows: Rows to write, consumed once.
+
+    Returns:
+        The number of rows written.
+    """
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    write_text_atomic(path, "".join(lines))
+    return len(lines)
 
 
 def _draw_digit_sort(rng: random.Random) -> Problem:
@@ -231,20 +217,6 @@ def prompts_of(path: str) -> set[str]:
     return found
 
 
-def make_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the rows to write, and check that the given other files share no prompt with them.
-
-    Raises:
-        ValueError: An argument or a file is wrong; the message names it.
-    """
-    rows = list(generate_task(args.task, args.num_rows, args.seed, args.split))
-    mine = {json.dumps(row["prompt"]) for row in rows}
-    for other in args.disjoint_from:
-        if common := mine & prompts_of(other):
-            raise ValueError(f"{len(common)} prompts of {args.output} are also in {other}")
-    return rows
-
-
 def main() -> None:
     """Generate the rows, check that they share no prompt with other files, write them."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -260,7 +232,11 @@ def main() -> None:
     if args.num_rows < 1:
         parser.error(f"--num-rows {args.num_rows}: must be at least 1")
     try:
-        rows = make_rows(args)
+        rows = list(generate_task(args.task, args.num_rows, args.seed, args.split))
+        mine = {json.dumps(row["prompt"]) for row in rows}
+        for other in args.disjoint_from:
+            if common := mine & prompts_of(other):
+                parser.error(f"{len(common)} prompts of {args.output} are also in {other}")
         count = write_jsonl(args.output, rows)
     except (ValueError, OSError) as error:  # OSError: --output cannot be written
         parser.error(str(error))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -216,6 +215,8 @@ def write_tiny_model(
     Raises:
         ValueError: The sizes contradict each other.
     """
+    from transformers.utils import logging
+
     chosen = TinySizes(**sizes)
     tokenizer = build_tokenizer(_corpus(), chosen.vocab_size)
     tokenizer.model_max_length = chosen.max_position_embeddings
@@ -240,24 +241,10 @@ def write_tiny_model(
     )
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    with _no_progress_bars():
-        _random_model(config, seed).save_pretrained(folder)
+    logging.disable_progress_bar()  # transformers shows one for every file, however small
+    _random_model(config, seed).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Hide the bar that transformers shows for every file that it writes, however small."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _corpus() -> Iterator[str]:

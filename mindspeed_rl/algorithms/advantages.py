@@ -114,7 +114,7 @@ class Estimator(Choice):
     needs_critic: bool = False
 
 
-ESTIMATORS = Catalogue("--rl-advantage-estimator", Estimator, AdvantageSettings)
+ESTIMATORS = Catalogue("--rl-advantage-estimator", Estimator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +217,7 @@ def remax(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
 
     A is 0 for the whole group where the greedy response has no reward.
     """
-    if step.greedy is None:
-        raise RuntimeError("remax needs the rewards of greedy responses")
+    assert step.greedy is not None
     difference = step.rewards - step.greedy[:, None]
     return difference.masked_fill(difference.isnan(), 0.0)
 
@@ -251,8 +250,7 @@ def _errors_of_the_critic(step: TokenRewards, settings: AdvantageSettings) -> Va
     """Return the generalized advantages of the tokens, and the returns that the critic learns."""
     from mindspeed_rl.algorithms.token_advantages import generalized_advantages
 
-    if step.values is None:
-        raise RuntimeError("gae needs the values of a critic")
+    assert step.values is not None
     return generalized_advantages(
         step.rewards,
         step.values,

@@ -9,7 +9,7 @@ one that needs torch itself imports it when it is called.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 
@@ -36,20 +36,18 @@ AnyChoice = TypeVar("AnyChoice", bound=Choice)
 Formula = TypeVar("Formula", bound=Callable[..., Any])
 
 
-class Catalogue(Mapping[str, AnyChoice]):
+class Catalogue(dict[str, AnyChoice]):
     """The choices of one flag by name, in the order in which they are declared.
 
     Args:
         flag: The flag, as it is typed.
         kind: Class of its choices.
-        settings: Dataclass of the flags that only some of the choices read.
     """
 
-    def __init__(self, flag: str, kind: type[AnyChoice], settings: type[Any] | None = None) -> None:
+    def __init__(self, flag: str, kind: type[AnyChoice]) -> None:
+        super().__init__()
         self.flag = flag
         self._kind = kind
-        self._settings = {f.name for f in dataclasses.fields(settings)} if settings else set()
-        self._choices: dict[str, AnyChoice] = {}
 
     def declare(
         self, summary: str, source: str = "", *, name: str = "", **properties: Any
@@ -74,28 +72,17 @@ class Catalogue(Mapping[str, AnyChoice]):
         """Add a choice.
 
         Raises:
-            ValueError: its name is taken, or it reads a field that the settings lack.
+            ValueError: its name is taken.
         """
-        if choice.name in self._choices:
+        if choice.name in self:
             raise ValueError(f"{self.flag} {choice.name} is declared twice")
-        if unknown := set(choice.reads) - self._settings:
-            raise ValueError(f"{self.flag} {choice.name} reads {sorted(unknown)}: no such setting")
-        self._choices[choice.name] = choice
+        self[choice.name] = choice
 
     def readers(self, setting: str) -> tuple[str, ...]:
         """Return the names of the choices that read a setting."""
-        return tuple(name for name, choice in self._choices.items() if setting in choice.reads)
+        return tuple(name for name, choice in self.items() if setting in choice.reads)
 
     @property
     def summary(self) -> str:
         """All choices and their summaries in one sentence."""
         return "; ".join(f"{name}: {choice.summary}" for name, choice in self.items()) + "."
-
-    def __getitem__(self, name: str) -> AnyChoice:
-        return self._choices[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._choices)
-
-    def __len__(self) -> int:
-        return len(self._choices)

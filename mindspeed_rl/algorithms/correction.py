@@ -13,41 +13,98 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from mindspeed_rl.algorithms.bounds import bounded
 from mindspeed_rl.algorithms.kl import KL_ESTIMATORS
 from mindspeed_rl.algorithms.types import MaxTerm, MeanTerm, Sequences, Term
+from mindspeed_rl.core.flag import Needs, flag
+
+if TYPE_CHECKING:
+    import torch
+
+
+CORRECTION_LEVELS = ("token", "sequence", "geometric")
+_REJECTIONS = ("k1", "k2", "k3")
+_WITH_WEIGHTS = Needs("--rl-inference-logprobs-is-correction")
+_WITH_REJECTION = Needs("--rl-rejection", _REJECTIONS)
 
 
 @dataclass(frozen=True, slots=True)
 class CorrectionSettings:
-    """How the difference is corrected.
+    """Correction of the rollout mismatch.
 
-    Attributes:
-        mode: Weight tokens by min(rho, upper) (truncate), by rho where it is within
-            [lower, upper] and 0 elsewhere (mask), or not at all.
-        level: What rho is taken over.
-        upper: Largest weight.
-        lower: Smallest weight of mask.
-        rejection: Estimator of KL(engine || trainer) that decides which tokens are dropped.
-        rejection_level: Sum over the sequence (sequence), its mean (geometric), or single tokens.
-        rejection_threshold: Largest value that is kept; of k1, of its magnitude.
+    Engine and trainer give a sampled token slightly different probabilities; rho is the trainer's
+    over the engine's at the weights that sampled, of a token, of a sequence (product over its
+    tokens) or its geometric mean. The policy loss of a token can be weighted by min(rho, bound)
+    (truncate) or by rho where it is within both bounds and 0 elsewhere (mask, known as IcePop).
+    Independently, what diverges too far can be rejected. A token of weight 0 stays in the
+    denominators of the loss. mismatch/* in the metrics says how large rho gets, and is reported
+    without any correction as well.
+
+    Example: --rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef 2
     """
 
-    mode: str = "none"
-    level: str = "token"
-    upper: float = 2.0
-    lower: float = 0.5
-    rejection: str = "none"
-    rejection_level: str = "token"
-    rejection_threshold: float = 0.1
+    weighted: bool = flag(
+        False,
+        "Weight the policy loss by the importance ratio of the trainer to the engine.",
+        names=("--rl-inference-logprobs-is-correction",),
+    )
+    mode: str = flag(
+        "truncate",
+        "What happens to ratios out of bounds.",
+        choices=("truncate", "mask"),
+        names=("--rl-is-correction-mode",),
+        needs=_WITH_WEIGHTS,
+    )
+    level: str = flag(
+        "token",
+        "What the ratio is taken over.",
+        choices=CORRECTION_LEVELS,
+        names=("--rl-is-correction-level",),
+        needs=_WITH_WEIGHTS,
+    )
+    upper: float = flag(
+        2.0,
+        "Upper bound of the ratio; 1 is that of an engine that equals the trainer.",
+        minimum=1.0,
+        names=("--rl-importance-sampling-truncation-coef",),
+        needs=_WITH_WEIGHTS,
+    )
+    lower: float = flag(
+        0.5,
+        "Lower bound of the ratio.",
+        minimum=0.0,
+        maximum=1.0,
+        names=("--rl-is-correction-lower",),
+        needs=Needs("--rl-is-correction-mode", ("mask",)),
+    )
+    rejection: str = flag(
+        "none",
+        "Drop what diverges by this estimator of KL(engine || trainer).",
+        choices=("none", *_REJECTIONS),
+        names=("--rl-rejection",),
+    )
+    rejection_level: str = flag(
+        "sequence",
+        "token: single tokens; sequence: whole sequences by the sum over their tokens; geometric: "
+        "by the mean.",
+        choices=CORRECTION_LEVELS,
+        names=("--rl-rejection-level",),
+        needs=_WITH_REJECTION,
+    )
+    rejection_threshold: float = flag(
+        0.1,
+        "Largest divergence that is kept, in nats; of k1, its magnitude.",
+        minimum=0.0,
+        names=("--rl-rejection-threshold",),
+        needs=_WITH_REJECTION,
+    )
 
     @property
     def active(self) -> bool:
-        """Whether the settings correct anything."""
-        return self.mode != "none" or self.rejection != "none"
+        """Whether tokens are weighted or rejected."""
+        return self.weighted or self.rejection != "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +127,10 @@ def correct(
         settings: How to correct.
     """
     log_rho = trainer.detach() - engine
-    weights = torch.ones_like(log_rho)
+    weights = log_rho.new_ones(log_rho.shape)
     terms: dict[str, Term] = {}
-    count = torch.full_like(log_rho.sum(), log_rho.numel())
-    if settings.mode != "none":
+    count = log_rho.new_tensor(float(log_rho.numel()))
+    if settings.weighted:
         rho = bounded(_over(log_rho, sequences, settings.level)).exp()
         weights = rho.clamp(max=settings.upper)
         bent = rho > settings.upper
@@ -108,15 +165,14 @@ def mismatch_terms(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, Ter
     log-likelihoods are the logarithms of the perplexities.
     """
     difference = trainer - engine
-    count = torch.full_like(difference.sum(), difference.numel())
+    count = difference.new_tensor(float(difference.numel()))
     rho = bounded(difference).exp()
 
     def mean(values: torch.Tensor) -> MeanTerm:
         return MeanTerm(values.sum(), count)
 
-    largest = difference.abs().max() if difference.numel() else count.new_tensor(-math.inf)
     return {
-        "mismatch/max_abs_logprob": MaxTerm(largest),
+        "mismatch/max_abs_logprob": MaxTerm.of(difference.abs()),
         "mismatch/mean_abs_logprob": mean(difference.abs()),
         "mismatch/k1": mean(-difference),
         "mismatch/k3": mean(rho - bounded(difference) - 1.0),

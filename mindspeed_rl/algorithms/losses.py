@@ -79,12 +79,11 @@ def policy_loss(
         "loss/policy": MeanTerm(total.detach(), count / max(1, denominators.tokens)),
         "policy/entropy": MeanTerm(inputs.entropy.detach().sum(), count),
         "policy/clip_fraction": MeanTerm(surrogate.outside.sum().to(count), count),
-        "policy/ratio_max_deviation": _max(deviation),
+        "policy/ratio_max_deviation": MaxTerm.of(deviation),
         **correction.terms,
     }
     if settings.kl_beta:
-        if inputs.ref_logprobs is None:
-            raise RuntimeError("kl_beta is set but there are no reference log-probs")
+        assert inputs.ref_logprobs is not None
         kl = kl_estimate(logprobs, inputs.ref_logprobs, settings.kl_estimator)
         total = total + settings.kl_beta * (kl * weights).sum()
         terms["loss/kl"] = MeanTerm(kl.detach().sum(), count)
@@ -102,9 +101,3 @@ def _correction(inputs: LossInputs, settings: CorrectionSettings) -> Correction:
 
 def _count(values: torch.Tensor) -> torch.Tensor:
     return values.new_tensor(float(values.numel()))
-
-
-def _max(values: torch.Tensor) -> MaxTerm:
-    if values.numel() == 0:
-        return MaxTerm(values.new_tensor(float("-inf")))
-    return MaxTerm(values.max())

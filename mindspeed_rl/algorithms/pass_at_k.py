@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -25,8 +24,3 @@ def reported_k(num_samples: int) -> list[int]:
     """Return the k that are reported: powers of 2 up to ``num_samples``, and ``num_samples``."""
     powers = [2**i for i in range(num_samples.bit_length()) if 2**i <= num_samples]
     return sorted({*powers, num_samples})
-
-
-def mean_pass_at_k(num_samples: int, num_right: Sequence[int], k: int) -> float:
-    """Return the mean of pass@k over prompts, each with as many samples."""
-    return math.fsum(pass_at_k(num_samples, c, k) for c in num_right) / len(num_right)

@@ -139,7 +139,7 @@ class PolicyLoss(Choice):
         return self.selection != "none"
 
 
-POLICY_LOSSES = Catalogue("--rl-policy-loss", PolicyLoss, SurrogateSettings)
+POLICY_LOSSES = Catalogue("--rl-policy-loss", PolicyLoss)
 _CLIPPED = ("eps_lower", "eps_upper")
 _BY_SEQUENCE = "seq-mean-token-mean"
 
@@ -325,8 +325,7 @@ def kl_cov(inputs: LossInputs, s: SurrogateSettings) -> Surrogate:
 
 
 def _selected(inputs: LossInputs) -> torch.Tensor:
-    if inputs.covariance_mask is None:
-        raise RuntimeError("no tokens were selected for this step")
+    assert inputs.covariance_mask is not None, "no tokens were selected for this step"
     return inputs.covariance_mask
 
 

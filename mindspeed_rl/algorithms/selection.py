@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from mindspeed_rl.algorithms.policy_losses import Selection, SurrogateSettings
+
 _BYTES = 8  # size of a key
 _SIGN = -(2**63)
 
@@ -40,32 +42,8 @@ class StepTokens:
     places: Sequence[torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class CovarianceSettings:
-    """Which tokens are selected.
-
-    Attributes:
-        ratio: Fraction of the trained tokens of the step; at least one token is selected.
-        largest: Select the largest covariances (kl_cov) instead of random ones within the bounds
-            (clip_cov).
-        lower: Smallest covariance that may be selected at random.
-        upper: Largest covariance that may be selected at random.
-        eps_lower: Lower clip of the ratio; tokens that it stops are not selected at random.
-        eps_upper: Upper clip of the ratio, likewise.
-        seed: Seed of the random choice, different for every optimizer step.
-    """
-
-    ratio: float
-    largest: bool
-    lower: float = 1.0
-    upper: float = 5.0
-    eps_lower: float = 0.2
-    eps_upper: float = 0.2
-    seed: int = 0
-
-
 def select_by_covariance(
-    tokens: StepTokens, settings: CovarianceSettings, reduce: Reduce
+    tokens: StepTokens, selection: Selection, settings: SurrogateSettings, seed: int, reduce: Reduce
 ) -> list[torch.Tensor]:
     """Select by (log p - mean log p)(A - mean A), means over the step: [N] bool per micro-batch.
 
@@ -73,22 +51,26 @@ def select_by_covariance(
 
     Args:
         tokens: Tokens of this rank.
-        settings: Which tokens to select, and how many.
+        selection: ``largest`` covariances, or ``random`` ones within the bounds of the settings
+            that the clip of the ratio does not stop anyway.
+        settings: Bounds, and the share of the trained tokens that is selected, at least one token.
+        seed: Seed of the random choice, different for every optimizer step.
         reduce: Sums a tensor over the ranks that hold the other tokens.
     """
     covariances = _covariances(tokens, reduce)
     device = tokens.logprobs[0].device
     count = torch.tensor([sum(c.numel() for c in covariances)], device=device)
-    number = max(1, int(settings.ratio * int(reduce(count))))
+    number = max(1, int(settings.cov_ratio * int(reduce(count))))
     keys, allowed = [], []
     for i, covariance in enumerate(covariances):
-        tie = _hashed(tokens.sample_ids[i], tokens.places[i], settings.seed)
-        if settings.largest:
+        tie = _hashed(tokens.sample_ids[i], tokens.places[i], seed)
+        if selection == "largest":
             keys.append(_ordered(covariance) & ~0xFFFFFFFF | tie & 0xFFFFFFFF)
             allowed.append(torch.ones_like(covariance, dtype=torch.bool))
         else:
             keys.append(tie)
-            inside = (covariance > settings.lower) & (covariance < settings.upper)
+            lower, upper = settings.clip_cov_lower, settings.clip_cov_upper
+            inside = (covariance > lower) & (covariance < upper)
             allowed.append(inside & ~_stopped(tokens, settings, i))
     return largest_keys(keys, allowed, number, reduce)
 
@@ -104,7 +86,7 @@ def _covariances(tokens: StepTokens, reduce: Reduce) -> list[torch.Tensor]:
     return [(logp - logprob) * (a - advantage) for logp, a in pairs]
 
 
-def _stopped(tokens: StepTokens, settings: CovarianceSettings, i: int) -> torch.Tensor:
+def _stopped(tokens: StepTokens, settings: SurrogateSettings, i: int) -> torch.Tensor:
     """Return where the clip of the ratio leaves no gradient."""
     ratio, advantage = tokens.log_ratio[i].exp(), tokens.advantages[i]
     above = (ratio > 1 + settings.eps_upper) & (advantage > 0)

@@ -6,6 +6,7 @@ tokens of this rank, while S counts whole sequences.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -27,6 +28,11 @@ class MaxTerm:
     """Candidate for a maximum over all micro-batches and ranks."""
 
     value: torch.Tensor
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> MaxTerm:
+        """The largest of [N] values; minus infinity when there are none."""
+        return cls(values.max() if values.numel() else values.new_tensor(-math.inf))
 
 
 Term = MeanTerm | MaxTerm

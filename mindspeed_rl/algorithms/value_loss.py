@@ -6,7 +6,6 @@ Shapes: N trained tokens of one micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -14,43 +13,38 @@ from mindspeed_rl.algorithms.aggregation import token_weights
 from mindspeed_rl.algorithms.types import Denominators, LossOutputs, MeanTerm, ValueInputs
 
 
-@dataclass(frozen=True, slots=True)
-class ValueLossSettings:
-    """Settings of :func:`value_loss`.
-
-    Attributes:
-        clip: How far a value may move from its old one and still lower its loss; 0: any distance.
-        aggregation: Weights of the tokens, see :func:`token_weights`.
-        longest: Limit on the length of a response, in tokens.
-    """
-
-    clip: float = 0.5
-    aggregation: str = "token-mean"
-    longest: int = 1
-
-
 def value_loss(
-    inputs: ValueInputs, settings: ValueLossSettings, denominators: Denominators
+    inputs: ValueInputs,
+    denominators: Denominators,
+    *,
+    clip: float,
+    aggregation: str = "token-mean",
+    longest: int = 1,
 ) -> LossOutputs:
     """1/2 max((V - R)^2, (V_clipped - R)^2), V_clipped within ``clip`` of the old value.
 
     The clip is that of the reference code of PPO (Engstrom et al. 2020, arXiv:2005.12729, section
     3). Tokens without a target add nothing and stay in the denominators. ``value/loss`` is the
     aggregated loss, averaged over optimizer steps; the other means are over tokens with a target.
+
+    Args:
+        inputs: Values and their targets.
+        denominators: Counts of the optimizer step.
+        clip: How far a value may move from its old one and still lower its loss; 0: any distance.
+        aggregation: Weights of the tokens, see :func:`token_weights`.
+        longest: Limit on the length of a response, in tokens.
     """
     values = inputs.values
     known = ~inputs.returns.isnan()
     returns = torch.where(known, inputs.returns, values.detach())
     loss = (values - returns).square()
     outside = torch.zeros_like(known)
-    if settings.clip:
-        low, high = inputs.old_values - settings.clip, inputs.old_values + settings.clip
+    if clip:
+        low, high = inputs.old_values - clip, inputs.old_values + clip
         held = (torch.minimum(torch.maximum(values, low), high) - returns).square()
         outside = (held > loss) & known
         loss = torch.maximum(loss, held)
-    weights = token_weights(
-        settings.aggregation, inputs.sequences, denominators, settings.longest
-    ).to(values.dtype)
+    weights = token_weights(aggregation, inputs.sequences, denominators, longest).to(values.dtype)
     total = (0.5 * loss * known * weights).sum()
     count = values.new_tensor(float(values.numel()))
     with_target = known.sum().to(values.dtype)

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from mindspeed_rl.checkpoint.names import DEQUANTIZE, check_names
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.models.blocks import VALUE_HEAD
 from mindspeed_rl.models.hf_files import INDEX, find_weights
 from mindspeed_rl.weights.layouts.base import Piece, ShardLayout, pieces_of
 
@@ -58,12 +59,12 @@ def load_hf(
     rank: int,
     params: Mapping[str, torch.Tensor],
     left_out: Collection[str] = (),
-    optional: Collection[str] = (),
     flag: str = "--hf-checkpoint",
 ) -> None:
     """Fill this rank's parameters from a checkpoint, reading only its own rectangles. Local.
 
-    Only one rectangle at a time is in memory. Padding rows (a padded vocabulary) become 0.
+    Only one rectangle at a time is in memory. Padding rows (a padded vocabulary) become 0, and so
+    does a value head that the checkpoint lacks.
 
     Args:
         directory: Directory with safetensors weights.
@@ -71,7 +72,6 @@ def load_hf(
         rank: Global rank.
         params: Local parameters by name; written in place, cast to their dtype.
         left_out: Tensors of the checkpoint that the model does not have by design.
-        optional: Tensors of the model that become 0 where the checkpoint lacks them: a value head.
         flag: Flag that names the directory, for messages.
 
     Raises:
@@ -79,9 +79,11 @@ def load_hf(
     """
     files = weight_files(directory)
     names = set(files) - set(left_out)
-    wanted = [name for name in layout.hf_shapes if name in files or name not in optional]
+    wanted = [name for name in layout.hf_shapes if name in files or name != VALUE_HEAD]
     check_names(f"{flag} {directory}", names, wanted)
-    if rank == 0 and not optional:  # A value head replaces the head that may be tied.
+    if (
+        rank == 0 and VALUE_HEAD not in layout.hf_shapes
+    ):  # a value head replaces the head that may be tied.
         check_tie(f"--hf-checkpoint {directory}", files, layout.hf_shapes)
     by_file: dict[Path, list[str]] = {}
     for name in wanted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.spec import ModelSpec
@@ -52,11 +52,11 @@ def check_names(where: str, found: Collection[str], expected: Collection[str]) -
         )
     problems = []
     if missing:
-        problems.append(f"{len(missing)} of {len(known)} tensors are missing: {_some(missing)}")
+        problems.append(f"{len(missing)} of {len(known)} tensors are missing: {shortened(missing)}")
     if unknown:
         nearest = nearest_name(unknown[0], known)
         problems.append(
-            f"{len(unknown)} unknown: {_some(unknown)} (nearest to the first: {nearest})"
+            f"{len(unknown)} unknown: {shortened(unknown)} (nearest to the first: {nearest})"
         )
     if problems:
         raise UsageError(
@@ -83,5 +83,6 @@ def nearest_name(name: str, known: Iterable[str]) -> str:
     )
 
 
-def _some(names: list[str]) -> str:
+def shortened(names: Sequence[str]) -> str:
+    """Return the first names of a list, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -9,7 +9,7 @@ Layout::
 
 A checkpoint is written as ``.partial`` and renamed when all ranks are done, so that after a kill at
 any moment the previous checkpoint is still the newest valid one. The sizes in the record also
-reveal a folder that was only partly copied. This module does not import torch.
+reveal a folder that was only partly copied.
 """
 
 from __future__ import annotations

@@ -26,8 +26,3 @@ class HostPool:
             region = self._platform.host_buffer(num_bytes)
             self._regions[owner] = region
         return region[:num_bytes]
-
-    @property
-    def num_bytes(self) -> int:
-        """Host bytes of all regions."""
-        return sum(region.numel() for region in self._regions.values())

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
-from mindspeed_rl.compat import UsedFlag, foreign_flags
+from mindspeed_rl.compat.classify import UsedFlag
+from mindspeed_rl.compat.foreign_flags import foreign_flags
 from mindspeed_rl.core.errors import UsageError
 
 HfConfig = Mapping[str, Any]
@@ -61,18 +61,16 @@ def _query_key_norm(config: HfConfig) -> object:
     return by_family or "kv_lora_rank" in config or config.get("use_qk_norm") or None
 
 
-_FUNCTIONS: Mapping[str, Callable[[HfConfig], object]] = MappingProxyType(
-    {
-        "query_key_norm": _query_key_norm,
-        "shared_size": _shared_size,
-        "router_bias": lambda config: config.get("topk_method") == "noaux_tc" or None,
-        "interleaved_rope": lambda config: (
-            bool({"rope_interleave", "kv_lora_rank"} & config.keys()) or None
-        ),
-        "is_rope_scaled": lambda config: bool(_rope_type(config)) or None,
-        "rope_type": _rope_type,
-    }
-)
+_FUNCTIONS: Mapping[str, Callable[[HfConfig], object]] = {
+    "query_key_norm": _query_key_norm,
+    "shared_size": _shared_size,
+    "router_bias": lambda config: config.get("topk_method") == "noaux_tc" or None,
+    "interleaved_rope": lambda config: (
+        bool({"rope_interleave", "kv_lora_rank"} & config.keys()) or None
+    ),
+    "is_rope_scaled": lambda config: bool(_rope_type(config)) or None,
+    "rope_type": _rope_type,
+}
 
 
 def check_foreign_architecture(compared: Iterable[UsedFlag], hf_config: HfConfig) -> None:

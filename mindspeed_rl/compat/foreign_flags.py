@@ -13,12 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 
 from mindspeed_rl.core.errors import UsageError
-
-ARITIES = ("0", "1", "?", "+", "*")
-"""Numbers of values: none (a switch), one, at most one, one or more, any number."""
 
 
 class Disposition(Enum):
@@ -54,7 +50,8 @@ class ForeignFlag:
     Attributes:
         name: Spelling to show, with hyphens.
         aliases: Further spellings of the same option.
-        nargs: Number of values, a code of ``ARITIES``.
+        nargs: Number of values: ``0`` (a switch), ``1``, ``?`` (at most one), ``+`` (one or more)
+            or ``*`` (any).
         reason: What a user should know or do.
         harmless_values: Values with which a refused flag is accepted without effect.
         comparison: What a compared flag is compared with; ``None`` for other flags.
@@ -72,11 +69,11 @@ class ForeignFlag:
     def spellings(self) -> tuple[str, ...]:
         return (self.name, *self.aliases)
 
-    def refuses(self, values: tuple[str, ...]) -> bool:
-        """Whether the flag with these values is an error."""
-        if self.disposition is not Disposition.REFUSED:
-            return False
-        return not values or any(value not in self.harmless_values for value in values)
+    def disposition_of(self, values: tuple[str, ...]) -> Disposition:
+        """The answer to the flag with these values."""
+        if values and set(values) <= set(self.harmless_values):
+            return Disposition.ACCEPTED
+        return self.disposition
 
 
 @cache
@@ -89,8 +86,7 @@ def read_flags(text: str) -> Mapping[str, ForeignFlag]:
     """Read a text in the notation of ``foreign_flags.toml``: every spelling -> its flag.
 
     Raises:
-        UsageError: A flag has two dispositions, an arity does not exist, or a flag that is accepted
-            with any value lists values.
+        UsageError: A flag has two dispositions.
     """
     flags: dict[str, ForeignFlag] = {}
     for flag in _flags(tomllib.loads(text)):
@@ -98,7 +94,7 @@ def read_flags(text: str) -> Mapping[str, ForeignFlag]:
             if spelling in flags:
                 raise UsageError(f"{spelling} has two dispositions")
             flags[spelling] = flag
-    return MappingProxyType(flags)
+    return flags
 
 
 def _flags(file: Mapping[str, object]) -> Iterator[ForeignFlag]:
@@ -122,9 +118,5 @@ def _flag(
     rest, _, harmless = word.partition("=")
     spellings, _, nargs = rest.partition(":")
     name, *aliases = (f"--{spelling}" for spelling in spellings.split("|"))
-    if (nargs or "1") not in ARITIES:
-        raise UsageError(f"{word}: no such number of values; known are {', '.join(ARITIES)}")
-    if harmless and disposition is not Disposition.REFUSED:
-        raise UsageError(f"{word}: only a refused flag has values that are accepted")
     values = tuple(harmless.split(",")) if harmless else ()
     return ForeignFlag(name, tuple(aliases), nargs or "1", disposition, reason, values, comparison)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mindspeed_rl.algorithms.advantages import AdvantageSettings
+from mindspeed_rl.algorithms.correction import CorrectionSettings
 from mindspeed_rl.algorithms.policy_losses import SurrogateSettings
 from mindspeed_rl.config.algorithms import (
     AdvantageConfig,
-    CorrectionConfig,
     CriticConfig,
     KLConfig,
     PolicyLossConfig,
@@ -28,43 +28,6 @@ from mindspeed_rl.config.rollout import EngineTuningConfig, RolloutBalanceConfig
 from mindspeed_rl.config.score import ScoreConfig
 from mindspeed_rl.config.supervised import IndexedDataConfig, SftConfig
 from mindspeed_rl.config.training import CheckpointConfig, LoggingConfig, TrainConfig
-
-__all__ = [
-    "AdvantageConfig",
-    "AdvantageSettings",
-    "CheckpointConfig",
-    "CorrectionConfig",
-    "CriticConfig",
-    "DeviceConfig",
-    "DryRunConfig",
-    "EngineTuningConfig",
-    "EnvironmentConfig",
-    "IndexedDataConfig",
-    "KLConfig",
-    "KernelConfig",
-    "LaunchConfig",
-    "LoggingConfig",
-    "MemoryConfig",
-    "ModelConfig",
-    "NpuConfig",
-    "ParallelConfig",
-    "PolicyLossConfig",
-    "PretrainRunConfig",
-    "ProfilerConfig",
-    "PromptConfig",
-    "RLConfig",
-    "RLRunConfig",
-    "RewardConfig",
-    "RolloutBalanceConfig",
-    "RolloutConfig",
-    "SamplingConfig",
-    "ScoreConfig",
-    "ScoreRunConfig",
-    "SftConfig",
-    "SurrogateSettings",
-    "TrackerConfig",
-    "TrainConfig",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +50,7 @@ class RLRunConfig:
     policy_loss: PolicyLossConfig
     surrogate: SurrogateSettings
     kl: KLConfig
-    correction: CorrectionConfig
+    correction: CorrectionSettings
     sampling: SamplingConfig
     rollout: RolloutConfig
     memory: MemoryConfig

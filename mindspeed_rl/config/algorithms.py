@@ -1,4 +1,4 @@
-"""Flags of advantages, critic, policy losses, KL and the correction of the rollout mismatch."""
+"""Flags of advantages, critic, policy losses, KL and the choice of samples."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ from mindspeed_rl.algorithms.kl import KL_ESTIMATORS
 from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
 from mindspeed_rl.core.flag import Needs, flag
 
-CORRECTION_LEVELS = ("token", "sequence", "geometric")
-_REJECTIONS = ("k1", "k2", "k3")
 _WITH_KL = Needs("--grpo-kl-beta")
 _WITH_CRITIC = Needs(
     ESTIMATORS.flag, tuple(name for name, choice in ESTIMATORS.items() if choice.needs_critic)
 )
-_WITH_WEIGHTS = Needs("--rl-inference-logprobs-is-correction")
-_WITH_REJECTION = Needs("--rl-rejection", _REJECTIONS)
 _WITH_FILTER = Needs("--grpo-filter-groups-with-same-reward")
 
 
@@ -162,74 +158,6 @@ class KLConfig:
         "Samples over which the adapted coefficient may change by a fifth.",
         minimum=1.0,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class CorrectionConfig:
-    """Correction of the rollout mismatch.
-
-    Engine and trainer give a sampled token slightly different probabilities; rho is the trainer's
-    over the engine's at the weights that sampled, of a token, of a sequence (product over its
-    tokens) or its geometric mean. The policy loss of a token can be weighted by min(rho, bound)
-    (truncate) or by rho where it is within both bounds and 0 elsewhere (mask, known as IcePop).
-    Independently, what diverges too far can be rejected. A token of weight 0 stays in the
-    denominators of the loss. mismatch/* in the metrics says how large rho gets, and is reported
-    without any correction as well.
-
-    Example: --rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef 2
-    """
-
-    rl_inference_logprobs_is_correction: bool = flag(
-        False, "Weight the policy loss by the importance ratio of the trainer to the engine."
-    )
-    rl_is_correction_mode: str = flag(
-        "truncate",
-        "What happens to ratios out of bounds.",
-        choices=("truncate", "mask"),
-        needs=_WITH_WEIGHTS,
-    )
-    rl_is_correction_level: str = flag(
-        "token",
-        "What the ratio is taken over.",
-        choices=CORRECTION_LEVELS,
-        needs=_WITH_WEIGHTS,
-    )
-    rl_importance_sampling_truncation_coef: float = flag(
-        2.0,
-        "Upper bound of the ratio; 1 is that of an engine that equals the trainer.",
-        minimum=1.0,
-        needs=_WITH_WEIGHTS,
-    )
-    rl_is_correction_lower: float = flag(
-        0.5,
-        "Lower bound of the ratio.",
-        minimum=0.0,
-        maximum=1.0,
-        needs=Needs("--rl-is-correction-mode", ("mask",)),
-    )
-    rl_rejection: str = flag(
-        "none",
-        "Drop what diverges by this estimator of KL(engine || trainer).",
-        choices=("none", *_REJECTIONS),
-    )
-    rl_rejection_level: str = flag(
-        "sequence",
-        "token: single tokens; sequence: whole sequences by the sum over their tokens; geometric: "
-        "by the mean.",
-        choices=CORRECTION_LEVELS,
-        needs=_WITH_REJECTION,
-    )
-    rl_rejection_threshold: float = flag(
-        0.1,
-        "Largest divergence that is kept, in nats; of k1, its magnitude.",
-        minimum=0.0,
-        needs=_WITH_REJECTION,
-    )
-
-    @property
-    def active(self) -> bool:
-        """Whether tokens are weighted or rejected."""
-        return self.rl_inference_logprobs_is_correction or self.rl_rejection != "none"
 
 
 @dataclass(frozen=True, slots=True)

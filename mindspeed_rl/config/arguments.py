@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import itertools
 import math
 import shutil
 import textwrap
@@ -19,8 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from mindspeed_rl.compat import ForeignUse, UnknownToken, UsedFlag, classify, foreign_flags
-from mindspeed_rl.compat.foreign_flags import ForeignFlag
+from mindspeed_rl.compat.classify import ForeignUse, UnknownToken, UsedFlag, classify
+from mindspeed_rl.compat.foreign_flags import ForeignFlag, foreign_flags
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
 from mindspeed_rl.config.engine_options import take_engine_options
 from mindspeed_rl.config.needs import needs_of
@@ -30,13 +31,11 @@ from mindspeed_rl.core.installed import resolve_platform
 
 Run = TypeVar("Run", RLRunConfig, PretrainRunConfig, ScoreRunConfig)
 
-ENTRIES: Mapping[str, type[Any]] = types.MappingProxyType(
-    {
-        "mindspeed_rl.train_rl": RLRunConfig,
-        "mindspeed_rl.pretrain": PretrainRunConfig,
-        "mindspeed_rl.score": ScoreRunConfig,
-    }
-)
+ENTRIES: Mapping[str, type[Any]] = {
+    "mindspeed_rl.train_rl": RLRunConfig,
+    "mindspeed_rl.pretrain": PretrainRunConfig,
+    "mindspeed_rl.score": ScoreRunConfig,
+}
 """Configuration class of every entry."""
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
@@ -194,11 +193,12 @@ def parse(run_type: type[Run], argv: Sequence[str], prog: str) -> ParsedArgument
     if engine_options:
         built["engine_options"] = engine_options
     ignored = [_as_typed(used) for used in use.accepted]
-    ignored += _inert(use.own_argv, _by_spelling(run_type))
+    flags = _by_spelling(run_type)
+    ignored += dict.fromkeys(name for name, _ in use.own if flags[name].info.inert)
     parallel = built["parallel"]
     ignored += parallel.idle_flags
     ignored += built["kernels"].idle_flags(resolve_platform(parallel.platform))
-    return ParsedArguments(run_type(**built), tuple(ignored), use.compared)
+    return ParsedArguments(run_type(**built), tuple(ignored), tuple(use.compared))
 
 
 def parse_sections(
@@ -228,7 +228,8 @@ def parse_sections(
     use = classify(argv, by_spelling, foreign)
     if problems := _problems(use, run_type):
         raise UsageError("; ".join(problems))
-    namespace = vars(parser.parse_args(_bind(use.own_argv, by_spelling)))
+    bound = (by_spelling[name].bind(name, values) for name, values in use.own)
+    namespace = vars(parser.parse_args(list(itertools.chain.from_iterable(bound))))
     built = {
         name: section(**{f.name: _as_field(namespace[f.name]) for f in dataclasses.fields(section)})
         for name, section in _sections(run_type).items()
@@ -305,27 +306,6 @@ def _number(text: str, kind: type[int] | type[float], info: FlagInfo) -> float:
     return value
 
 
-def _inert(argv: Sequence[str], flags: Mapping[str, OwnFlag]) -> Iterator[str]:
-    """Yield the flags of ``argv`` that are accepted without effect, each once."""
-    names = dict.fromkeys(token.partition("=")[0] for token in argv)
-    yield from (name for name in names if name in flags and flags[name].info.inert)
-
-
-def _bind(argv: Sequence[str], flags: Mapping[str, OwnFlag]) -> list[str]:
-    """Attach values to flags and check their number; ``argv`` holds own flags only."""
-    bound: list[str] = []
-    position = 0
-    while position < len(argv):
-        typed, equals, attached = argv[position].partition("=")
-        end = position + 1
-        while end < len(argv) and not argv[end].startswith("--"):
-            end += 1
-        values = ([attached] if equals else []) + list(argv[position + 1 : end])
-        bound += flags[typed].bind(typed, values)
-        position = end
-    return bound
-
-
 def _problems(use: ForeignUse, run_type: type[Any]) -> list[str]:
     """One sentence per flag that cannot be accepted."""
     elsewhere = {
@@ -388,14 +368,3 @@ def _paragraphs(documented: type[Any], columns: int) -> str:
 def _filled(text: str, columns: int) -> str:
     """Wrap a text without breaking flags at their hyphens."""
     return textwrap.fill(text, max(columns, 24), break_on_hyphens=False)
-
-
-__all__ = [
-    "ENTRIES",
-    "OwnFlag",
-    "ParsedArguments",
-    "build_parser",
-    "own_flags",
-    "parse",
-    "parse_sections",
-]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mindspeed_rl.algorithms.advantages import ESTIMATORS
 from mindspeed_rl.algorithms.kl import KL_ESTIMATORS, STRAIGHT_THROUGH
-from mindspeed_rl.config import RLRunConfig, RolloutBalanceConfig
+from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.needs import check_needs
 from mindspeed_rl.core.errors import UsageError
 
@@ -21,7 +21,7 @@ def check_algorithms(config: RLRunConfig) -> None:
     _check_sampling(config)
     _check_reward_model(config)
     _check_routing(config)
-    _check_environment(config.balance, config.environment.rl_environment)
+    _check_environment(config)
     warmup, last = config.critic.critic_warmup_steps, config.train.train_iters
     if warmup and warmup >= last:
         raise UsageError(
@@ -115,7 +115,7 @@ def _check_sampling(config: RLRunConfig) -> None:
             f"--rl-overlong-buffer {flags.rl_overlong_buffer} is longer than "
             f"--rollout-max-response-length {limit}; lower it"
         )
-    weighted = config.correction.rl_inference_logprobs_is_correction
+    weighted = config.correction.weighted
     knows_the_sampler = config.rl.old_logprob == "rollout" or (
         config.rl.old_logprob == "recompute" and weighted
     )
@@ -142,11 +142,18 @@ def _check_sampling(config: RLRunConfig) -> None:
         )
 
 
-def _check_environment(flags: RolloutBalanceConfig, environment: str) -> None:
-    """Refuse flags that move samples between engines or steps together with an environment."""
+def _check_environment(config: RLRunConfig) -> None:
+    """Refuse Ray actors without Ray, and flags that move the samples of an environment."""
+    environment = config.environment.rl_environment
+    workers = config.environment.rl_environment_ray_workers
+    if workers and config.launch.orchestrator != "ray":
+        raise UsageError(
+            f"--rl-environment-ray-workers {workers} without --orchestrator ray: add it, or remove "
+            "the workers"
+        )
     for name, value in (
-        ("--partial-rollout-tokens", flags.partial_rollout_tokens),
-        ("--rollout-rebalance", flags.rollout_rebalance),
+        ("--partial-rollout-tokens", config.balance.partial_rollout_tokens),
+        ("--rollout-rebalance", config.balance.rollout_rebalance),
     ):
         if environment and value not in (0, "off"):
             raise UsageError(

@@ -10,7 +10,7 @@ from typing import Any
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flag import flag
-from mindspeed_rl.core.user_files import check_python_file, check_python_name
+from mindspeed_rl.core.user_files import check_python_name
 
 PROFILE_FOLDER = "profile"
 _LEVELS = ("level0", "level1", "level2")
@@ -122,24 +122,18 @@ class ProfilerConfig:
         return self.profile and (bool(everyone) or str(rank) in self.profile_ranks)
 
 
-def check_trackers(config: TrackerConfig, installed: Mapping[str, bool] | None = None) -> None:
+def check_trackers(config: TrackerConfig) -> None:
     """Refuse a tracker whose file or package is missing. Local; imports nothing.
-
-    Args:
-        config: Flags of the trackers.
-        installed: Package -> whether it can be imported; ``None``: the packages are looked up.
 
     Raises:
         UsageError: A file or package is missing, or the file defines no ``init``.
     """
     for tracker in config.trackers():
         if tracker.module.endswith(".py"):
-            check_python_file(Path(tracker.module), tracker.where)
             check_python_name(Path(tracker.module), "init", tracker.where)
             continue
         package = tracker.module.partition(".")[0]
-        there = package and find_spec(package) if installed is None else installed[package]
-        if not there:
+        if not package or find_spec(package) is None:
             fix = (
                 f"run pip install {package}"
                 if "project" in tracker.arguments

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from mindspeed_rl.config.reward_spec import built_in, check_name
-from mindspeed_rl.core.flag import flag
-from mindspeed_rl.core.user_files import check_python_file, check_python_name
+from mindspeed_rl.config.reward_spec import built_in
+from mindspeed_rl.core.flag import Needs, flag
 
 BUILT_IN_ENVIRONMENTS = built_in("environments")
 
@@ -39,24 +37,5 @@ class EnvironmentConfig:
         "Ray actors per engine in which environments run side by side, anywhere in the cluster of "
         "--orchestrator ray; 0: in the process that leads the engine, one turn after the other.",
         minimum=0,
+        needs=Needs("--rl-environment"),
     )
-
-
-def check_environment(flags: EnvironmentConfig, *, files: bool = True) -> None:
-    """Check that an environment is built in or in a Python file. Local; executes nothing.
-
-    Args:
-        flags: Flags of the environment.
-        files: Whether the user's file must be there.
-
-    Raises:
-        UsageError: The message names the flag, its value and the fix.
-    """
-    name = flags.rl_environment
-    path, separator, attribute = name.rpartition(":")
-    where = f"--rl-environment {name}"
-    if separator and files:
-        check_python_file(Path(path), where)
-        check_python_name(Path(path), attribute, where)
-    elif name and not separator:
-        check_name("--rl-environment", name, BUILT_IN_ENVIRONMENTS)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.core.flag import flag, flag_names
 from mindspeed_rl.core.installed import has_transformer_engine, resolve_platform
-from mindspeed_rl.models.module_names import GROUPED, LOCAL, TRANSFORMER_ENGINE, ModuleNames
+from mindspeed_rl.models.param_names import GROUPED, LOCAL, TRANSFORMER_ENGINE, ParamNames
 
 # Dispatchers of megatron-core that are used as given; others are computed as alltoall.
 DISPATCHERS = ("alltoall", "allgather")
@@ -64,7 +64,7 @@ class KernelConfig:
             yield f"--moe-token-dispatcher-type {dispatcher} (computed as alltoall)"
 
 
-def module_names(model: ModelConfig, platform: str) -> ModuleNames:
+def module_names(model: ModelConfig, platform: str) -> ParamNames:
     """The modules of ``--transformer-impl`` and ``--moe-grouped-gemm`` on ``--platform``.
 
     A script may ask for Transformer Engine where there is none; it then gets local modules.

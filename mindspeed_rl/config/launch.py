@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from mindspeed_rl.config.environment import EnvironmentConfig
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.flag import flag, flag_names
+from mindspeed_rl.core.flag import Needs, flag
+
+_WITH_RAY = Needs("--orchestrator", ("ray",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,35 +32,19 @@ class LaunchConfig:
         "",
         "A running Ray cluster: auto for that of this node, or host:port. Empty: RAY_ADDRESS of "
         "the environment if set, else a local Ray for the time of the run.",
+        needs=_WITH_RAY,
     )
-    ray_num_nodes: int = flag(1, "Nodes of the Ray cluster to use.", minimum=1)
+    ray_num_nodes: int = flag(1, "Nodes of the Ray cluster to use.", minimum=1, needs=_WITH_RAY)
     ray_ranks_per_node: int = flag(
-        0, "Ranks on each of them; on NPUs and GPUs each rank takes one device.", minimum=0
+        0,
+        "Ranks on each of them; on NPUs and GPUs each rank takes one device.",
+        minimum=0,
+        needs=_WITH_RAY,
     )
 
     @property
     def num_ranks(self) -> int:
         return self.ray_num_nodes * self.ray_ranks_per_node
-
-
-def check_environment_workers(environment: EnvironmentConfig, launch: LaunchConfig) -> None:
-    """Refuse Ray actors for environments without an environment or without Ray.
-
-    Raises:
-        UsageError: The message names the flag and the fix.
-    """
-    workers = environment.rl_environment_ray_workers
-    if not workers:
-        return
-    for missing, needed in (
-        (not environment.rl_environment, "--rl-environment NAME"),
-        (launch.orchestrator != "ray", "--orchestrator ray"),
-    ):
-        if missing:
-            raise UsageError(
-                f"--rl-environment-ray-workers {workers} without {needed}: add it, or remove the "
-                "workers"
-            )
 
 
 def check_launch(launch: LaunchConfig, environ: Mapping[str, str], prog: str) -> None:
@@ -69,13 +54,6 @@ def check_launch(launch: LaunchConfig, environ: Mapping[str, str], prog: str) ->
         UsageError: The message names the flag and the fix.
     """
     if launch.orchestrator == "torchrun":
-        given = [f for f in fields(launch) if getattr(launch, f.name) != f.default]
-        if given:
-            name, value = flag_names(given[0])[0], getattr(launch, given[0].name)
-            raise UsageError(
-                f"{name} {value} without --orchestrator ray would do nothing; add it or remove "
-                f"{name}"
-            )
         return
     if "RANK" in environ:
         raise UsageError(

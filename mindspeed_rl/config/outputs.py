@@ -90,13 +90,6 @@ def earlier_results(output_dir: str) -> list[Path]:
     return found
 
 
-def _foreign_events(logging: LoggingConfig) -> list[Path]:
-    """Event files in ``--tensorboard-dir``; other programs may have written them."""
-    if not logging.tensorboard_dir:
-        return []
-    return sorted(Path(logging.tensorboard_dir).glob(EVENT_FILES))
-
-
 def refuse_earlier_results(logging: LoggingConfig, load: str = "") -> None:
     """Refuse to start at step 0 in a folder that holds the results of another run.
 
@@ -105,9 +98,10 @@ def refuse_earlier_results(logging: LoggingConfig, load: str = "") -> None:
     """
     if logging.overwrite_output_dir:
         return
-    if events := _foreign_events(logging):
+    folder = logging.tensorboard_dir
+    if folder and (events := sorted(Path(folder).glob(EVENT_FILES))):
         raise UsageError(
-            f"--tensorboard-dir {logging.tensorboard_dir} holds the events of another run "
+            f"--tensorboard-dir {folder} holds the events of another run "
             f"({events[0].name}): choose another folder, or add --overwrite-output-dir to hide "
             "them (they are not removed)"
         )
@@ -134,11 +128,6 @@ def check_paths(config: RLRunConfig | PretrainRunConfig) -> None:
         UsageError: The message names the flag, the path and the fix.
     """
     checkpoint, logging = config.checkpoint, config.logging
-    if checkpoint.save_interval and not checkpoint.save:
-        raise UsageError(
-            f"--save-interval {checkpoint.save_interval} without --save: nothing would be saved; "
-            "add --save DIR, or remove it"
-        )
     if checkpoint.load and not Path(checkpoint.load).is_dir():
         raise UsageError(
             f"--load {checkpoint.load}: no such directory; name the --save folder of a run, or "

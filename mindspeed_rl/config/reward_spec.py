@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.user_files import check_python_name
 
 
 def built_in(room: str) -> dict[str, str]:
@@ -108,13 +109,22 @@ def check_specs(specs: Sequence[RewardSpec]) -> None:
             )
 
 
-def check_name(flag: str, name: str, known: Collection[str]) -> None:
-    """Refuse a reward or environment without a file that is not ``known``.
+def check_name(flag: str, name: str, known: Collection[str], *, files: bool = True) -> None:
+    """Refuse a reward or environment that is neither known nor in a Python file. Executes nothing.
+
+    Args:
+        flag: Flag that names it, for messages.
+        name: A known name or ``path/to/file.py:name``.
+        known: Names of what is built in.
+        files: Whether the user's file must be there.
 
     Raises:
         UsageError: The message names the flag, the nearest name and all known names.
     """
-    if name in known:
+    path, separator, attribute = name.rpartition(":")
+    if separator and files:
+        check_python_name(Path(path), attribute, f"{flag} {name}")
+    if separator or name in known:
         return
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""

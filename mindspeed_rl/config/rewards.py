@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import Field, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config.reward_spec import (
@@ -14,7 +13,6 @@ from mindspeed_rl.config.reward_spec import (
 )
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flag import Needs, flag, flag_names
-from mindspeed_rl.core.user_files import check_python_file, check_python_name
 
 REMOTE_BACKOFF_S = 0.2  # first pause before --reward-url is asked again; later ones double
 
@@ -216,10 +214,5 @@ def _check_functions(texts: tuple[str, ...], files: bool) -> set[str]:
     specs = [RewardSpec.parse(text) for text in texts]
     check_specs(specs)
     for spec in specs:
-        if not spec.file:
-            check_name("--reward-function", spec.name, BUILT_IN_REWARDS)
-        elif files:
-            where = f"--reward-function {spec.name}"
-            check_python_file(Path(spec.file), where)
-            check_python_name(Path(spec.file), spec.label, where)
+        check_name("--reward-function", spec.name, BUILT_IN_REWARDS, files=files)
     return {spec.name for spec in specs}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.flag import flag
+from mindspeed_rl.core.flag import Needs, flag
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "moe")
+_WITH_FULL = Needs("--recompute-granularity", ("full",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +87,13 @@ class TrainConfig:
         "every --recompute-num-layers layers; block: the first --recompute-num-layers layers of "
         "each pipeline stage (of each chunk of an interleaved pipeline), each by itself.",
         choices=("uniform", "block"),
+        needs=_WITH_FULL,
     )
     recompute_num_layers: int | None = flag(
-        None, "Layers that --recompute-method counts in; needed with it.", minimum=1
+        None,
+        "Layers that --recompute-method counts in; needed with it.",
+        minimum=1,
+        needs=_WITH_FULL,
     )
     recompute_modules: tuple[str, ...] = flag(
         ("core_attn",),
@@ -123,6 +128,7 @@ class CheckpointConfig:
         "Steps of the run between checkpoints; 0 saves at the end only.",
         names=("--save-interval", "--persistent-save-interval"),
         minimum=0,
+        needs=Needs("--save"),
     )
     finetune: bool = flag(
         False,
@@ -197,19 +203,6 @@ def check_recompute(train: TrainConfig) -> None:
             "--recompute-granularity full needs --recompute-method (uniform or block) and "
             "--recompute-num-layers; add them, e.g. --recompute-method uniform "
             "--recompute-num-layers 1"
-        )
-    given = [
-        name
-        for name, value in (
-            ("--recompute-method", train.recompute_method),
-            ("--recompute-num-layers", train.recompute_num_layers),
-        )
-        if value
-    ]
-    if given and not full:
-        raise UsageError(
-            f"{given[0]} with --recompute-granularity {train.recompute_granularity}: it has a "
-            "meaning for full only; add --recompute-granularity full, or remove it"
         )
     unknown = sorted(set(train.recompute_modules) - set(RECOMPUTE_MODULES))
     if unknown:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl.checkpoint.names import shortened
 from mindspeed_rl.checkpoint.resume import TRACKER
 from mindspeed_rl.config.layouts import layer_numbers, stage_layout
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
@@ -27,9 +28,9 @@ from mindspeed_rl.convert.torch_files import read_torch_file, save_unfilled, sto
 from mindspeed_rl.convert.training_arguments import run_arguments
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.stages import StageLayout, filled_slots
-from mindspeed_rl.models.file_names import (
+from mindspeed_rl.models.param_names import (
     MTP_COPIES,
-    FileNames,
+    ParamNames,
     mindspeed_names,
     recognised_from,
 )
@@ -78,7 +79,7 @@ def open_classic(folder: Path, spec: ModelSpec, extends_ep: bool) -> Source:
     layout = _layout(files, spec, extends_ep)
     held = _checked(files, layout)
     names = layout.hf_shapes
-    copies = _copies(layout.spec) if layout.names.mtp else {}
+    copies = _copies(layout.spec) if layout.modules.mtp else {}
     shapes: dict[str, Shape] = {**names, **{name: names[main] for name, main in copies.items()}}
 
     @cache
@@ -211,12 +212,12 @@ def _layout(files: _Files, spec: ModelSpec, extends_ep: bool) -> CheckpointLayou
     etp, extends = _expert_cut(files, spec, names, extends_ep)
     grid = classic_grid(StageLayout(pp, counts), tp, ep, etp, extends)
     return CheckpointLayout(
-        spec, grid, embedding.shape[0], names=names, slots=slots, extends_ep=extends
+        spec, grid, embedding.shape[0], modules=names, slots=slots, extends_ep=extends
     )
 
 
 def _expert_cut(
-    files: _Files, spec: ModelSpec, names: FileNames, extends_ep: bool
+    files: _Files, spec: ModelSpec, names: ParamNames, extends_ep: bool
 ) -> tuple[int, bool]:
     """Return the ranks that share an expert, and whether TP ranks extend expert parallelism."""
     tp, _, ep = files.sizes()
@@ -256,9 +257,9 @@ def _checked(files: _Files, layout: CheckpointLayout) -> dict[int, dict[str, Sto
         wanted = layout.local_shapes(rank)
         where = f"{files.folder / layout.folder_of(rank)}"
         if missing := sorted(wanted.keys() - found.keys()):
-            raise UsageError(f"{where}: {_some(missing)} missing, which config.json implies")
+            raise UsageError(f"{where}: {shortened(missing)} missing, which config.json implies")
         if unknown := sorted(found.keys() - wanted.keys()):
-            raise UsageError(f"{where}: {_some(unknown)} in it, which config.json does not imply")
+            raise UsageError(f"{where}: config.json does not imply {shortened(unknown)}")
         for name, shape in wanted.items():
             stored = layout.stored_shape(name, shape)
             if found[name].shape != stored:
@@ -272,10 +273,6 @@ def _checked(files: _Files, layout: CheckpointLayout) -> dict[int, dict[str, Sto
             f"{len(held)}; remove the files of other layouts"
         )
     return held
-
-
-def _some(names: list[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def plan_classic(request: Request) -> Target:
@@ -322,7 +319,9 @@ def _target_layout(
     )
     slots = filled_slots(spec.num_layers, pp, stages.vpp, noop) if noop else ()
     divisor = flags.make_vocab_size_divisible_by
-    return CheckpointLayout(spec, grid, divisor, names=names, slots=slots, extends_ep=extends), noop
+    return CheckpointLayout(
+        spec, grid, divisor, modules=names, slots=slots, extends_ep=extends
+    ), noop
 
 
 def _file(

@@ -23,7 +23,7 @@ from mindspeed_rl.convert.source import Source, same_bits
 from mindspeed_rl.convert.target import Target
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flag import flag_names
-from mindspeed_rl.models.file_names import MTP_COPIES, FileNames
+from mindspeed_rl.models.param_names import MTP_COPIES, ParamNames
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
 from mindspeed_rl.weights.layouts.checkpoint_files import whole_layout
@@ -195,7 +195,7 @@ def _wanted(
         UsageError: The source has unknown tensors, lacks some, or has some in other shapes.
     """
     keeps = flags.mtp_num_layers > 0
-    table = whole_layout(spec, FileNames(mtp=keeps), spec.vocab_size).hf_shapes
+    table = whole_layout(spec, ParamNames(mtp=keeps), spec.vocab_size).hf_shapes
     mtp = mtp_tensors(_with_mtp(flags, spec, source), source.shapes)
     copies = [name for name in mtp if name.split(".", 3)[-1] in MTP_COPIES]
     left_out = set(copies if keeps else mtp)

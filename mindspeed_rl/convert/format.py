@@ -15,7 +15,7 @@ import torch
 from mindspeed_rl.convert.source import Shape, Source
 from mindspeed_rl.convert.target import Target
 from mindspeed_rl.core.flag import flag
-from mindspeed_rl.models.file_names import FileNames
+from mindspeed_rl.models.param_names import ParamNames
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.weights.layouts.checkpoint_files import whole_layout
 
@@ -94,7 +94,7 @@ class Request:
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Element type of every HF tensor that is written; types that a family fixes stay."""
-        declared = whole_layout(self.spec, FileNames(), self.spec.vocab_size)
+        declared = whole_layout(self.spec, ParamNames(), self.spec.vocab_size)
         fixed = {name for name in declared.hf_shapes if declared.dtype_of(name)}
         return {
             name: self.source.dtype_of(name) if self.cast is None or name in fixed else self.cast

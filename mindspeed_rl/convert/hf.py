@@ -13,7 +13,13 @@ from mindspeed_rl.checkpoint.hf_writer import config_text, side_files
 from mindspeed_rl.checkpoint.safetensors_files import StoredEntry, safetensors_entries
 from mindspeed_rl.convert.format import Format, Request
 from mindspeed_rl.convert.source import Scales, Source, StoredTensor, TensorPart
-from mindspeed_rl.convert.target import SAFETENSORS_TYPES, OutputTensor, Target, safetensors_file
+from mindspeed_rl.convert.target import (
+    SAFETENSORS_TYPES,
+    OutputTensor,
+    Target,
+    in_files,
+    safetensors_file,
+)
 from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.blocks import EMBED_NAME
@@ -102,21 +108,13 @@ def _part(
 
 
 def plan_hf(request: Request) -> Target:
-    """Plan safetensors files of at most ``shard_bytes``, with the files that describe the model.
-
-    A tensor that is larger has its own file.
-    """
+    """Plan safetensors files of at most ``shard_bytes``, with the files that describe the model."""
     dtypes = request.dtypes()
-    groups: list[list[OutputTensor]] = [[]]
-    filled = 0
+    tensors = []
     for name, shape in request.shapes.items():
         box = Box.whole(shape)
-        tensor = OutputTensor(name, dtypes[name], shape, (Piece(name, box, name, box),))
-        if groups[-1] and filled + tensor.num_bytes > request.shard_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(tensor)
-        filled += tensor.num_bytes
+        tensors.append(OutputTensor(name, dtypes[name], shape, (Piece(name, box, name, box),)))
+    groups = in_files(tensors, request.shard_bytes)
     names = shard_names(len(groups))
     files = tuple(safetensors_file(*file) for file in zip(names, groups, strict=True))
     file_of = {tensor.name: file.path for file in files for tensor in file.tensors}

@@ -56,21 +56,17 @@ appears when everything is on disk, never before.
 """
 
 
-def _model_types() -> tuple[str, ...]:
-    return tuple(dict.fromkeys(format.model_type for format in FORMATS))
-
-
-def _targets() -> dict[str, str]:
-    """Name and description of the formats of a Megatron target."""
-    return {format.name: format.help for format in FORMATS if format.model_type == "mg"}
+_MODEL_TYPES = tuple(dict.fromkeys(format.model_type for format in FORMATS))
+# Name and description of the formats of a Megatron target.
+_TARGETS = {format.name: format.help for format in FORMATS if format.model_type == "mg"}
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFlags:
     """What is converted into what."""
 
-    load_model_type: str = flag("hf", "Hugging Face or Megatron.", choices=_model_types())
-    save_model_type: str = flag("mg", "Hugging Face or Megatron.", choices=_model_types())
+    load_model_type: str = flag("hf", "Hugging Face or Megatron.", choices=_MODEL_TYPES)
+    save_model_type: str = flag("mg", "Hugging Face or Megatron.", choices=_MODEL_TYPES)
     load_dir: str = flag("", "Directory that is converted; never written to. Required.")
     save_dir: str = flag("", "Directory that is made; must not exist, or be empty. Required.")
     hf_cfg_dir: str = flag(
@@ -81,9 +77,9 @@ class CheckpointFlags:
     ckpt_format: str = flag(
         "torch",
         "Format of a Megatron target; sources are recognised. "
-        + "; ".join(f"{name}: {help}" for name, help in _targets().items())
+        + "; ".join(f"{name}: {help}" for name, help in _TARGETS.items())
         + ".",
-        choices=_targets(),
+        choices=_TARGETS,
     )
     model_type_hf: str = flag("", "Checked against config.json where it is given.")
     num_layers: int | None = flag(None, "Checked against config.json.", minimum=1)
@@ -121,8 +117,7 @@ class WorkFlags:
     @property
     def num_threads(self) -> int:
         """``--workers``, or what 0 stands for."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        return self.workers or min(_MOST_WORKERS, cores)
+        return self.workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from threading import Event, Lock
 
 import torch
 
-from mindspeed_rl.convert.source import Source, UnreadableError, bytes_of, row_blocks
+from mindspeed_rl.convert.source import Source, bytes_of, row_blocks
 from mindspeed_rl.convert.target import OutputFile, OutputTensor, Target
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.files import sync_path
@@ -135,9 +135,7 @@ def _check(check: Callable[[Path], None], out: Path) -> None:
     """Check the finished files; remove wrong ones, so that the next attempt cannot keep them."""
     try:
         check(out)
-    except UnreadableError:  # The result is not known to be wrong.
-        raise
-    except ValueError:
+    except UsageError:  # An UnreadableError says nothing about the result.
         wrong = out.with_name(out.name.rpartition("-")[0] + "-wrong")
         os.rename(out, wrong)  # A kill within rmtree must not leave wrong files to be resumed.
         shutil.rmtree(wrong)

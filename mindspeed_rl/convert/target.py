@@ -102,6 +102,19 @@ class Target:
         return sum(file.num_bytes for file in self.files)
 
 
+def in_files(tensors: Sequence[OutputTensor], most_bytes: int) -> list[list[OutputTensor]]:
+    """Divide tensors among files of at most ``most_bytes``; a larger tensor has its own file."""
+    groups: list[list[OutputTensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if groups[-1] and filled + tensor.num_bytes > most_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor)
+        filled += tensor.num_bytes
+    return groups
+
+
 def safetensors_file(path: str, tensors: Sequence[OutputTensor]) -> OutputFile:
     """Plan a safetensors file; its data begin at a multiple of 64 bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

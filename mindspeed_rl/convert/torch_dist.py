@@ -30,10 +30,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mindspeed_rl.checkpoint.names import shortened
 from mindspeed_rl.checkpoint.resume import CONVERTED, RECORD, TRACKER, CheckpointRecord
 from mindspeed_rl.convert.format import Format, Request
 from mindspeed_rl.convert.source import Source, StoredTensor, TensorPart
-from mindspeed_rl.convert.target import OutputFile, OutputTensor, Target, params_of_rank
+from mindspeed_rl.convert.target import (
+    OutputFile,
+    OutputTensor,
+    Target,
+    in_files,
+    params_of_rank,
+)
 from mindspeed_rl.convert.torch_files import (
     read_torch_file,
     save_unfilled,
@@ -44,8 +51,7 @@ from mindspeed_rl.convert.training_arguments import run_arguments
 from mindspeed_rl.core.boxes import Box, ParamView
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import round_up
-from mindspeed_rl.models.file_names import distributed_names, recognised_from
-from mindspeed_rl.models.module_names import LOCAL, TRANSFORMER_ENGINE
+from mindspeed_rl.models.param_names import distributed_names, recognised_from
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.weights.layouts.base import Shard
 from mindspeed_rl.weights.layouts.checkpoint_files import whole_layout
@@ -115,8 +121,8 @@ def open_distributed(folder: Path, spec: ModelSpec, extends_ep: bool) -> Source:
     )
     if lacking:
         raise UsageError(
-            f"{folder}: {lacking[0]} and {len(lacking) - 1} more keys are missing, which "
-            "config.json implies; give the config.json of this model (--hf-cfg-dir)"
+            f"{folder}: {shortened(lacking)} missing, which config.json implies; give the "
+            "config.json of this model (--hf-cfg-dir)"
         )
 
     places = _places(index)
@@ -211,9 +217,11 @@ class _Chunk:
 def plan_distributed(request: Request) -> Target:
     """Plan ``iter_<iteration>`` in the distributed format, and the tracker file."""
     spec, flags, iteration = request.spec, request.layout, request.source.iteration
-    modules = TRANSFORMER_ENGINE if flags.transformer_impl == "transformer_engine" else LOCAL
+    names = distributed_names(
+        spec, transformer_engine=flags.transformer_impl == "transformer_engine"
+    )
     padded = round_up(spec.vocab_size, flags.make_vocab_size_divisible_by)
-    layout, dtypes = whole_layout(spec, distributed_names(spec, modules), padded), request.dtypes()
+    layout, dtypes = whole_layout(spec, names, padded), request.dtypes()
     # Layers share keys where all are alike, that is, without experts; the trainer saves like this.
     stacked = spec.moe is None
     params = params_of_rank(layout, 0, dtypes)
@@ -297,16 +305,10 @@ def _describe(index: Metadata, chunk: _Chunk, count: tuple[int, ...]) -> None:
 
 def _files(chunks: Sequence[_Chunk], states: Sequence[str]) -> Iterator[_File]:
     """Yield files of about 4 GiB; the first one has the states."""
-    groups: list[list[_Chunk]] = [[]]
-    filled = 0
-    for chunk in chunks:
-        if groups[-1] and filled + chunk.tensor.num_bytes > _FILE_BYTES:
-            groups.append([])
-            filled = 0
-        groups[-1].append(chunk)
-        filled += chunk.tensor.num_bytes
-    for number, group in enumerate(groups):
-        yield _File(f"__{number}_0.distcp", tuple(group), () if number else tuple(states))
+    of_param = {chunk.tensor.name: chunk for chunk in chunks}
+    for number, tensors in enumerate(in_files([chunk.tensor for chunk in chunks], _FILE_BYTES)):
+        group = tuple(of_param[tensor.name] for tensor in tensors)
+        yield _File(f"__{number}_0.distcp", group, () if number else tuple(states))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ def run_arguments(layout: CheckpointLayout, noop_layers: Sequence[int]) -> dict[
 
     Sources: ``check_checkpoint_args`` of Megatron-LM, ``convert_mg2hf.py`` of MindSpeed-LLM.
     """
-    spec, parallel, names = layout.spec, layout.parallel, layout.names
+    spec, parallel, names = layout.spec, layout.parallel, layout.modules
     stages = parallel.stages
     slots = spec.num_layers + len(noop_layers)
     even = (not layout.slots and stages.is_even) or bool(noop_layers)

@@ -136,13 +136,8 @@ class ParallelLayout:
             parts.append(f"experts: etp {self.etp} x ep {self.ep} x dp {self.expert_dp}")
         return "; ".join(filter(None, [*parts, self.stages.describe()]))
 
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.world:
-            raise IndexError(f"rank {rank} is not in a world of {self.world}")
-
     def coords(self, rank: int) -> Coords:
         """The position of ``rank`` in the dense grid."""
-        self._check_rank(rank)
         return Coords(
             tp=rank % self.tp,
             cp=rank // self.tp % self.cp,
@@ -152,20 +147,11 @@ class ParallelLayout:
 
     def expert_coords(self, rank: int) -> ExpertCoords:
         """The position of ``rank`` in the expert grid."""
-        self._check_rank(rank)
         return ExpertCoords(
             tp=rank % self.etp,
             ep=rank // self.etp % self.ep,
             dp=rank // (self.etp * self.ep) % self.expert_dp,
             pp=rank // self.ranks_per_stage,
-        )
-
-    def rank(self, coords: Coords) -> int:
-        """The rank at a position of the dense grid."""
-        return (
-            coords.tp
-            + self.tp * (coords.cp + self.cp * coords.dp)
-            + self.ranks_per_stage * coords.pp
         )
 
     def replicas(self, tp: int, pp: int) -> range:

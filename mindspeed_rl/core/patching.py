@@ -6,10 +6,10 @@ can be removed. A target that is gone or whose signature changed is refused, not
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
 _APPLIED: set[str] = set()
@@ -37,24 +37,6 @@ class Patch:
     versions: str
     remove_when: str
 
-    def __post_init__(self) -> None:
-        for name in ("why", "upstream", "versions", "remove_when"):
-            if not getattr(self, name).strip():
-                raise ValueError(f"patch {self.target} must say {name}")
-
-
-def _resolve(target: str) -> tuple[Any, str, Any]:
-    module_name, _, path = target.partition(":")
-    owner: Any = importlib.import_module(module_name)
-    *parents, name = path.split(".")
-    for parent in parents:
-        owner = getattr(owner, parent)
-    # A static method must be replaced by a static method, so look at the raw attribute first.
-    raw = vars(owner).get(name) if isinstance(owner, type) else getattr(owner, name, None)
-    if raw is None:
-        raise AttributeError(name)
-    return owner, name, raw
-
 
 def apply_patch(patch: Patch) -> None:
     """Apply a patch once; a second call does nothing.
@@ -64,9 +46,13 @@ def apply_patch(patch: Patch) -> None:
     """
     if patch.target in _APPLIED:
         return
+    module, _, path = patch.target.partition(":")
+    parent, _, name = path.rpartition(".")
     try:
-        owner, name, raw = _resolve(patch.target)
-    except (ImportError, AttributeError) as error:
+        owner: Any = resolve_name(f"{module}:{parent}")
+        # Not `getattr`: it hides that a method is static and must be replaced by such a one.
+        raw = vars(owner)[name]
+    except (ImportError, AttributeError, KeyError) as error:
         raise RuntimeError(
             f"patch {patch.target}: the target does not exist in the installed version ({error}); "
             f"checked versions: {patch.versions}. Install a version of the matrix "

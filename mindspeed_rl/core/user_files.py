@@ -8,19 +8,14 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 from mindspeed_rl.core.errors import UsageError
 
 
-def check_python_file(path: Path, where: str) -> None:
-    """Refuse a path that is no Python file; ``where`` is flag and value, for messages. Local.
-
-    Raises:
-        UsageError: The message names the absolute path.
-    """
+def _check_python_file(path: Path, where: str) -> None:
     if not path.is_file() or path.suffix != ".py":
         raise UsageError(
             f"{where}: no Python file at {str(path.absolute())!r}; "
@@ -29,14 +24,20 @@ def check_python_file(path: Path, where: str) -> None:
 
 
 def check_python_name(path: Path, name: str, where: str) -> None:
-    """Refuse a file that is no Python, or that binds ``name`` nowhere. Local; executes nothing.
+    """Refuse a path that is no Python file, or one that binds ``name`` nowhere; executes nothing.
 
     A file that may bind the name in a way that cannot be read (``import *``, ``globals()``,
     ``exec``) passes; its import decides.
 
+    Args:
+        path: Path of the file.
+        name: Name of a function or class.
+        where: Flag and value, for messages.
+
     Raises:
-        UsageError: The message names the line, or the nearest names.
+        UsageError: The message names the absolute path, the line, or the nearest names.
     """
+    _check_python_file(path, where)
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:
@@ -70,8 +71,8 @@ def _bound_names(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
-def load_from_file(path: Path, name: str, where: str) -> object:
-    """Return what the file ``path`` calls ``name``.
+def load_from_file(path: Path, name: str, where: str) -> Callable[..., object]:
+    """Return the function or class that the file ``path`` calls ``name``.
 
     The file is executed once per process. Its folder is appended to ``sys.path``, so that it may
     import its neighbours.
@@ -82,16 +83,19 @@ def load_from_file(path: Path, name: str, where: str) -> object:
         where: Flag and value, for messages.
 
     Raises:
-        UsageError: no such file or name, or the file fails to import.
+        UsageError: no such file or name, something that cannot be called, or the file fails to
+            import.
     """
-    check_python_file(path, where)
+    _check_python_file(path, where)
     module = _load(path.resolve(), where)
-    value = getattr(module, name, None)
+    value: object = getattr(module, name, None)
     if value is None:
         found = [key for key, own in vars(module).items() if _is_own(own, module)]
         raise UsageError(
             f"{where}: the file defines no {name!r}; its functions: {', '.join(found) or 'none'}"
         )
+    if not callable(value):
+        raise UsageError(f"{where}: is a {type(value).__name__}, must be a function or class")
     return value
 
 

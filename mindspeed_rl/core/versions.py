@@ -16,15 +16,14 @@ def read_matrix(path: Path = MATRIX) -> dict[str, dict[str, str]]:
     return {name: {k: v or "" for k, v in parser[name].items()} for name in parser.sections()}
 
 
-def requirements(section: str, matrix: dict[str, dict[str, str]] | None = None) -> list[str]:
+def requirements(section: str) -> list[str]:
     """The requirement lines of a section in pip's syntax."""
-    rows = (matrix or read_matrix())[section]
-    return [f"{name}{specifier}" for name, specifier in rows.items()]
+    return [f"{name}{specifier}" for name, specifier in read_matrix()[section].items()]
 
 
-def mindspeed_branch(matrix: dict[str, dict[str, str]] | None = None) -> str:
+def mindspeed_branch() -> str:
     """The branch of MindSpeed that belongs to the package set for NPUs."""
-    return (matrix or read_matrix())["npu.system"]["mindspeed"]
+    return read_matrix()["npu.system"]["mindspeed"]
 
 
 def pins(platform: str) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,28 +28,6 @@ class StepSamples:
     num_trained: int
 
 
-class SampleSource(Protocol):
-    """An endless order of samples that can be stopped and resumed."""
-
-    def next(self, count: int) -> StepSamples:
-        """Return the next ``count`` samples."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything that decides the following samples, in plain JSON types."""
-        ...
-
-    def load_state_dict(
-        self, state: Mapping[str, Any], *, allow_changed_data: bool = False
-    ) -> None:
-        """Continue where ``state`` was taken; ``ValueError`` when it is of other data."""
-        ...
-
-    def report(self) -> str:
-        """Describe the source in one line for the log."""
-        ...
-
-
 class SupervisedSamples:
     """Pairs of prompt and response in a seeded order; the loss is on the response."""
 
@@ -60,6 +38,7 @@ class SupervisedSamples:
         )
 
     def next(self, count: int) -> StepSamples:
+        """Return the next ``count`` samples."""
         chosen = [self._examples.examples[i] for i in self._sampler.next(count)]
         samples = [
             TrainSample(i, torch.tensor(e.token_ids), e.num_prompt_tokens)
@@ -69,12 +48,15 @@ class SupervisedSamples:
         return StepSamples(samples, lengths, sum(s.num_trained for s in samples))
 
     def state_dict(self) -> dict[str, Any]:
+        """Return everything that decides the following samples, in plain JSON types."""
         return self._sampler.state_dict()
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, allow_changed_data: bool = False
     ) -> None:
+        """Continue where ``state`` was taken; ``UsageError`` when it is of other data."""
         self._sampler.load_state_dict(state, allow_changed_data=allow_changed_data)
 
     def report(self) -> str:
+        """Describe the samples in one line for the log."""
         return self._examples.report()

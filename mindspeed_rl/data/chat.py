@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.core.errors import UsageError
@@ -36,16 +36,14 @@ class PromptEncoder:
         apply_chat_template: Whether to render through the tokenizer's chat template, with the
             generation prompt; a plain string becomes one user message. Otherwise the string is used
             unchanged and the tokenizer adds its own special tokens, such as a BOS.
-        chat_template_kwargs: Arguments of the template, for example ``enable_thinking=False``.
 
     Raises:
         UsageError: a chat template is asked for and the tokenizer has none.
     """
 
     tokenizer: PreTrainedTokenizerBase
-    prompt_key: str = "prompt"
-    apply_chat_template: bool = True
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    prompt_key: str
+    apply_chat_template: bool
 
     def __post_init__(self) -> None:
         if self.apply_chat_template and not getattr(self.tokenizer, "chat_template", None):
@@ -92,7 +90,7 @@ class PromptEncoder:
 
         try:
             rendered: str = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
+                messages, tokenize=False, add_generation_prompt=True
             )
         except TemplateError as error:
             raise UsageError(f"{where}: the chat template refuses the prompt: {error}") from error

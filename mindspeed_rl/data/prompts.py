@@ -101,9 +101,7 @@ def load_prompts(
     vocab_size: int,
     prompt_key: str = "prompt",
     answer_key: str = "answer",
-    metadata_key: str = "metadata",
     apply_chat_template: bool = True,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
     progress: bool = False,
 ) -> PromptDataset:
     """Load the prompts of a run; equal on every rank that reads the same file.
@@ -117,11 +115,8 @@ def load_prompts(
         vocab_size: Vocabulary size of the model; the ids of all rows must be below it.
         prompt_key: Column with a list of ``{"role", "content"}`` messages or a string.
         answer_key: Column with the reference answer, a string or number.
-        metadata_key: Column with an object. ``Prompt.metadata`` is its content on top of all
-            other columns of the row.
         apply_chat_template: Whether to render prompts through the tokenizer's chat template with
             the generation prompt; off for base models with plain-text prompts.
-        chat_template_kwargs: Further arguments of the template, such as ``enable_thinking``.
         progress: Whether to show a bar on a terminal (one rank should).
 
     Raises:
@@ -131,15 +126,11 @@ def load_prompts(
     """
     if max_prompt_length < 1:
         raise UsageError(f"--max-prompt-length {max_prompt_length}: give at least 1 token")
-    encoder = PromptEncoder(
-        tokenizer, prompt_key, apply_chat_template, dict(chat_template_kwargs or {})
-    )
+    encoder = PromptEncoder(tokenizer, prompt_key, apply_chat_template)
     questions: list[Question] = []
     flat_token_ids, offsets, content = array("i"), array("q", [0]), hashlib.sha256()
     num_filtered_long = 0
-    for where, question, token_ids in _encoded_rows(
-        path, encoder, answer_key, metadata_key, progress
-    ):
+    for where, question, token_ids in _encoded_rows(path, encoder, answer_key, progress):
         check_token_ids(where, token_ids, vocab_size)
         if len(token_ids) > max_prompt_length:
             num_filtered_long += 1
@@ -166,7 +157,7 @@ def load_prompts(
 
 
 def _encoded_rows(
-    path: str | Path, encoder: PromptEncoder, answer_key: str, metadata_key: str, progress: bool
+    path: str | Path, encoder: PromptEncoder, answer_key: str, progress: bool
 ) -> Iterator[tuple[str, Question, list[int]]]:
     from tqdm import tqdm
 
@@ -177,7 +168,7 @@ def _encoded_rows(
                 Question(
                     prompt.text,
                     row.text(answer_key, "--answer-key"),
-                    _metadata(row, encoder.prompt_key, answer_key, metadata_key),
+                    _metadata(row, encoder.prompt_key, answer_key),
                 )
                 for row, prompt in zip(rows, prompts, strict=True)
             ]
@@ -186,13 +177,14 @@ def _encoded_rows(
             bar.update(len(rows))
 
 
-def _metadata(row: DataRow, prompt_key: str, answer_key: str, metadata_key: str) -> dict[str, Any]:
-    nested = row.get(metadata_key)
+def _metadata(row: DataRow, prompt_key: str, answer_key: str) -> dict[str, Any]:
+    """Return the content of the column ``metadata``, on top of all other columns of the row."""
+    nested = row.get("metadata")
     if nested is not None and not isinstance(nested, Mapping):
         raise UsageError(
-            f"{row.where}: column {metadata_key!r} holds {nested!r}, but an object is needed; "
+            f"{row.where}: column 'metadata' holds {nested!r}, but an object is needed; "
             "rename the column: all other columns are metadata as they are"
         )
-    named = (prompt_key, answer_key, metadata_key)
+    named = (prompt_key, answer_key, "metadata")
     others = {key: value for key, value in row.values.items() if key not in named}
     return {**others, **(nested or {})}

@@ -43,19 +43,10 @@ class PromptSampler:
         self._num_prompts = num_prompts
         self._seed = seed
         self._shuffle = shuffle
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint
         self._epoch = 0
         self._position = 0
         self._order = epoch_order(num_prompts, seed, 0, shuffle)
-
-    @property
-    def fingerprint(self) -> str:
-        return self._fingerprint
-
-    @property
-    def epoch(self) -> int:
-        """Number of completed epochs."""
-        return self._epoch + int(self._position == self._num_prompts)
 
     def next(self, count: int) -> list[int]:
         """Return the next ``count`` indices into the data set."""
@@ -113,7 +104,7 @@ class PromptSampler:
             "num_prompts": self._num_prompts,
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "fingerprint": self._fingerprint,
+            "fingerprint": self.fingerprint,
         }
 
     def _start_epoch(self, epoch: int, position: int = 0) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.chat import PromptEncoder, check_token_ids, encode_texts
@@ -28,11 +28,6 @@ class SupervisedExample:
 
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
-
-    @property
-    def num_response_tokens(self) -> int:
-        """Number of tokens in the loss, the end-of-sequence token included."""
-        return len(self.token_ids) - self.num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +73,6 @@ def load_supervised(
     solution_key: str = "solution",
     answer_key: str = "answer",
     apply_chat_template: bool = True,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> SupervisedDataset:
     """Load prompt and response pairs for supervised training, in file order.
 
@@ -95,7 +89,6 @@ def load_supervised(
         solution_key: Column with the response.
         answer_key: Column used in rows without a solution.
         apply_chat_template: Whether to render the prompt through the tokenizer's chat template.
-        chat_template_kwargs: Further arguments of the template.
 
     Raises:
         UsageError: the file or a row is broken (the message names the line), a prompt has no
@@ -103,9 +96,7 @@ def load_supervised(
             or no example is left.
     """
     end = _end_token(tokenizer)
-    encoder = PromptEncoder(
-        tokenizer, prompt_key, apply_chat_template, dict(chat_template_kwargs or {})
-    )
+    encoder = PromptEncoder(tokenizer, prompt_key, apply_chat_template)
     examples: list[SupervisedExample] = []
     num_rows = 0
     for where, example in _examples(read_rows(path), encoder, end, solution_key, answer_key):

@@ -8,7 +8,6 @@ from typing import cast
 
 from mindspeed_rl.config.environment import BUILT_IN_ENVIRONMENTS
 from mindspeed_rl.config.reward_spec import check_name
-from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.user_files import load_from_file
 from mindspeed_rl.environments.types import EnvironmentFactory
 
@@ -24,8 +23,5 @@ def resolve_environment(name: str) -> EnvironmentFactory:
         check_name("--rl-environment", name, BUILT_IN_ENVIRONMENTS)
         module = importlib.import_module(f"mindspeed_rl.environments.builtin.{name}")
         return cast(EnvironmentFactory, module.make)
-    where = f"--rl-environment {name}"
-    factory = load_from_file(Path(path), attribute, where)
-    if not callable(factory):
-        raise UsageError(f"{where}: is a {type(factory).__name__}, must be a class or function")
+    factory = load_from_file(Path(path), attribute, f"--rl-environment {name}")
     return cast(EnvironmentFactory, factory)

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.types import Prompt
@@ -37,18 +37,6 @@ Answers = dict[int, Observation | Failed]
 """The answer to each conversation that was asked, by its number."""
 
 
-class EnvironmentRunner(Protocol):
-    """Holds the environment of each conversation, by the conversation's number."""
-
-    def reset(self, prompts: Mapping[int, Prompt]) -> Answers:
-        """Start conversations; those of an earlier call have ended."""
-        ...
-
-    def step(self, turns: Mapping[int, tuple[int, ...]]) -> Answers:
-        """Return the environments' answers to these turns of the model."""
-        ...
-
-
 class LocalRunner:
     """Runs environments in this process, one turn after the other.
 
@@ -63,7 +51,7 @@ class LocalRunner:
         self._environments: dict[int, Environment] = {}
 
     def reset(self, prompts: Mapping[int, Prompt]) -> Answers:
-        """Make a new environment for each prompt, and reset it."""
+        """Start conversations in new environments; those of an earlier call have ended."""
         self._environments = {}
         return {i: _guarded(partial(self._reset, i, prompt)) for i, prompt in prompts.items()}
 
@@ -72,12 +60,16 @@ class LocalRunner:
         return environment.reset(prompt)
 
     def step(self, turns: Mapping[int, tuple[int, ...]]) -> Answers:
+        """Return the environments' answers to these turns of the model."""
         return {i: _guarded(partial(self._step, i, turn)) for i, turn in turns.items()}
 
     def _step(self, number: int, turn: tuple[int, ...]) -> Observation:
         if number not in self._environments:
             raise RuntimeError("the Ray actor that held this conversation was lost")
         return self._environments[number].step(turn)
+
+    def close(self) -> None:
+        self._environments = {}
 
 
 def _guarded(answer: Callable[[], object]) -> Observation | Failed:
@@ -98,10 +90,6 @@ class _EnvironmentActor(LocalRunner):
 
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(resolve_environment(name), tokenizer)
-
-    def is_ready(self) -> bool:
-        """Return once the environment is loaded."""
-        return True
 
 
 class RayRunner:
@@ -127,7 +115,7 @@ class RayRunner:
         self._actors = [self._start() for _ in range(num_workers)]
         where = f"--rl-environment {name} in {num_workers} Ray actors"
         try:
-            ray.get([a.is_ready.remote() for a in self._actors], timeout=START_LIMIT_S)
+            ray.get([a.__ray_ready__.remote() for a in self._actors], timeout=START_LIMIT_S)
         except ray.exceptions.GetTimeoutError as error:
             raise UsageError(
                 f"{where}: not started after {START_LIMIT_S:.0f} s; the cluster has too few free "
@@ -172,3 +160,7 @@ class RayRunner:
         for actor in self._actors:
             self._ray.kill(actor)
         self._actors = []
+
+
+EnvironmentRunner = LocalRunner | RayRunner
+"""Holds the environment of each conversation, by the conversation's number."""

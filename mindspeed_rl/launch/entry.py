@@ -46,6 +46,7 @@ def run_entry(
         settings: Settings of the watchdog.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
+    settings = settings or WatchdogSettings()
     world = bootstrap.World.from_environment()
     if world.local_rank != 0 and {"-h", "--help"} & set(arguments):
         sys.exit(0)  # the first rank prints it
@@ -66,7 +67,7 @@ def run_entry(
             bootstrap.require_launcher(prog, os.environ)
         checked = check_run(parsed, check, num_ranks)
     except UsageError as error:
-        _usage_error(prog, error, world, settings or WatchdogSettings())
+        _usage_error(prog, error, world, settings)
     if in_ray:
         from mindspeed_rl.launch.ray import drive
 

@@ -73,15 +73,16 @@ def check_run(
     return Checked(parsed, plan, setup)
 
 
-def start_job(
+def run_job(
     prog: str,
     checked: Checked[Run, Plan_co],
     world: bootstrap.World,
-    settings: WatchdogSettings | None = None,
-) -> Job[Run, Plan_co]:
-    """Import torch, meet the other ranks and set the seeds; a failure ends the process.
+    main: Callable[[Job[Run, Plan_co]], None],
+    settings: WatchdogSettings,
+) -> None:
+    """Import torch, meet the other ranks, run ``main``, and end together with the others.
 
-    Collective: the world.
+    A failure ends the process. Collective: the world.
     """
     config = checked.parsed.config
     parallel = config.parallel
@@ -99,34 +100,14 @@ def start_job(
         job = Job(config, checked.plan, world, platform, watchdog, checked.parsed.ignored)
         job.log_rank0(*changed)
         bootstrap.seed_everything(config.train.seed)
+        main(job)
+        watchdog.leave()
+        if engine_provider().package not in sys.modules:  # else the engine's exit handler does it
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
     except BaseException as error:
         watchdog.fail(error)
-    return job
-
-
-def end_job(job: Job[Run, Plan_co]) -> None:
-    """End together with the other ranks. Collective: the world."""
-    job.watchdog.leave()
-    if engine_provider().package not in sys.modules:  # else the engine's exit handler does it
-        import torch.distributed as dist
-
-        dist.destroy_process_group()
-
-
-def run_job(
-    prog: str,
-    checked: Checked[Run, Plan_co],
-    world: bootstrap.World,
-    main: Callable[[Job[Run, Plan_co]], None],
-    settings: WatchdogSettings | None = None,
-) -> None:
-    """Start, run and end a rank; a failure ends the process. Collective: the world."""
-    job = start_job(prog, checked, world, settings)
-    try:
-        main(job)
-        end_job(job)
-    except BaseException as error:
-        job.watchdog.fail(error)
 
 
 def npu_setup_of(parsed: ParsedArguments[Any]) -> NpuSetup | None:
@@ -152,7 +133,7 @@ def check_script(parsed: ParsedArguments[Any], hf_config: dict[str, Any]) -> Non
 
 
 def _start_watchdog(
-    prog: str, world: bootstrap.World, phase_timeout_s: float, settings: WatchdogSettings | None
+    prog: str, world: bootstrap.World, phase_timeout_s: float, settings: WatchdogSettings
 ) -> Watchdog:
     from mindspeed_rl.launch.watchdog import Watchdog
 

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from itertools import chain
@@ -21,17 +21,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.diagnosis.rows import DoctorRow, green, lines, red
 from mindspeed_rl.launch.bootstrap import World
-from mindspeed_rl.planning.communicators import all_groups_of_run
-from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.platforms.base import Platform
 
 AREA = "collectives"
 CREATION = "group creation"
 """The first step, before any group is checked: all ranks create the process groups."""
-GRACE_S = 10.0
+GRACE_S = 10.0  # how long rank 0 waits for the reports of others after its own last group
 _ELEMENTS = 1024
 _MIB = 2**20
 
@@ -57,11 +54,6 @@ class RankReport:
 
     host: str
     results: dict[str, GroupResult] = field(default_factory=dict)
-
-
-def groups_to_check(config: RLRunConfig, plan: RLPlan | None, world: int) -> Groups:
-    """Return all groups that a run of this plan uses; only the world without a plan."""
-    return all_groups_of_run(config, plan) if plan else {"world": (tuple(range(world)),)}
 
 
 def exchange(
@@ -98,25 +90,16 @@ class Preflight:
         store: Store that all ranks see.
         groups: Groups to check, the same on all ranks.
         limit_s: Time limit of one group.
-        check: Function that checks one group.
-        grace_s: How long rank 0 waits for the reports of others after its own last group.
     """
 
     def __init__(
-        self,
-        world: World,
-        platform: Platform,
-        store: Store,
-        groups: Groups,
-        limit_s: float,
-        check: Callable[[dist.ProcessGroup, Sequence[int], int, torch.device], None] = exchange,
-        grace_s: float = GRACE_S,
+        self, world: World, platform: Platform, store: Store, groups: Groups, limit_s: float
     ) -> None:
         self._world, self._platform, self._store = world, platform, store
         self._everyone = tuple(range(world.size))
         self._kinds: Groups = {CREATION: (self._everyone,), **groups}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._limit_s, self._check, self._grace_s = limit_s, check, grace_s
+        self._limit_s = limit_s
         self._own = RankReport(os.uname().nodename)
 
     def run(self) -> list[DoctorRow]:
@@ -152,7 +135,7 @@ class Preflight:
             if kind == CREATION:
                 self._make_groups()
             else:
-                self._check(self._groups[ranks], ranks, self._world.rank, self._platform.device)
+                exchange(self._groups[ranks], ranks, self._world.rank, self._platform.device)
                 self._platform.synchronize()
         except (RuntimeError, ValueError) as failure:
             error = f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
@@ -172,10 +155,10 @@ class Preflight:
         """Send this rank's report; rank 0 turns all reports into rows while the others wait."""
         rank, store = self._world.rank, self._store
         store.set(f"report/{rank}", json.dumps(asdict(self._own)))
-        patience = self._limit_s + self._grace_s
+        patience = self._limit_s + GRACE_S
         if rank != 0:
             # The launcher ends all ranks with the first one, so rank 0 must end first.
-            wait_for(store, ["reported"], patience + self._grace_s)
+            wait_for(store, ["reported"], patience + GRACE_S)
             return []
         present = wait_for(store, [f"report/{r}" for r in self._everyone], patience)
         reports = {int(key.partition("/")[2]): _rank_report(store.get(key)) for key in present}

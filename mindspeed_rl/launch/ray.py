@@ -92,13 +92,12 @@ class RankActor:
     def __repr__(self) -> str:
         return f"rank {self._rank}"  # Ray labels lines of output with it
 
-    def place(self) -> tuple[str, list[str]]:
-        """Return Ray's name of the actor's node, and the ids of its devices, one or none."""
+    def devices(self) -> list[str]:
+        """Return the ids of the actor's devices, one or none."""
         import ray
 
-        context = ray.get_runtime_context()
-        ids = context.get_accelerator_ids().values()
-        return context.get_node_id(), [device for several in ids for device in several]
+        ids = ray.get_runtime_context().get_accelerator_ids().values()
+        return [device for several in ids for device in several]
 
     def run(self, command: Command, environment: Mapping[str, str]) -> None:
         """Run this rank to its end; a failure is published and ends the process.
@@ -141,7 +140,7 @@ def drive(
     prog: str,
     checked: Checked[RLRunConfig, RLPlan],
     arguments: Sequence[str],
-    settings: WatchdogSettings | None = None,
+    settings: WatchdogSettings,
 ) -> int:
     """Run a command line in Ray and return the exit code.
 
@@ -152,7 +151,7 @@ def drive(
         settings: Settings of the ranks' watchdogs.
     """
     config = checked.parsed.config
-    settings = replace(settings or WatchdogSettings(), driver_reports=True, exit_s=EXIT_S)
+    settings = replace(settings, driver_reports=True, exit_s=EXIT_S)
     command = Command(prog, tuple(arguments), os.getcwd(), settings)
     try:
         with cluster(config.launch, local_cpus(config, checked.plan)) as ray:
@@ -187,10 +186,10 @@ def run_ranks(ray: Any, config: RLRunConfig, command: Command) -> Failure | None
         for rank in range(launch.num_ranks)
     ]  # fmt: skip
     try:
-        places = [actor.place.remote() for actor in actors]
+        devices = [actor.devices.remote() for actor in actors]
         port, store = open_store()  # imports torch while the actors start
         environments = rank_environments(
-            ray.get(places),
+            ray.get(devices),
             launch.ray_ranks_per_node,
             (ray.util.get_node_ip_address(), port),
             VISIBLE_DEVICES.get(platform, ""),
@@ -392,7 +391,7 @@ def actor_options(ray: Any, group: Any, node: int, platform: str) -> dict[str, A
 
 
 def rank_environments(
-    places: Sequence[tuple[str, Sequence[str]]],
+    devices: Sequence[Sequence[str]],
     ranks_per_node: int,
     endpoint: tuple[str, int],
     variable: str = "",
@@ -400,30 +399,29 @@ def rank_environments(
     """Return the variables that torchrun would have set for each rank.
 
     Args:
-        places: Node and device ids of each rank's actor.
+        devices: Ids of the devices of each rank's actor; the ranks of a node are neighbours.
         ranks_per_node: Number of ranks on every node.
         endpoint: Host and port of the store, which the driver holds.
         variable: Name of the variable that selects visible devices; empty on CPUs.
     """
     result = []
-    for rank in range(len(places)):
+    for rank in range(len(devices)):
         node, local = divmod(rank, ranks_per_node)
-        here = places[node * ranks_per_node : (node + 1) * ranks_per_node]
-        assert len({name for name, _ in here}) == 1, f"node {node} is several: {here}"
+        here = devices[node * ranks_per_node : (node + 1) * ranks_per_node]
         environment = {
             "RANK": str(rank),
-            "WORLD_SIZE": str(len(places)),
+            "WORLD_SIZE": str(len(devices)),
             "LOCAL_RANK": str(local),
             "LOCAL_WORLD_SIZE": str(ranks_per_node),
             "GROUP_RANK": str(node),
-            "GROUP_WORLD_SIZE": str(len(places) // ranks_per_node),
+            "GROUP_WORLD_SIZE": str(len(devices) // ranks_per_node),
             "MASTER_ADDR": endpoint[0],
             "MASTER_PORT": str(endpoint[1]),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
         if variable:
-            devices = [device for _, ids in here for device in ids]
-            environment[variable] = ",".join(sorted(devices, key=lambda d: (len(d), d)))
+            visible = [device for ids in here for device in ids]
+            environment[variable] = ",".join(sorted(visible, key=lambda d: (len(d), d)))
         result.append(environment)
     return result

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NoReturn
 
@@ -48,7 +48,6 @@ from mindspeed_rl.launch.failures import (
     write_error_file,
 )
 
-Clock = Callable[[], float]
 # Signals that the guard receives, with the handlers to restore afterwards.
 _HANDLED: dict[int, Any] = {
     signal.SIGTERM: signal.SIG_DFL,
@@ -63,13 +62,11 @@ class PhaseClock:
 
     Args:
         limit_s: Default limit of a phase, in seconds.
-        clock: Steady clock that returns seconds.
     """
 
-    def __init__(self, limit_s: float, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self.current = ("start", clock(), limit_s)
+        self.current = ("start", time.monotonic(), limit_s)
         """Name, begin and limit (in seconds) of the phase; always replaced as one tuple."""
 
     @contextmanager
@@ -79,9 +76,9 @@ class PhaseClock:
         After an exception the inner phase stays, as the place where the job ended.
         """
         before, _, limit_before = self.current
-        self.current = (name, self._clock(), self._limit_s if limit_s is None else limit_s)
+        self.current = (name, time.monotonic(), self._limit_s if limit_s is None else limit_s)
         yield
-        self.current = (before, self._clock(), limit_before)
+        self.current = (before, time.monotonic(), limit_before)
 
     @property
     def name(self) -> str:
@@ -90,12 +87,12 @@ class PhaseClock:
     @property
     def seconds(self) -> float:
         """Return how long the current phase has lasted."""
-        return self._clock() - self.current[1]
+        return time.monotonic() - self.current[1]
 
     def overdue(self) -> str:
         """Return a message if the phase is over its limit, else an empty string."""
         phase, since, limit_s = self.current
-        seconds = self._clock() - since
+        seconds = time.monotonic() - since
         if seconds <= limit_s:
             return ""
         if phase == JOIN:
@@ -111,21 +108,15 @@ class Heartbeats:
         world: Rank of this process and number of ranks.
         phases: Phase clock of this rank.
         settings: Interval of heartbeats, and how long a peer may be silent.
-        clock: Steady clock that returns seconds.
     """
 
     def __init__(
-        self,
-        store: FailureStore,
-        world: World,
-        phases: PhaseClock,
-        settings: WatchdogSettings,
-        clock: Clock = time.monotonic,
+        self, store: FailureStore, world: World, phases: PhaseClock, settings: WatchdogSettings
     ) -> None:
         self._store, self._world, self._phases = store, world, phases
-        self._settings, self._clock = settings, clock
+        self._settings = settings
         self._peer = (world.rank + 1) % world.size
-        self._peer_count, self._peer_seen_at = 0, clock()
+        self._peer_count, self._peer_seen_at = 0, time.monotonic()
         self._beat_phase: tuple[str, float, float] | None = None  # phase of the last heartbeat
         self._beat_at = 0.0
 
@@ -138,7 +129,7 @@ class Heartbeats:
         Raises:
             DistError: The store is gone.
         """
-        phase, now = self._phases.current, self._clock()
+        phase, now = self._phases.current, time.monotonic()
         if phase is self._beat_phase and now - self._beat_at < self._settings.interval_s:
             return None
         self._beat_phase, self._beat_at = phase, now
@@ -164,16 +155,12 @@ class Watchdog:
     """
 
     def __init__(
-        self,
-        world: World,
-        phase_timeout_s: float,
-        prog: str,
-        settings: WatchdogSettings | None = None,
+        self, world: World, phase_timeout_s: float, prog: str, settings: WatchdogSettings
     ) -> None:
         self._world = world
         self._everyone = range(world.size)
         self._prog = prog
-        self._settings = settings or WatchdogSettings()
+        self._settings = settings
         self._me = this_member(world)
         self._launcher = os.getppid()
         self._phases = PhaseClock(phase_timeout_s)

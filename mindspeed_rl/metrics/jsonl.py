@@ -1,4 +1,4 @@
-"""Reads and writes the JSON files of a run: its summary, and files with a record per line.
+"""Writes the JSON of a run, and reads its files with a record per line.
 
 A record has its step, so that a resumed run can drop later ones. It is complete when its newline
 is on disk; a tail without one, of a process that was killed, is dropped at the next write.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.files import atomic_path, write_text_atomic
+from mindspeed_rl.core.files import atomic_path
 
 
 def encode_json(record: Mapping[str, Any], indent: int | None = None) -> str:
@@ -25,11 +25,8 @@ def encode_json(record: Mapping[str, Any], indent: int | None = None) -> str:
     that is absent when all numbers are finite. NumPy scalars are written as plain numbers.
 
     Raises:
-        RuntimeError: The record has a ``"nonfinite"`` key of its own.
         TypeError: A value is not JSON: not a number, string, boolean, None, mapping or sequence.
     """
-    if "nonfinite" in record:
-        raise RuntimeError('a record has a key "nonfinite", which is reserved; rename it')
     nonfinite: list[str] = []
     plain = _plain(record, "", nonfinite)
     if nonfinite:
@@ -56,14 +53,6 @@ def _plain(value: Any, name: str, nonfinite: list[str]) -> Any:
     raise TypeError(f"{name or 'the record'} is a {type(value).__name__}, which JSON cannot hold")
 
 
-def write_summary(path: str | os.PathLike[str], summary: Mapping[str, Any]) -> None:
-    """Replace ``path`` atomically by the result of a run as indented JSON.
-
-    NaN and infinity become null and are listed under ``"nonfinite"`` (see ``encode_json``).
-    """
-    write_text_atomic(path, encode_json(summary, indent=2) + "\n")
-
-
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yield the complete records of a file, in order; a missing file has none.
 
@@ -85,18 +74,11 @@ class JsonlWriter:
         self._file: TextIO | None = None
 
     def append(self, step: int, record: Mapping[str, Any]) -> None:
-        """Append one record, with ``"step"`` as its first key.
-
-        Raises:
-            RuntimeError: The record has a ``"step"`` of its own.
-        """
-        if "step" in record:
-            raise RuntimeError('a record has a key "step", which is the argument; drop it')
+        """Append one record, with ``"step"`` as its first key."""
         line = encode_json({"step": step, **record})
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if _has_torn_tail(self.path):
-                self.keep(lambda record: True)
+            self.keep(lambda record: True)  # all but an incomplete tail
             self._file = self.path.open("a", encoding="utf-8")
         self._file.write(line + "\n")
         self._file.flush()
@@ -145,12 +127,3 @@ def _parse(line: bytes, path: Path, line_number: int) -> dict[str, Any]:
             f"got {line[:80]!r}; repair or remove the line"
         )
     return record
-
-
-def _has_torn_tail(path: Path) -> bool:
-    """Whether the last line of a file lacks its newline."""
-    if not path.exists() or not path.stat().st_size:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"

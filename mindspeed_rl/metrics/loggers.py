@@ -7,14 +7,12 @@ backend has a step twice.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mindspeed_rl.config.outputs import EVENT_FILES, METRICS_FILE
-from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.metrics.jsonl import JsonlWriter, read_jsonl
 from mindspeed_rl.metrics.names import is_evaluation
 
@@ -58,11 +56,8 @@ class RunLogger:
     ) -> None:
         self._metrics_file = Path(output_dir) / METRICS_FILE
         self._backends: list[MetricBackend] = []
-        self._last_step = self._last_evaluation = -math.inf
         if is_writer:
             self._backends = [_JsonlBackend(self._metrics_file), *others]
-            steps = (record["step"] for record in read_jsonl(self._metrics_file))
-            self._last_step = max(steps, default=-math.inf)
 
     def truncate_after(self, step: int) -> None:
         """Drop the steps and evaluations that a run resumed after ``step`` logs again.
@@ -75,40 +70,14 @@ class RunLogger:
         for backend in self._backends:
             for record in kept:
                 backend.restore(step, {n: v for n, v in record.items() if isinstance(v, float)})
-        self._last_step = min(self._last_step, step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log all metrics of one step.
+        """Log all metrics of one step, or those of an evaluation after it.
 
-        Raises:
-            RuntimeError: The step is not later than the last one logged, here or by an earlier run
-                in the same folder.
+        The names of an evaluation begin with ``eval/``; step 0 is before the first step.
         """
-        if not self._backends:
-            return
-        if step <= self._last_step:
-            raise RuntimeError(
-                f"step {step} is logged after step {self._last_step:.0f} in "
-                f"{self._metrics_file}: log every step once, in order; to resume call "
-                "truncate_after(step of the checkpoint), to start over choose another folder"
-            )
         for backend in self._backends:
             backend.log(step, values)
-        self._last_step = step
-
-    def log_evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the metrics of an evaluation after ``step``, or before the first step with 0.
-
-        Raises:
-            UsageError: A name does not begin with ``eval/``.
-        """
-        assert step > self._last_evaluation and step >= self._last_step, "evaluations in order"
-        wrong = [name for name in values if not is_evaluation(name)]
-        if wrong:
-            raise UsageError(f"metrics {wrong} of an evaluation must begin with eval/")
-        for backend in self._backends:
-            backend.log(step, values)
-        self._last_evaluation = step
 
     def close(self) -> None:
         """Write out pending values and close the files."""

@@ -34,10 +34,6 @@ class Mean:
     sum: float
     weight: float
 
-    def __post_init__(self) -> None:
-        if not self.weight >= 0:
-            raise RuntimeError(f"Mean.weight is {self.weight}; it must be a count or weight >= 0")
-
     @classmethod
     def of(cls, values: Iterable[float]) -> Mean:
         """Return the mean of ``values``, each with weight 1."""
@@ -90,10 +86,7 @@ class MetricSet(dict[str, Metric]):
         """Return a new set with the names of both; metrics that both hold are combined."""
         merged = MetricSet(self)
         for name, metric in other.items():
-            try:
-                merged[name] = combine(merged[name], metric) if name in merged else metric
-            except TypeError as error:
-                raise TypeError(f"metric {name!r}: {error}") from None
+            merged[name] = combine(merged[name], metric) if name in merged else metric
         return merged
 
 
@@ -105,11 +98,10 @@ def reduce_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:
     Without a process group the metrics of this process are returned.
 
     Raises:
-        TypeError: A value is not a ``Metric``.
         RuntimeError: Names or kinds differ between ranks (raised on all of them).
     """
     names = sorted(metrics)
-    schema = [f"{name} ({_kind(name, metrics[name])})" for name in names]
+    schema = [f"{name} ({type(metrics[name]).__name__})" for name in names]
     parts = np.array([_parts(metrics[name]) for name in names], np.float64).reshape(1, -1, 2)
     if dist.is_initialized() and dist.get_world_size() > 1:
         _check_schema(schema)
@@ -129,15 +121,6 @@ def reduce_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:
             case Max():
                 values[name] = high
     return values
-
-
-def _kind(name: str, metric: Metric) -> str:
-    if not isinstance(metric, Metric):
-        raise TypeError(
-            f"metric {name!r} is {metric!r}; a number without its reduction cannot be reduced: "
-            "pass Mean(sum, weight), Max(value) or Total(value)"
-        )
-    return type(metric).__name__
 
 
 def _parts(metric: Metric) -> tuple[float, float]:

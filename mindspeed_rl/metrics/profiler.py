@@ -9,7 +9,7 @@ from pathlib import Path
 from torch.profiler import record_function
 
 from mindspeed_rl.config.diagnostics import PROFILE_FOLDER, ProfilerConfig
-from mindspeed_rl.platforms.base import Platform, Profiler, ProfileRequest
+from mindspeed_rl.platforms.base import Platform, Profiler
 
 
 class StepProfiler:
@@ -40,16 +40,8 @@ class StepProfiler:
         self._next = step
         if inside and self._running is None and self._config.asks_for(self._rank):
             self._first = step
-            self._running = self._platform.profiler(
-                ProfileRequest(
-                    folder=self._folder,
-                    worker=f"rank{self._rank}",
-                    level=self._config.profile_level,
-                    with_stack=self._config.profile_with_stack,
-                    with_memory=self._config.profile_with_memory,
-                    record_shapes=self._config.profile_record_shapes,
-                )
-            )
+            worker = f"rank{self._rank}"
+            self._running = self._platform.profiler(self._config, self._folder, worker)
             self._running.start()
         elif not inside and self._running is not None:
             self._stop(last=step - 1)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import TextIO
 
 from tqdm import tqdm
 
@@ -25,8 +24,6 @@ class RunProgress:
         desc: Description of what is running.
         is_writer: Whether this rank shows anything.
         log_interval: Steps per line without a terminal.
-        stream: Stream to write to; the standard error stream by default.
-        clock: Returns monotonic seconds.
     """
 
     def __init__(
@@ -36,20 +33,14 @@ class RunProgress:
         desc: str,
         is_writer: bool,
         log_interval: int = 1,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert 0 <= start <= total and log_interval > 0
         self._total, self._start, self._desc = total, start, desc
         self._is_writer, self._log_interval = is_writer, log_interval
-        self._stream = sys.stderr if stream is None else stream
-        self._clock = clock
-        self._began_s = clock()
+        self._began_s = time.monotonic()
         self._bar = (
-            tqdm(
-                total=total, initial=start, desc=desc, unit="step", file=stream, dynamic_ncols=True
-            )
-            if is_writer and self._stream.isatty()
+            tqdm(total=total, initial=start, desc=desc, unit="step", dynamic_ncols=True)
+            if is_writer and sys.stderr.isatty()
             else None
         )
 
@@ -62,7 +53,7 @@ class RunProgress:
             self._bar.set_postfix_str(format_fields(fields), refresh=False)
             self._bar.update(step - self._bar.n)
         elif self._is_writer and (step % self._log_interval == 0 or step == self._total):
-            print(self._line(step, fields), file=self._stream, flush=True)
+            print(self._line(step, fields), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Leave the bar at its present state and end its line."""
@@ -70,7 +61,7 @@ class RunProgress:
             self._bar.close()
 
     def _line(self, step: int, fields: Mapping[str, float]) -> str:
-        elapsed_s = self._clock() - self._began_s
+        elapsed_s = time.monotonic() - self._began_s
         num_done = step - self._start
         left_s = elapsed_s / num_done * (self._total - step) if num_done > 0 else None
         parts = [

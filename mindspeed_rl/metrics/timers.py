@@ -15,21 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.metrics.names import STEP_TIME
-
-
-class PeakMeter(Protocol):
-    """The part of a platform that measures peak memory."""
-
-    def reset_peak_memory(self) -> None:
-        """Start another interval of :meth:`peak_memory`."""
-
-    def peak_memory(self) -> int:
-        """Return the peak bytes since the last reset."""
-        ...
+from mindspeed_rl.platforms.base import Platform
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +27,7 @@ class PhaseUse:
 
     Attributes:
         seconds: Wall time, inner phases excluded.
-        peak_bytes: Peak memory in use while the phase ran; 0 if it was not measured.
+        peak_bytes: Peak memory in use while the phase ran.
     """
 
     seconds: float
@@ -71,24 +60,21 @@ class PhaseTimer:
     """Measures the phases of one step after another; a step begins where the last one ended.
 
     Args:
-        synchronize: Called at every phase border; pass the platform's device synchronisation, or
-            work that a phase has only queued is charged to the phase that waits for it.
+        platform: Device that finishes its queued work at every phase border, so that a phase is
+            charged for its own work, and that measures the peak memory of the phase.
         clock: Returns monotonic seconds.
-        memory: Meter of the peak memory of every phase; with ``None`` peaks are 0.
         mark: Returns a context that marks the phase for others, such as a profiler.
     """
 
     def __init__(
         self,
-        synchronize: Callable[[], None] | None = None,
+        platform: Platform,
         clock: Callable[[], float] = time.perf_counter,
-        memory: PeakMeter | None = None,
         mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._synchronize = synchronize
+        self._platform = platform
         self._clock = clock
         self._mark = mark
-        self._memory = memory
         self._stack: list[str] = []
         self._phases: dict[str, PhaseUse] = {}
         self._step_start = self._segment_start = clock()
@@ -98,11 +84,8 @@ class PhaseTimer:
     def __call__(self, phase: str) -> Iterator[None]:
         """Charge the block to ``phase``; entering a phase again adds to it.
 
-        Raises:
-            RuntimeError: The phase is called ``"step"``, the name of the whole step.
+        No phase is called ``step``, because ``time/step_s`` is the whole step.
         """
-        if phase == "step":
-            raise RuntimeError('a phase cannot be called "step": time/step_s is the whole step')
         self._end_segment()
         self._stack.append(phase)
         self._phases.setdefault(phase, PhaseUse(0.0))
@@ -129,10 +112,6 @@ class PhaseTimer:
             self._end_segment()
             self._excluded_s += self._segment_start - start
 
-    def restart(self) -> None:
-        """Begin a step now and discard the time since the last one."""
-        self.finish_step()
-
     def finish_step(self) -> StepTimes:
         """Return the times of the step and begin the next one. Call it outside all phases."""
         assert not self._stack, f"finish_step inside the phases {self._stack}"
@@ -145,13 +124,11 @@ class PhaseTimer:
 
     def _end_segment(self) -> None:
         """Charge the time since the last border to the innermost phase, if there is one."""
-        if self._synchronize is not None:
-            self._synchronize()
+        self._platform.synchronize()
         now = self._clock()
         if self._stack:
             use = self._phases[self._stack[-1]]
-            peak = max(use.peak_bytes, self._memory.peak_memory() if self._memory else 0)
+            peak = max(use.peak_bytes, self._platform.peak_memory())
             self._phases[self._stack[-1]] = PhaseUse(use.seconds + now - self._segment_start, peak)
-        if self._memory:
-            self._memory.reset_peak_memory()
+        self._platform.reset_peak_memory()
         self._segment_start = now

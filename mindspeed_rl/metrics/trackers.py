@@ -90,15 +90,15 @@ def make_trackers(
 
 def _load_init(tracker: Tracker) -> Callable[..., _Run]:
     if tracker.module.endswith(".py"):
-        init = load_from_file(Path(tracker.module), "init", tracker.where)
-    else:
-        try:
-            init = getattr(importlib.import_module(tracker.module), "init", None)
-        except Exception as error:
-            raise UsageError(
-                f"{tracker.where}: the module {tracker.module} fails to import: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        own = load_from_file(Path(tracker.module), "init", tracker.where)
+        return cast(Callable[..., _Run], own)
+    try:
+        init = getattr(importlib.import_module(tracker.module), "init", None)
+    except Exception as error:
+        raise UsageError(
+            f"{tracker.where}: the module {tracker.module} fails to import: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     if not callable(init):
         raise UsageError(
             f"{tracker.where}: {tracker.module} has no function init, which starts a run of the "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import cache
 
 from mindspeed_rl.models.expert_rules import ExpertRow
@@ -13,29 +12,20 @@ from mindspeed_rl.models.tensors import tensor_groups
 
 def active_parameters(spec: ModelSpec) -> int:
     """Number of weights that one token is multiplied with: of experts, ``top_k`` of each layer."""
-    return sum(active_by_part(spec).values())
-
-
-def active_by_part(spec: ModelSpec) -> Counter[str]:
-    """Number of active parameters by the part that recomputation names; the rest is ``other``."""
-    experts = {
+    expert_rows = {
         row.param
         for row in weight_table(spec.family).trainer_rows(spec)
         if isinstance(row, ExpertRow)
     }
-    active: Counter[str] = Counter()
+    active = 0
     for group in tensor_groups(spec):
-        count = group.num_parameters
-        if group.row in experts:
-            moe = spec.layer(group.layers[0]).moe
-            assert moe is not None, f"{group.row} in a layer without experts"
-            active["moe"] += count * moe.top_k // moe.num_experts
-        elif ".shared_experts." in group.row or ".router." in group.row:
-            active["moe"] += count
+        moe = spec.layer(group.layers[0]).moe
+        if group.row in expert_rows and moe is not None:
+            active += group.num_parameters * moe.top_k // moe.num_experts
         else:
-            active["mlp" if ".mlp." in group.row else "other"] += count
+            active += group.num_parameters
     if not spec.tie_embeddings:  # a tied embedding is the head as well
-        active["other"] -= spec.vocab_size * spec.hidden_size  # the embedding is looked up
+        active -= spec.vocab_size * spec.hidden_size  # the embedding is looked up
     return active
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.models.config_values import read
 from mindspeed_rl.models.layers import Attention, DenseMLP, GroupedQueryAttention, LayerSpec
 from mindspeed_rl.models.rope import rope_of
 from mindspeed_rl.models.spec import eos_ids_of
@@ -18,12 +19,12 @@ def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         KeyError: The config lacks a key.
         UsageError: The model has a feature that is not computed.
     """
-    if config.get("use_sliding_window"):
+    if read(config, bool, "use_sliding_window", default=False):
         raise UsageError("config.json: use_sliding_window true is not supported; set it to false")
-    if config.get("hidden_act", "silu") != "silu":
+    if read(config, str, "hidden_act", default="silu") != "silu":
         raise UsageError(f"config.json: hidden_act {config['hidden_act']!r}; allowed: 'silu'")
     for key in ("mlp_bias", "attention_bias"):
-        if config.get(key):
+        if read(config, bool, key, default=False):
             raise UsageError(f"config.json: {key} true is not supported; allowed: false")
     if config.get("quantization_config"):
         raise UsageError(
@@ -32,13 +33,13 @@ def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
             "--save-model-type hf --load-dir DIR --save-dir NEW"
         )
     return {
-        "hidden_size": int(config["hidden_size"]),
-        "intermediate_size": int(config["intermediate_size"]),
-        "vocab_size": int(config["vocab_size"]),
-        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "hidden_size": read(config, int, "hidden_size"),
+        "intermediate_size": read(config, int, "intermediate_size"),
+        "vocab_size": read(config, int, "vocab_size"),
+        "norm_eps": read(config, float, "rms_norm_eps", default=1e-6),
         "rope": rope_of(config),
-        "max_position_embeddings": int(config["max_position_embeddings"]),
-        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "max_position_embeddings": read(config, int, "max_position_embeddings"),
+        "tie_embeddings": read(config, bool, "tie_word_embeddings", default=False),
         "eos_token_ids": eos_ids_of(config),
     }
 
@@ -51,11 +52,12 @@ def grouped_query_attention(
     Raises:
         KeyError: The config lacks a key.
     """
-    heads = int(config["num_attention_heads"])
+    heads = read(config, int, "num_attention_heads")
+    even = read(config, int, "hidden_size") // max(1, heads)
     return GroupedQueryAttention(
         num_heads=heads,
-        num_kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+        num_kv_heads=read(config, int, "num_key_value_heads", default=heads),
+        head_dim=read(config, int, "head_dim", default=even),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
     )
@@ -67,17 +69,5 @@ def dense_layers(config: Mapping[str, Any], attention: Attention) -> tuple[Layer
     Raises:
         KeyError: The config lacks a key.
     """
-    layer = LayerSpec(attention, DenseMLP(int(config["intermediate_size"])))
-    return (layer,) * int(config["num_hidden_layers"])
-
-
-def first_of(config: Mapping[str, Any], *keys: str) -> Any:
-    """The value of the first of ``keys`` that is set; transformers renamed some keys.
-
-    Raises:
-        KeyError: None of the keys is set.
-    """
-    for key in keys:
-        if config.get(key) is not None:
-            return config[key]
-    raise KeyError(keys[0])
+    layer = LayerSpec(attention, DenseMLP(read(config, int, "intermediate_size")))
+    return (layer,) * read(config, int, "num_hidden_layers")

@@ -256,15 +256,15 @@ class MoE:
                 f"model config: num_experts_per_tok {self.top_k} is not between 1 and the "
                 f"{self.num_experts} experts"
             )
-        if self.num_experts % self.num_groups:
-            raise UsageError(
-                f"model config: n_group {self.num_groups} does not divide the "
-                f"{self.num_experts} experts"
-            )
         if not 0 < self.top_k_groups <= self.num_groups:
             raise UsageError(
                 f"model config: topk_group {self.top_k_groups} is not between 1 and the "
                 f"{self.num_groups} groups of n_group"
+            )
+        if self.num_experts % self.num_groups:
+            raise UsageError(
+                f"model config: n_group {self.num_groups} does not divide the "
+                f"{self.num_experts} experts"
             )
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models import families
-from mindspeed_rl.models.config_values import checked_values
 from mindspeed_rl.models.rules import WeightTable
 from mindspeed_rl.models.spec import ModelSpec
 
@@ -32,7 +31,7 @@ def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
         UsageError: An architecture is unknown, a key is missing, a value has a wrong type, or a
             feature is not computed.
     """
-    config = checked_values(config)
+    config = {key: value for key, value in config.items() if value is not None}
     names = list(config.get("architectures") or [])
     for table, build in _families():
         if any(name in table.architectures for name in names):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.models.config_values import read
 
 KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -91,29 +92,31 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The scaling of a config, in either spelling."""
+    older = read(config, dict, "rope_scaling", default={})
+    return {**older, **read(config, dict, "rope_parameters", default={})}
+
+
 def rope_of(config: Mapping[str, Any]) -> RopeSpec:
     """Read the rotary embedding of a config.
 
     Raises:
-        UsageError: A kind is not computed, or a number is missing.
+        KeyError: The base of the frequencies is missing.
+        UsageError: A kind is not computed, or a number of its scaling is missing.
     """
-    scaling: dict[str, Any] = {
-        **(config.get("rope_scaling") or {}),
-        **(config.get("rope_parameters") or {}),
-    }
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    theta = scaling.get("rope_theta", config.get("rope_theta"))
-    if theta is None:
-        raise UsageError("config.json: neither rope_theta nor rope_parameters.rope_theta is there")
+    scaling = rope_parameters(config)
+    kind = read(scaling, str, "rope_type", "type", default="default")
+    theta = read({**config, **scaling}, float, "rope_theta")
     if kind not in KINDS:
         raise UsageError(f"config.json: rope type {kind!r} is not supported; allowed: {KINDS}")
-    partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if float(partial or 1.0) != 1.0:
+    partial = read({**config, **scaling}, float, "partial_rotary_factor", default=1.0)
+    if partial != 1.0:
         raise UsageError(f"config.json: partial_rotary_factor {partial}; allowed: 1")
     if kind == "default":
-        return RopeSpec(float(theta))
+        return RopeSpec(theta)
     try:
-        return _scaled(str(kind), float(theta), scaling, config)
+        return _scaled(kind, theta, scaling, config)
     except KeyError as error:
         raise UsageError(f"config.json: rope type {kind!r} lacks {error}") from error
 
@@ -121,35 +124,34 @@ def rope_of(config: Mapping[str, Any]) -> RopeSpec:
 def _scaled(
     kind: str, theta: float, scaling: Mapping[str, Any], config: Mapping[str, Any]
 ) -> RopeSpec:
-    factor = float(scaling["factor"])
+    factor = read(scaling, float, "factor")
     if factor <= 0:
         raise UsageError(f"config.json: rope factor {factor}; must be positive")
     if kind == "linear":
         return RopeSpec(theta, kind, factor)
-    original = int(
-        scaling.get("original_max_position_embeddings") or config["max_position_embeddings"]
-    )
+    longest = read(config, int, "max_position_embeddings")
+    original = read(scaling, int, "original_max_position_embeddings", default=longest)
     if kind == "llama3":
-        low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+        low, high = (read(scaling, float, f"{end}_freq_factor") for end in ("low", "high"))
         if high <= low:
             raise UsageError(
                 f"config.json: high_freq_factor {high} must be above low_freq_factor {low}"
             )
         return RopeSpec(theta, kind, factor, original, low, high)
-    mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    attention = scaling.get("attention_factor")
-    if attention is None:
-        attention = yarn_mscale(factor, 1.0)
-        if mscale and all_dim:
-            attention = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
+    mscale, all_dim = (
+        read(scaling, float, key, default=0.0) for key in ("mscale", "mscale_all_dim")
+    )
+    attention = yarn_mscale(factor, 1.0)
+    if mscale and all_dim:
+        attention = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
     return RopeSpec(
         theta,
         kind,
         factor,
         original,
-        beta_fast=float(scaling.get("beta_fast") or 32),
-        beta_slow=float(scaling.get("beta_slow") or 1),
-        truncate=bool(scaling.get("truncate", True)),
-        attention_factor=float(attention),
+        beta_fast=read(scaling, float, "beta_fast", default=32.0),
+        beta_slow=read(scaling, float, "beta_slow", default=1.0),
+        truncate=read(scaling, bool, "truncate", default=True),
+        attention_factor=read(scaling, float, "attention_factor", default=attention),
         softmax_mscale=yarn_mscale(factor, all_dim) if all_dim else 1.0,
     )

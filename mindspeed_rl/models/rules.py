@@ -134,10 +134,6 @@ class WeightRow(ABC):
         return 0
 
 
-def _missing_to(multiple: int, size: int) -> int:
-    return -size % multiple
-
-
 def even_span(total: int, index: int, count: int, what: str) -> tuple[int, int]:
     """Start and length of share ``index`` of ``count`` equal shares."""
     if total % count:
@@ -187,7 +183,7 @@ class Split(WeightRow):
     def padding(self, spec: ModelSpec, share: Share) -> int:
         shape = spec.dims(self.dims)
         size = even_span(shape[self.dim], 0, share.tp_size, self.dims[self.dim])[1]
-        return _missing_to(share.multiple, size) * (prod(shape) // shape[self.dim])
+        return (-size % share.multiple) * (prod(shape) // shape[self.dim])
 
     def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
         shape = spec.dims(self.dims)
@@ -252,7 +248,7 @@ class GateUp(WeightRow):
     def padding(self, spec: ModelSpec, share: Share) -> int:
         ffn, hidden = spec.dims(self.dims)
         size = even_span(ffn, 0, share.tp_size, self.dims[0])[1]
-        return 2 * _missing_to(share.multiple, size) * hidden
+        return 2 * (-size % share.multiple) * hidden
 
     def cuts(self, spec: ModelSpec, share: Share) -> Iterator[Cut]:
         ffn, hidden = spec.dims(self.dims)

@@ -77,10 +77,6 @@ class ModelSpec:
         """Numbers (from 0) of the layers with experts."""
         return tuple(n for n, layer in enumerate(self.layers) if layer.moe)
 
-    def has_experts(self, layer: int) -> bool:
-        """Whether a layer (from 0) has experts instead of a dense MLP."""
-        return self.layer(layer).moe is not None
-
     @property
     def attentions(self) -> tuple[Attention, ...]:
         """The different attentions of the layers, in the order of the layers."""

@@ -21,32 +21,16 @@ WORLD = "world"
 ENGINE_MC2 = "rollout mc2"
 
 
-def groups_of_run(
-    rank: int, config: RLRunConfig | PretrainRunConfig, plan: RunPlan, *, engine_mc2: bool = False
-) -> Groups:
-    """Return the groups of more than one rank that a rank of the run uses, by name. Pure.
-
-    They are equal on all platforms but for ``engine_mc2``, see :class:`GroupUse`.
-    """
-    return device_groups(rank, plan.parallel, _engine_of(plan), _use(config, plan, engine_mc2))
-
-
-def all_groups_of_run(
-    config: RLRunConfig | PretrainRunConfig, plan: RunPlan
-) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Return the groups of all ranks of the run: by name every group once. Pure."""
-    return all_device_groups(plan.parallel, _engine_of(plan), _use(config, plan))
-
-
-def _engine_of(plan: RunPlan) -> EngineLayout | None:
-    return plan.engine if isinstance(plan, RLPlan) else None
-
-
 @dataclass(frozen=True, slots=True)
-class GroupUse:
-    """Facts other than layouts that decide which groups a run uses.
+class RunGroups:
+    """The process groups of a run, and the facts that decide which ones it uses. Pure.
+
+    Groups of the trainer have the names of :data:`~mindspeed_rl.core.groups.MEGATRON_GROUPS`. They
+    are equal on all platforms but for ``engine_mc2``.
 
     Attributes:
+        parallel: Training layout.
+        engine: Layout of the engines; ``None`` in supervised runs.
         experts: Whether the model has experts.
         router_bias: Whether routers have biases, whose token counts are reduced over ranks.
         tied: Whether input and output embeddings are one parameter.
@@ -54,51 +38,105 @@ class GroupUse:
         engine_mc2: Whether the engine dispatches tokens through a group of its own (vLLM-Ascend).
     """
 
+    parallel: ParallelLayout
+    engine: EngineLayout | None
     experts: bool = False
     router_bias: bool = False
     tied: bool = False
     sharded_optimizer: bool = False
     engine_mc2: bool = False
 
+    @classmethod
+    def of(
+        cls, config: RLRunConfig | PretrainRunConfig, plan: RunPlan, *, engine_mc2: bool = False
+    ) -> RunGroups:
+        """The groups of a planned run."""
+        kinds = [layer.moe for layer in plan.spec.layers if layer.moe]
+        return cls(
+            plan.parallel,
+            plan.engine if isinstance(plan, RLPlan) else None,
+            experts=bool(kinds),
+            router_bias=any(moe.router_bias for moe in kinds),
+            tied=plan.spec.tie_embeddings,
+            sharded_optimizer=config.parallel.use_distributed_optimizer,
+            engine_mc2=engine_mc2,
+        )
 
-def _use(
-    config: RLRunConfig | PretrainRunConfig, plan: RunPlan, engine_mc2: bool = False
-) -> GroupUse:
-    kinds = [layer.moe for layer in plan.spec.layers if layer.moe]
-    return GroupUse(
-        experts=bool(kinds),
-        router_bias=any(moe.router_bias for moe in kinds),
-        tied=plan.spec.tie_embeddings,
-        sharded_optimizer=config.parallel.use_distributed_optimizer,
-        engine_mc2=engine_mc2,
-    )
+    def of_rank(self, rank: int) -> Groups:
+        """Return the groups of more than one rank that this rank uses in a step, by name."""
+        groups = {name: peers(rank) for name, peers in self._peers().items()}
+        return {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
 
+    def of_all_ranks(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Return by name every group of more than one rank once, lowest ranks first."""
+        result = {}
+        for name, peers in self._peers().items():
+            groups: list[tuple[int, ...]] = []
+            seen: set[int] = set()
+            for rank in range(self.parallel.world):
+                if rank not in seen:
+                    groups.append(peers(rank))
+                    seen.update(groups[-1])
+            result[name] = tuple(group for group in groups if len(group) > 1)
+        return {name: groups for name, groups in result.items() if groups}
 
-def device_groups(
-    rank: int, parallel: ParallelLayout, engine: EngineLayout | None, use: GroupUse
-) -> Groups:
-    """Return the groups of more than one rank that this rank uses in a step, by name. Pure.
+    def _peers(self) -> dict[str, _Peers]:
+        """Return by name rank -> ranks of its group, empty or the rank alone where it has none."""
+        everyone = tuple(range(self.parallel.world))
+        groups: dict[str, _Peers] = {WORLD: lambda _: everyone, **self._trainer()}
+        if self.experts:
+            groups |= self._trainer_experts()
+        return groups if self.engine is None else groups | self._rollout(self.engine)
 
-    Groups of the trainer have the names of :data:`~mindspeed_rl.core.groups.MEGATRON_GROUPS`.
-    """
-    groups = {name: peers(rank) for name, peers in _all_peers(parallel, engine, use).items()}
-    return {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
+    def _trainer(self) -> dict[str, _Peers]:
+        parallel = self.parallel
+        grid = {"tp": parallel.tp, "cp": parallel.cp, "dp": parallel.dp, "pp": parallel.pp}
+        everyone = tuple(range(parallel.world))
+        pipeline = _along(grid, "pp")
 
+        def ends(rank: int) -> tuple[int, ...]:
+            stages = pipeline(rank)
+            both = tuple(dict.fromkeys((stages[0], stages[-1])))
+            return both if rank in both else ()
 
-def all_device_groups(
-    parallel: ParallelLayout, engine: EngineLayout | None, use: GroupUse
-) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Return the groups of all ranks: by name every group once, lowest ranks first. Pure."""
-    result = {}
-    for name, peers in _all_peers(parallel, engine, use).items():
-        groups: list[tuple[int, ...]] = []
-        seen: set[int] = set()
-        for rank in range(parallel.world):
-            if rank not in seen:
-                groups.append(peers(rank))
-                seen.update(groups[-1])
-        result[name] = tuple(group for group in groups if len(group) > 1)
-    return {name: groups for name, groups in result.items() if groups}
+        groups: dict[str, _Peers] = {
+            "tp": _along(grid, "tp"),
+            "cp": _along(grid, "cp"),
+            "dp_cp": _along(grid, "cp", "dp"),
+            "pp": pipeline,
+        }
+        if self.sharded_optimizer:
+            groups["intra_dist_opt_instance"] = lambda _: everyone
+        else:
+            groups["mp"] = _along(grid, "tp", "pp")
+        if self.tied:
+            groups["embd"] = ends
+        return groups
+
+    def _trainer_experts(self) -> dict[str, _Peers]:
+        parallel = self.parallel
+        grid = {"tp": parallel.etp, "ep": parallel.ep, "dp": parallel.expert_dp, "pp": parallel.pp}
+        groups = {
+            "ep": _along(grid, "ep"),
+            "ep_tp": _along(grid, "tp"),
+            "tp_ep_mp": _along(grid, "tp", "ep"),
+        }
+        if self.router_bias:
+            groups["tp_dp_cp"] = _along(grid, "tp", "ep", "dp")  # all ranks of a stage
+        if parallel.ep > 1:  # otherwise gradients of experts use the groups of all others
+            groups["ep_dp"] = _along(grid, "dp")
+            if not self.sharded_optimizer:
+                groups["tp_ep_pp"] = _along(grid, "tp", "ep", "pp")
+        return groups
+
+    def _rollout(self, engine: EngineLayout) -> dict[str, _Peers]:
+        grid = {"tp": engine.tp, "dp": engine.dp, "replica": engine.num_replicas}
+        groups = {"rollout tp": _along(grid, "tp"), "rollout dp": _along(grid, "dp")}
+        if engine.expert_parallel:
+            groups["rollout ep"] = _along(grid, "tp", "dp")
+            if self.engine_mc2:
+                groups[ENGINE_MC2] = groups["rollout ep"]
+        return groups
 
 
 def _along(sizes: Mapping[str, int], *axes: str) -> _Peers:
@@ -120,68 +158,3 @@ def _along(sizes: Mapping[str, int], *axes: str) -> _Peers:
         return tuple(first + offset for offset in offsets)
 
     return peers
-
-
-def _all_peers(
-    parallel: ParallelLayout, engine: EngineLayout | None, use: GroupUse
-) -> dict[str, _Peers]:
-    """Return by name rank -> ranks of its group, empty or the rank alone where it has none."""
-    everyone = tuple(range(parallel.world))
-    groups: dict[str, _Peers] = {WORLD: lambda _: everyone}
-    groups |= _trainer(parallel, use)
-    if use.experts:
-        groups |= _trainer_experts(parallel, use)
-    if engine is not None:
-        groups |= _engine(engine, use)
-    return groups
-
-
-def _trainer(parallel: ParallelLayout, use: GroupUse) -> dict[str, _Peers]:
-    grid = {"tp": parallel.tp, "cp": parallel.cp, "dp": parallel.dp, "pp": parallel.pp}
-    everyone = tuple(range(parallel.world))
-    pipeline = _along(grid, "pp")
-
-    def ends(rank: int) -> tuple[int, ...]:
-        stages = pipeline(rank)
-        both = tuple(dict.fromkeys((stages[0], stages[-1])))
-        return both if rank in both else ()
-
-    groups: dict[str, _Peers] = {
-        "tp": _along(grid, "tp"),
-        "cp": _along(grid, "cp"),
-        "dp_cp": _along(grid, "cp", "dp"),
-        "pp": pipeline,
-    }
-    if use.sharded_optimizer:
-        groups["intra_dist_opt_instance"] = lambda _: everyone
-    else:
-        groups["mp"] = _along(grid, "tp", "pp")
-    if use.tied:
-        groups["embd"] = ends
-    return groups
-
-
-def _trainer_experts(parallel: ParallelLayout, use: GroupUse) -> dict[str, _Peers]:
-    grid = {"tp": parallel.etp, "ep": parallel.ep, "dp": parallel.expert_dp, "pp": parallel.pp}
-    groups = {
-        "ep": _along(grid, "ep"),
-        "ep_tp": _along(grid, "tp"),
-        "tp_ep_mp": _along(grid, "tp", "ep"),
-    }
-    if use.router_bias:
-        groups["tp_dp_cp"] = _along(grid, "tp", "ep", "dp")  # all ranks of a stage
-    if parallel.ep > 1:  # otherwise gradients of experts use the groups of all others
-        groups["ep_dp"] = _along(grid, "dp")
-        if not use.sharded_optimizer:
-            groups["tp_ep_pp"] = _along(grid, "tp", "ep", "pp")
-    return groups
-
-
-def _engine(engine: EngineLayout, use: GroupUse) -> dict[str, _Peers]:
-    grid = {"tp": engine.tp, "dp": engine.dp, "replica": engine.num_replicas}
-    groups = {"rollout tp": _along(grid, "tp"), "rollout dp": _along(grid, "dp")}
-    if engine.expert_parallel:
-        groups["rollout ep"] = _along(grid, "tp", "dp")
-        if use.engine_mc2:
-            groups[ENGINE_MC2] = groups["rollout ep"]
-    return groups

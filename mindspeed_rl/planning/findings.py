@@ -19,27 +19,13 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class RankClass:
-    """The ranks of one pipeline stage, which differ by the padding of buffers alone.
-
-    Attributes:
-        first: First rank, for which the table was computed.
-        last: Last rank.
-        table: Bytes of the first rank by phase and owner.
-    """
-
-    first: int
-    last: int
-    table: Mapping[MemoryPhase, Table]
-
-
-@dataclass(frozen=True, slots=True)
 class Findings:
     """The findings of a dry run.
 
     Attributes:
         prediction: Memory of every rank, with the configuration and the plan of the run.
-        classes: Classes of equal ranks.
+        tables: Bytes by phase and owner of the first rank of every pipeline stage; the other ranks
+            of a stage differ by the padding of buffers alone.
         peak: The fullest moment of any rank.
         budget_bytes: Bytes of a device that the run may use.
         offload_reason: Reason for the mode of offloading.
@@ -48,12 +34,17 @@ class Findings:
     """
 
     prediction: MemoryPrediction
-    classes: tuple[RankClass, ...]
+    tables: Mapping[int, Mapping[MemoryPhase, Table]]
     peak: Peak
     budget_bytes: int
     offload_reason: str
     volume: Sequence[RankTraffic]
     suggestions: Sequence[Suggestion]
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Number of ranks of a pipeline stage."""
+        return self.prediction.plan.parallel.ranks_per_stage
 
     @property
     def fits(self) -> bool:
@@ -99,10 +90,9 @@ def find_out(config: Config, world: int) -> Findings:
     if isinstance(plan, RLPlan) and isinstance(config, RLRunConfig):
         looked_at = dict.fromkeys((ranks[0], ranks[len(ranks) // 2], world - 1))
         volume = [update_traffic(config, plan, rank, machine.ranks_per_node) for rank in looked_at]
-    last = plan.parallel.ranks_per_stage - 1
     return Findings(
         prediction=prediction,
-        classes=tuple(RankClass(r, r + last, prediction.rank_table(r)) for r in ranks),
+        tables={rank: prediction.rank_table(rank) for rank in ranks},
         peak=peak,
         budget_bytes=budget,
         offload_reason=why,

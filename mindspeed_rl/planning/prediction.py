@@ -12,7 +12,7 @@ from mindspeed_rl.config.npu import group_buffers
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner, MemoryPhase, OffloadMode
 from mindspeed_rl.planning.activations import TrainingMemory, TrainPeak, Workload
-from mindspeed_rl.planning.communicators import Groups, groups_of_run
+from mindspeed_rl.planning.communicators import Groups, RunGroups
 from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.model_state import ModelState, model_state
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
@@ -100,12 +100,12 @@ class MemoryPrediction:
             found.pop(MemoryOwner.ENGINE_WEIGHTS, None)
         return {owner.value: size for owner, size in found.items() if owner not in _PASSING}
 
-    def peak(self, ranks: Iterable[int] | None = None) -> Peak:
-        """Return the fullest moment of some ranks, by default of all."""
+    def peak(self, ranks: Iterable[int]) -> Peak:
+        """Return the fullest moment of some ranks."""
         return max(
             (
                 Peak(rank, phase, sum(table.values()))
-                for rank in (range(self.world) if ranks is None else ranks)
+                for rank in ranks
                 for phase, table in self.rank_table(rank).items()
             ),
             key=lambda peak: peak.num_bytes,
@@ -279,7 +279,7 @@ class MemoryPrediction:
     def groups(self, rank: int) -> Groups:
         """Return the groups that a step uses on a device, also for a CPU, which has no buffers."""
         mc2 = self.machine.platform == "npu"
-        return groups_of_run(rank, self.config, self.plan, engine_mc2=mc2)
+        return RunGroups.of(self.config, self.plan, engine_mc2=mc2).of_rank(rank)
 
     def group_bytes(self, rank: int) -> Mapping[str, int]:
         """Return the bytes of the device buffers of each of :meth:`groups`; none on a CPU."""

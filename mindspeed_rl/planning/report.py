@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from mindspeed_rl.core.memory import MemoryOwner
 from mindspeed_rl.core.tables import aligned
-from mindspeed_rl.planning.findings import Findings, RankClass
+from mindspeed_rl.planning.findings import Findings
 from mindspeed_rl.planning.run_plan import RLPlan
 
 _GIB, _MIB = 2**30, 2**20
@@ -43,13 +43,6 @@ def _unit(found: Findings) -> tuple[str, int]:
     return ("GiB", _GIB) if found.peak.num_bytes >= _GIB else ("MiB", _MIB)
 
 
-def fullest_classes(found: Findings) -> Iterable[RankClass]:
-    """Return the first and the last rank class, and the one with the peak."""
-    peak = next(c for c in found.classes if c.first <= found.peak.rank <= c.last)
-    chosen = (found.classes[0], peak, found.classes[-1])
-    return {c.first: c for c in chosen}.values()
-
-
 def _memory(found: Findings) -> Iterator[str]:
     prediction, machine = found.prediction, found.prediction.machine
     name, unit = _unit(found)
@@ -78,10 +71,10 @@ def _memory(found: Findings) -> Iterator[str]:
             for name, size in sizes.items()
         )
         yield f"communicators of rank 0, {sum(sizes.values()) / _MIB:.0f} MiB: {named}"
-    for ranks in fullest_classes(found):
-        yield f"ranks {ranks.first}-{ranks.last}:"
-        tables = ranks.table.values()
-        rows = [["owner", *(phase.value for phase in ranks.table)]]
+    for rank in sorted({0, found.peak.rank, max(found.tables)}):
+        yield f"ranks {rank}-{rank + found.ranks_per_stage - 1}:"
+        tables = found.tables[rank].values()
+        rows = [["owner", *(phase.value for phase in found.tables[rank])]]
         for owner in (o for o in MemoryOwner if any(o in table for table in tables)):
             sizes_of = (table.get(owner, 0) for table in tables)
             rows.append([owner.value, *(f"{s / unit:.3f}" if s else "-" for s in sizes_of)])
@@ -133,7 +126,8 @@ def as_json(found: Findings) -> dict[str, Any]:
             "swap_optimizer": bool(prediction.swap_parts),
         },
         "rank_classes": [
-            {"first_rank": c.first, "last_rank": c.last, "bytes": c.table} for c in found.classes
+            {"first_rank": rank, "last_rank": rank + found.ranks_per_stage - 1, "bytes": table}
+            for rank, table in found.tables.items()
         ],
         "communicators": {n: len(prediction.groups(0)[n]) for n in prediction.group_bytes(0)},
         "peak": {

@@ -15,11 +15,12 @@ from mindspeed_rl.config import (
 from mindspeed_rl.config.architecture import check_architecture, model_config
 from mindspeed_rl.config.check_algorithms import check_algorithms
 from mindspeed_rl.config.diagnostics import check_profiler, check_trackers
-from mindspeed_rl.config.environment import check_environment
+from mindspeed_rl.config.environment import BUILT_IN_ENVIRONMENTS
 from mindspeed_rl.config.kernels import module_names
-from mindspeed_rl.config.launch import check_environment_workers
 from mindspeed_rl.config.layouts import engine_layout, training_layout
+from mindspeed_rl.config.needs import check_needs
 from mindspeed_rl.config.outputs import check_output_file, check_paths
+from mindspeed_rl.config.reward_spec import check_name
 from mindspeed_rl.config.rewards import check_rewards
 from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.config.supervised import check_indexed_data
@@ -125,9 +126,9 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     _check_steps(config.train)
     environment = config.environment.rl_environment
     check_rewards(config.rewards, config.logging.phase_timeout_s, environment, files=files)
-    check_environment(config.environment, files=files)
-    check_environment_workers(config.environment, config.launch)
-    base = check_layout(config.model, config.parallel, config.train, world, files)
+    if environment:
+        check_name("--rl-environment", environment, BUILT_IN_ENVIRONMENTS, files=files)
+    base = check_layout(config, world, files)
     if files:
         _check_tokenizer(config.model)
     _check_mtp(config.checkpoint, config.model, base.spec)
@@ -196,7 +197,7 @@ def check_score(config: ScoreRunConfig, world: int) -> ScorePlan:
             f"--temperature {score.temperature} with --backend engine: engines score prompts "
             "without temperature; allowed: 1"
         )
-    base = check_layout(config.model, config.parallel, config.train, world)
+    base = check_layout(config, world)
     engine = engine_layout(config.rollout, world)
     rollout = engine_provider().layout(base.spec, engine, EngineTuningConfig())
     return ScorePlan(base.spec, base.parallel, base.megatron, rollout)
@@ -240,6 +241,7 @@ def check_pretrain(config: PretrainRunConfig, world: int, *, files: bool = True)
     Raises:
         UsageError: A flag is wrong; names it, its value, what is allowed and the fix.
     """
+    check_needs(config)
     if files and config.sft.stage == "pretrain":
         check_indexed_data(config.indexed, config.train.seq_length)
     elif files:
@@ -249,7 +251,7 @@ def check_pretrain(config: PretrainRunConfig, world: int, *, files: bool = True)
         check_paths(config)
         check_trackers(config.trackers)
     check_profiler(config.profiler, world)
-    base = check_layout(config.model, config.parallel, config.train, world, files)
+    base = check_layout(config, world, files)
     if files and config.sft.stage == "sft":
         _check_tokenizer(config.model)
     _check_mtp(config.checkpoint, config.model, base.spec)
@@ -352,17 +354,14 @@ def _check_kv_cache(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
 
 
 def check_layout(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    train: TrainConfig,
-    world: int,
-    files: bool = True,
+    config: RLRunConfig | PretrainRunConfig | ScoreRunConfig, world: int, files: bool = True
 ) -> RunPlan:
     """Plan the training layout of a model, with ``files`` also checking that weights exist.
 
     Raises:
         UsageError: A flag is wrong; names it, its value, what is allowed and the fix.
     """
+    model, parallel, train = config.model, config.parallel, config.train
     if not model.hf_checkpoint:
         raise UsageError("--hf-checkpoint is required: give a Hugging Face model directory")
     if train.lr_warmup_iters and train.lr_warmup_fraction:

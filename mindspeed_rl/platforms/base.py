@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from mindspeed_rl.config.diagnostics import ProfilerConfig
 from mindspeed_rl.config.npu import NpuSetup
 from mindspeed_rl.platforms.features import TransformerFeatures
 
@@ -30,37 +31,14 @@ class DeviceMemory:
     total_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileRequest:
-    """What a profiler records, and where it writes the trace.
-
-    Attributes:
-        folder: Folder of the traces.
-        worker: Name of this process in the name of its trace.
-        level: Level of torch_npu's profiler, ``level0`` to ``level2``; other profilers ignore it.
-        with_stack: Whether to record Python stacks of operators.
-        with_memory: Whether to record every allocation.
-        record_shapes: Whether to record shapes of inputs.
-    """
-
-    folder: Path
-    worker: str
-    level: str = "level0"
-    with_stack: bool = False
-    with_memory: bool = False
-    record_shapes: bool = False
-
-
 class Profiler(Protocol):
     """A profiler that records one window of steps."""
 
     def start(self) -> None:
         """Start to record this process."""
-        ...
 
     def stop(self, window: str) -> None:
         """Stop and write the trace, with ``window`` in its name where the profiler allows it."""
-        ...
 
 
 class Platform(Protocol):
@@ -82,19 +60,15 @@ class Platform(Protocol):
 
     def set_device(self) -> None:
         """Bind this process to its device (by ``LOCAL_RANK``) and set ``taken_bytes``."""
-        ...
 
     def synchronize(self) -> None:
         """Wait for all queued work of the device."""
-        ...
 
     def rng_state(self) -> torch.Tensor | None:
         """Return the state of the device generator; ``None`` when it is torch's own."""
-        ...
 
     def set_rng_state(self, state: torch.Tensor | None) -> None:
         """Restore a state that :meth:`rng_state` returned."""
-        ...
 
     def install(self, setup: NpuSetup | None = None) -> None:
         """Make megatron-core usable on this device; idempotent.
@@ -102,43 +76,39 @@ class Platform(Protocol):
         Args:
             setup: Settings of an NPU process; other platforms ignore them.
         """
-        ...
 
     def transformer_features(self) -> TransformerFeatures:
         """Return the features that megatron-core may use on this device."""
-        ...
 
     def memory(self) -> DeviceMemory:
         """Return the device's memory as its driver sees it now."""
-        ...
 
     def reset_peak_memory(self) -> None:
         """Start another interval of :meth:`peak_memory`."""
-        ...
 
     def peak_memory(self) -> int:
         """Return the peak bytes since the last reset: of tensors, on a host of the process.
 
         0 where the system does not report it.
         """
-        ...
 
     def release_cached_memory(self) -> None:
         """Give memory that the allocator caches back to the device."""
-        ...
 
-    def profiler(self, request: ProfileRequest) -> Profiler:
-        """Create a profiler of the device, which is not started yet."""
-        ...
+    def profiler(self, config: ProfilerConfig, folder: Path, worker: str) -> Profiler:
+        """Create a profiler of the device, which is not started yet.
+
+        Args:
+            config: What is recorded.
+            folder: Folder of the traces.
+            worker: Name of this process in the name of its trace.
+        """
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Allocate [num_bytes] uint8 on the host, pinned where that makes copies asynchronous."""
-        ...
 
     def copies(self) -> AbstractContextManager[None]:
         """Queue the copies of the block after all work queued now, in parallel to later work."""
-        ...
 
     def wait_for_copies(self) -> None:
         """Let computation that is queued later wait for all queued copies; the host does not."""
-        ...

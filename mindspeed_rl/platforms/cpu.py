@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from pathlib import Path
 
 import torch
 
+from mindspeed_rl.config.diagnostics import ProfilerConfig
 from mindspeed_rl.config.npu import NpuSetup
 from mindspeed_rl.platforms import host_memory
-from mindspeed_rl.platforms.base import DeviceMemory, ProfileRequest
+from mindspeed_rl.platforms.base import DeviceMemory
 from mindspeed_rl.platforms.features import TransformerFeatures
 from mindspeed_rl.platforms.gloo_device import share_devices
-from mindspeed_rl.platforms.host_memory import ProcFile, field_bytes
+from mindspeed_rl.platforms.host_memory import field_bytes
 from mindspeed_rl.platforms.host_pages import advise_large_pages, give_back_free_pages
 from mindspeed_rl.platforms.torch_profiler import TorchProfiler
 
 _PAGE_BYTES = 4096
+_STATM = Path("/proc/self/statm")
+_MEMINFO = Path("/proc/meminfo")
 
 
 class CpuPlatform:
@@ -31,12 +33,6 @@ class CpuPlatform:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-
-    @cached_property
-    def _proc(self) -> tuple[ProcFile, ProcFile] | None:
-        """Files with the memory of this process and of the machine; ``None`` without a /proc."""
-        files = Path("/proc/self/statm"), Path("/proc/meminfo")
-        return (ProcFile(files[0]), ProcFile(files[1])) if files[0].exists() else None
 
     def set_device(self) -> None:
         """Use one compute thread unless ``OMP_NUM_THREADS`` says more, and one network thread."""
@@ -67,11 +63,10 @@ class CpuPlatform:
 
     def memory(self) -> DeviceMemory:
         """Return the memory of this process and its machine (Linux); zeros without a /proc."""
-        if self._proc is None:
+        if not _STATM.exists():
             return DeviceMemory(0, 0, 0)
-        own, machine = self._proc
-        resident = int(own.read().split()[1]) * _PAGE_BYTES
-        text = machine.read()
+        resident = int(_STATM.read_bytes().split()[1]) * _PAGE_BYTES
+        text = _MEMINFO.read_bytes()
         available, total = field_bytes(b"MemAvailable:", text), field_bytes(b"MemTotal:", text)
         return DeviceMemory(resident, available, total)
 
@@ -86,8 +81,8 @@ class CpuPlatform:
         """Make the C library return free pages to the system."""
         give_back_free_pages()
 
-    def profiler(self, request: ProfileRequest) -> TorchProfiler:
-        return TorchProfiler(request, cuda=False)
+    def profiler(self, config: ProfilerConfig, folder: Path, worker: str) -> TorchProfiler:
+        return TorchProfiler(config, folder, worker, cuda=False)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Allocate plain memory, because pinning would speed nothing up."""

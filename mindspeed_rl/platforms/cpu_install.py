@@ -136,19 +136,10 @@ def _called_from_megatron() -> bool:
 
 
 def _patch_tensor_methods() -> None:
-    """Patch ``t.cuda()`` and ``t.type()`` for callers in megatron.core.
-
-    Raises:
-        RuntimeError: ``t.type()`` returns another name than in the checked version.
-    """
+    """Patch ``t.cuda()`` and ``t.type()`` for callers in megatron.core."""
     real_type, real_cuda = torch.Tensor.type, torch.Tensor.cuda
     if getattr(real_type, "_mindspeed_rl", False):
         return
-    if (name := real_type(torch.zeros(0, dtype=torch.float32))) != "torch.FloatTensor":
-        raise RuntimeError(
-            f"torch.Tensor.type() says {name!r} for fp32, checked was 'torch.FloatTensor' of torch "
-            "2.13.0. Install a version of the matrix (mindspeed_rl/versions.cfg)"
-        )
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = real_type(self, *args, **kwargs)

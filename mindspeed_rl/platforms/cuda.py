@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from mindspeed_rl.config.diagnostics import ProfilerConfig
 from mindspeed_rl.config.npu import NpuSetup
 from mindspeed_rl.platforms.accelerator import AcceleratorPlatform
-from mindspeed_rl.platforms.base import ProfileRequest
 from mindspeed_rl.platforms.features import TransformerFeatures
 from mindspeed_rl.platforms.torch_profiler import TorchProfiler
 
@@ -42,8 +43,8 @@ class CudaPlatform(AcceleratorPlatform):
             chooses_dispatcher=True,
         )
 
-    def profiler(self, request: ProfileRequest) -> TorchProfiler:
-        return TorchProfiler(request, cuda=True)
+    def profiler(self, config: ProfilerConfig, folder: Path, worker: str) -> TorchProfiler:
+        return TorchProfiler(config, folder, worker, cuda=True)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         """Allocate and register memory; torch's pinned allocator rounds up to powers of two."""

@@ -21,25 +21,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-_NEEDED = ("_Options", "create_default_device", "create_device")
 _THREADS_PER_DEVICE = 2  # PyTorch's default number of threads for the collectives of a group
 
 
+@functools.cache
 def share_devices() -> None:
-    """Make all gloo groups that this process creates later share their devices. Idempotent.
-
-    Raises:
-        RuntimeError: The installed torch creates its groups in another way.
-    """
+    """Make all gloo groups that this process creates later share their devices. Idempotent."""
     group: Any = dist.ProcessGroupGloo
     make = vars(group)["__init__"]
-    if getattr(make, "_mindspeed_rl", False):
-        return
-    if missing := [name for name in _NEEDED if not hasattr(group, name)]:
-        raise RuntimeError(
-            f"torch's ProcessGroupGloo has no {', '.join(missing)}; checked version: 2.13.0. "
-            "Install a version of the matrix (mindspeed_rl/versions.cfg)"
-        )
 
     def with_shared(
         self: Any, store: Any, rank: int, size: int, options: Any = None, *, timeout: Any = None
@@ -54,7 +43,6 @@ def share_devices() -> None:
                 options._timeout = timeout
         make(self, store, rank, size, options)
 
-    with_shared._mindspeed_rl = True  # type: ignore[attr-defined]
     group.__init__ = with_shared
 
 

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # proc(5): sets the high-water mark to the present resident size
-
-
-class ProcFile:
-    """A file of /proc that is opened once and read often, for the process that opened it."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("rb", buffering=0)
-
-    def read(self) -> bytes:
-        """Return the present content of the file."""
-        number, parts = self._file.fileno(), list[bytes]()
-        while part := os.pread(number, 1 << 14, sum(map(len, parts))):
-            parts.append(part)
-        return b"".join(parts)
 
 
 def reset_peak_bytes() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
+from mindspeed_rl.config.diagnostics import ProfilerConfig
 from mindspeed_rl.config.npu import NpuSetup
 from mindspeed_rl.platforms.accelerator import AcceleratorPlatform
-from mindspeed_rl.platforms.base import Profiler, ProfileRequest
+from mindspeed_rl.platforms.base import Profiler
 from mindspeed_rl.platforms.features import TransformerFeatures
 
 
@@ -36,10 +39,10 @@ class NpuPlatform(AcceleratorPlatform):
             chooses_dispatcher=True,
         )
 
-    def profiler(self, request: ProfileRequest) -> Profiler:
+    def profiler(self, config: ProfilerConfig, folder: Path, worker: str) -> Profiler:
         from mindspeed_rl.platforms.npu_profiler import NpuProfiler
 
-        return NpuProfiler(request)
+        return NpuProfiler(config, folder, worker)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -19,17 +19,6 @@ def swaps_segments() -> bool:
 
 
 def set_expandable_segments(on: bool) -> None:
-    """Switch expandable segments for later allocations. Local; torch_npu 2.9 or newer.
-
-    Raises:
-        RuntimeError: This torch_npu has no such switch.
-    """
+    """Switch expandable segments for later allocations. Local; torch_npu 2.9 or newer."""
     memory = importlib.import_module("torch_npu.npu.memory")
-    try:
-        switch = memory._set_allocator_settings
-    except AttributeError as error:
-        raise RuntimeError(
-            "torch_npu.npu.memory._set_allocator_settings is gone; written for torch_npu 2.10. "
-            "Take expandable_segments out of PYTORCH_NPU_ALLOC_CONF, or install that version"
-        ) from error
-    switch(f"expandable_segments:{on}")
+    memory._set_allocator_settings(f"expandable_segments:{on}")

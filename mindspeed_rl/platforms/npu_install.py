@@ -45,19 +45,16 @@ FOREIGN_TRAINERS = (
     "transformers.trainer", "transformers.training_args", "transformers.trainer_utils",
 )  # fmt: skip
 _DUMMY_FILE = "mindspeed.dummy_module.py"
-_INSTALLED: list[NpuSetup] = []
+_INSTALLED: list[NpuSetup] = []  # the first set-up of this process, which stays
 
 
 def install(setup: NpuSetup) -> None:
-    """Set this process up for megatron-core on an NPU, once. Local.
+    """Set this process up for megatron-core on an NPU; a second call does nothing. Local.
 
     Raises:
-        RuntimeError: A second call has another set-up, or megatron-core was imported before
-            MindSpeed could be applied.
+        RuntimeError: megatron-core was imported before MindSpeed could be applied.
     """
     if _INSTALLED:
-        if _INSTALLED[0] != setup:
-            raise RuntimeError(f"an NPU process is set up once: {_INSTALLED[0]}, now {setup}")
         return
     with_mindspeed = has_mindspeed()
     loaded = [name for name in sys.modules if name.split(".")[:2] == ["megatron", "core"]]
@@ -69,20 +66,13 @@ def install(setup: NpuSetup) -> None:
         else:
             _answer_for_cuda()
         importlib.import_module("megatron.core.jit")
-    purge_dummies()
-    set_group_buffers(setup.group_buffers_mb)
-    if setup.deterministic:
-        _be_deterministic()
+    _purge_dummies()
+    if setup.group_buffers_mb:
+        apply_patch(_group_buffers(setup.group_buffers_mb))
+    if setup.deterministic:  # MindSpeed's own switch acts on megatron.training alone
+        assert os.environ.get("HCCL_DETERMINISTIC") == "strict", "prepare_environment sets it"
+        torch.use_deterministic_algorithms(True)
     _INSTALLED.append(setup)
-
-
-def _be_deterministic() -> None:
-    """Make kernels deterministic; HCCL's switch must be in the environment before torch_npu.
-
-    MindSpeed's own switch acts on megatron.training alone.
-    """
-    assert os.environ.get("HCCL_DETERMINISTIC") == "strict", "prepare_environment sets it"
-    torch.use_deterministic_algorithms(True)
 
 
 def determinism_line() -> str:
@@ -102,7 +92,7 @@ def determinism_line() -> str:
 def _apply_adaptor(features: Mapping[str, Any]) -> None:
     patcher: Any = importlib.import_module("mindspeed.patch_utils")
     patcher.sys = types.SimpleNamespace(modules=_SeenModules())
-    with clean_argv():
+    with _clean_argv():
         adaptor: Any = importlib.import_module("mindspeed.megatron_adaptor")
         adaptor.repatch(dict(features))
     _check_applied()
@@ -170,7 +160,7 @@ def _uncompiled(model: Any = None, **options: Any) -> Any:
 
 
 @contextmanager
-def clean_argv() -> Iterator[None]:
+def _clean_argv() -> Iterator[None]:
     """Hide the command line from MindSpeed: ``--help`` would exit, ``--lr`` become a feature."""
     given = sys.argv
     sys.argv = given[:1]
@@ -217,8 +207,8 @@ def _kept_triton_drivers() -> Iterator[None]:
             driver.is_active = staticmethod(lambda active=active: active)
 
 
-def purge_dummies() -> list[str]:
-    """Remove placeholder modules that vLLM or transformers look for, and return their names."""
+def _purge_dummies() -> None:
+    """Remove placeholder modules that vLLM or transformers look for."""
     names = [
         name
         for name, module in sys.modules.items()
@@ -226,26 +216,26 @@ def purge_dummies() -> list[str]:
     ]
     for name in names:
         del sys.modules[name]
-    return sorted(names)
 
 
-def set_group_buffers(sizes_mb: Mapping[str, int]) -> None:
-    """Set the HCCL buffer sizes of megatron-core's groups, before the groups are created.
+def _group_buffers(sizes_mb: Mapping[str, int]) -> Patch:
+    """Return a patch that sets HCCL buffer sizes of megatron-core's groups before they are made.
 
     Args:
         sizes_mb: MiB by megatron-core's name of a group (``tp``, ``dp``, ``pp``, ``ep``, ...);
             the other groups keep ``HCCL_BUFFSIZE``. A communicator holds two buffers.
     """
-    if sizes_mb:
-        apply_patch(_group_options(dict(sizes_mb)))
 
-
-def _group_options(sizes_mb: Mapping[str, int]) -> Patch:
     def make(original: Any) -> Any:
         def options_of(pg_name: str, nccl_comm_cfgs: dict[str, Any]) -> Any:
             if pg_name not in sizes_mb:
                 return original(pg_name, nccl_comm_cfgs)
-            return hccl_options(pg_name, sizes_mb[pg_name])
+            import torch_npu
+
+            options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
+            buffer_mb = sizes_mb[pg_name]
+            options.hccl_config = {"hccl_buffer_size": buffer_mb, "group_name": pg_name}
+            return options
 
         return options_of
 
@@ -259,12 +249,3 @@ def _group_options(sizes_mb: Mapping[str, int]) -> Patch:
         versions="megatron-core 0.16.1, torch_npu 2.10.0.post4 and 2.13.0",
         remove_when="MindSpeed's feature works with megatron-core alone",
     )
-
-
-def hccl_options(name: str, buffer_mb: int) -> Any:
-    """Return options of an HCCL group with its own buffer size."""
-    import torch_npu
-
-    options = torch_npu._C._distributed_c10d.ProcessGroupHCCL.Options()
-    options.hccl_config = {"hccl_buffer_size": buffer_mb, "group_name": name}
-    return options

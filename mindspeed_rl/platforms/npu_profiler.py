@@ -5,44 +5,38 @@ from __future__ import annotations
 import multiprocessing
 import os
 import warnings
+from pathlib import Path
 
 import torch_npu.profiler
 
-from mindspeed_rl.platforms.base import ProfileRequest
-
-
-def _level(name: str) -> object:
-    """Return torch_npu's constant for a level, which has MindSpeed's name."""
-    levels = {
-        "level0": torch_npu.profiler.ProfilerLevel.Level0,
-        "level1": torch_npu.profiler.ProfilerLevel.Level1,
-        "level2": torch_npu.profiler.ProfilerLevel.Level2,
-    }
-    return levels[name]
+from mindspeed_rl.config.diagnostics import ProfilerConfig
 
 
 class NpuProfiler:
     """A profiler of one window, whose :meth:`stop` writes and analyses the trace.
 
     Args:
-        request: What to record, and where to write it.
+        config: What is recorded.
+        folder: Folder of the trace.
+        worker: Name of this process in the name of its trace.
     """
 
-    def __init__(self, request: ProfileRequest) -> None:
-        self._request = request
+    def __init__(self, config: ProfilerConfig, folder: Path, worker: str) -> None:
+        self._folder, self._worker = folder, worker
+        levels = torch_npu.profiler.ProfilerLevel  # Level0, Level1, ...
         self._profiler = torch_npu.profiler.profile(
             activities=[
                 torch_npu.profiler.ProfilerActivity.CPU,
                 torch_npu.profiler.ProfilerActivity.NPU,
             ],
             on_trace_ready=torch_npu.profiler.tensorboard_trace_handler(
-                str(request.folder), worker_name=request.worker
+                str(folder), worker_name=worker
             ),
-            record_shapes=request.record_shapes,
-            profile_memory=request.with_memory,
-            with_stack=request.with_stack,
+            record_shapes=config.profile_record_shapes,
+            profile_memory=config.profile_with_memory,
+            with_stack=config.profile_with_stack,
             experimental_config=torch_npu.profiler._ExperimentalConfig(
-                profiler_level=_level(request.level)
+                profiler_level=getattr(levels, config.profile_level.capitalize())
             ),
         )
 
@@ -60,9 +54,9 @@ class NpuProfiler:
             self._profiler.stop()
         finally:
             multiprocessing.set_start_method(method, force=True)
-        folder, worker = self._request.folder, self._request.worker
-        if not any(folder.glob(f"{worker}_{os.getpid()}_*_ascend_pt/ASCEND_PROFILER_OUTPUT")):
+        trace = f"{self._worker}_{os.getpid()}_*_ascend_pt"
+        if not any(self._folder.glob(f"{trace}/ASCEND_PROFILER_OUTPUT")):
             warnings.warn(
-                f"--profile: torch_npu left no trace in {folder}; what it printed says why",
+                f"--profile: torch_npu left no trace in {self._folder}; what it printed says why",
                 stacklevel=2,
             )

@@ -21,7 +21,7 @@ def select_platform(name: str = "auto") -> Platform:
 
     Raises:
         UsageError: torch sees no such device.
-        RuntimeError: Another platform is already in use, or the name is unknown.
+        RuntimeError: Another platform is already in use.
     """
     if name == "auto":
         name = next((n for n in ("npu", "cuda") if _sees(n)), "cpu")
@@ -55,8 +55,6 @@ def _make(name: str) -> Platform:
         from mindspeed_rl.platforms.cuda import CudaPlatform
 
         return CudaPlatform()
-    if name == "npu":
-        from mindspeed_rl.platforms.npu import NpuPlatform
+    from mindspeed_rl.platforms.npu import NpuPlatform
 
-        return NpuPlatform()
-    raise RuntimeError(f"platform {name}: there are auto, cpu, cuda, npu")
+    return NpuPlatform()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-UNSIGNED_NUMBER = (
+# A minus after a digit, a letter or a closing bracket is a subtraction, not a sign.
+NUMBER = (
+    r"(?:(?<![\w.)\]}])-)?"
     r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
 )
-# A minus after a digit, a letter or a closing bracket is a subtraction, not a sign.
-_NUMBER = re.compile(rf"(?:(?<![\w.)\]}}])-)?{UNSIGNED_NUMBER}")
+_NUMBER = re.compile(NUMBER)
 
 
 def extract_last_number(text: str) -> str | None:

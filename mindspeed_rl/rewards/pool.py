@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
 from mindspeed_rl.config.reward_spec import RewardSpec, check_specs
@@ -109,12 +108,7 @@ class RewardPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -62,15 +61,6 @@ def verdicts() -> tuple[str, ...]:
 def _function_of_file(path: Path, function_name: str) -> RewardFunction:
     where = f"--reward-function {path}:{function_name}"
     function = load_from_file(path, function_name, where)
-    if not callable(function):
-        raise UsageError(
-            f"{where}: is a {type(function).__name__}, must be a function of one RewardRequest"
-        )
-    _check_signature(function, where)
-    return cast(RewardFunction, function)
-
-
-def _check_signature(function: Callable[..., object], where: str) -> None:
     if inspect.iscoroutinefunction(function):
         raise UsageError(
             f"{where}: is async; rewards are plain functions, write 'def', not 'async'"
@@ -81,3 +71,4 @@ def _check_signature(function: Callable[..., object], where: str) -> None:
         raise UsageError(
             f"{where}: must be callable with exactly one argument, the RewardRequest ({error})"
         ) from error
+    return cast(RewardFunction, function)

@@ -184,7 +184,7 @@ def _run(
     command: list[str], stdin: str, folder: Path, limits: SandboxLimits, restrictions: Restrictions
 ) -> Ended:
     prefixes = {sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix)}
-    asked: dict[str, object] = asdict(restrictions) | {
+    asked = asdict(restrictions) | {
         "readable": [*sorted(prefixes), *_SYSTEM, *_DEVICES],
         "writable": [str(folder), "/dev/null"],
         "limits": limits.rlimits(restrictions),

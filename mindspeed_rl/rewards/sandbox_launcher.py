@@ -16,9 +16,9 @@ import resource
 import signal
 import struct
 import sys
+from typing import Any
 
 STARTED = b"S"
-FAILED = b"F"
 
 _CLONE_NEWIPC, _CLONE_NEWUSER = 0x08000000, 0x10000000
 _CLONE_NEWPID, _CLONE_NEWNET = 0x20000000, 0x40000000
@@ -104,7 +104,7 @@ def set_limits(limits: dict[str, int]) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-def launch(asked: dict[str, object], command: list[str]) -> None:
+def launch(asked: dict[str, Any], command: list[str]) -> None:
     """Give up what is asked for, then run the command; its exit code is this process's."""
     die_with_parent()
     os.nice(5)  # so that training goes first
@@ -121,27 +121,17 @@ def launch(asked: dict[str, object], command: list[str]) -> None:
             os._exit(code if code >= 0 else 128 - code)
         die_with_parent()
     if asked["files"]:
-        readable, writable = asked["readable"], asked["writable"]
-        assert isinstance(readable, list) and isinstance(writable, list)
-        restrict_files(readable, writable, bool(asked["deny_tcp"]))
-    limits = asked["limits"]
-    assert isinstance(limits, dict)
-    set_limits(limits)
+        restrict_files(asked["readable"], asked["writable"], asked["deny_tcp"])
+    set_limits(asked["limits"])
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    report = asked["report_fd"]
-    assert isinstance(report, int)
-    os.set_inheritable(report, False)
-    os.write(report, STARTED)
+    os.set_inheritable(asked["report_fd"], False)
+    os.write(asked["report_fd"], STARTED)
     os.execv(command[0], command)
 
 
 if __name__ == "__main__":
-    wanted = json.loads(sys.argv[1])
     try:
         assert platform.system() == "Linux", "the sandbox needs Linux"
-        launch(wanted, sys.argv[2:])
+        launch(json.loads(sys.argv[1]), sys.argv[2:])
     except BaseException as error:
-        sys.stderr.write(f"sandbox: {type(error).__name__}: {error}\n")
-        sys.stderr.flush()
-        os.write(wanted["report_fd"], FAILED)
-        os._exit(1)
+        sys.exit(f"sandbox: {type(error).__name__}: {error}")

@@ -6,7 +6,6 @@ and a stuck function can be killed. It imports nothing that the reward functions
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import signal
@@ -19,23 +18,10 @@ from queue import SimpleQueue
 from mindspeed_rl.config.reward_spec import RewardSpec
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.rewards.registry import warm_up_reward
+from mindspeed_rl.rewards.sandbox_launcher import die_with_parent
 from mindspeed_rl.rewards.scoring import WeightedReward, is_scored_by, score_sample
 from mindspeed_rl.rewards.types import RewardRequest, RewardResult, RewardSettings
 from mindspeed_rl.rewards.worker_process import Ready, Scored
-
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the parent ends, however it ends (Linux)."""
-    if sys.platform != "linux":
-        return  # without it, an idle worker still ends at the end of its connection
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
-    if os.getppid() != parent_pid:
-        sys.exit("the parent ended before the reward worker had started")
 
 
 def limit_memory(growth_bytes: int) -> None:
@@ -120,7 +106,10 @@ def receive(
 def main(argv: list[str]) -> None:
     """Run the worker; ``argv`` is the socket's file descriptor and the parent's process id."""
     fd, parent_pid = map(int, argv)
-    die_with_parent(parent_pid)
+    if sys.platform == "linux":  # elsewhere an idle worker ends at the end of its connection
+        die_with_parent()
+        if os.getppid() != parent_pid:
+            sys.exit("the parent ended before the reward worker had started")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     os.set_inheritable(fd, False)  # programs which a reward function starts must not get it
     with Connection(fd) as connection:

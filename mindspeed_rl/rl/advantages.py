@@ -20,7 +20,6 @@ from mindspeed_rl.algorithms.advantages import (
     TokenRewards,
 )
 from mindspeed_rl.algorithms.kl import kl_estimate
-from mindspeed_rl.algorithms.overlong import overlong_penalty
 from mindspeed_rl.algorithms.token_advantages import (
     ValueTargets,
     rewards_to_tokens,
@@ -191,16 +190,17 @@ def shaped_rewards(config: RLRunConfig, samples: Sequence[RolloutInfo], step: in
 
 
 def length_penalty(config: RLRunConfig, sample: RolloutInfo) -> float:
-    """Return what ``--rl-overlong-buffer`` adds to the reward of a sample: 0 or less."""
-    flags = config.sampling
-    if not flags.rl_overlong_buffer:
+    """Return what ``--rl-overlong-buffer`` adds to the reward of a sample: 0 or less.
+
+    Within the last tokens before the limit it falls linearly from 0 to minus
+    ``--rl-overlong-penalty``: soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, section
+    3.4).
+    """
+    buffer = config.sampling.rl_overlong_buffer
+    if not buffer:
         return 0.0
-    return overlong_penalty(
-        sample.num_tokens,
-        limit=config.rollout.rollout_max_response_length,
-        buffer=flags.rl_overlong_buffer,
-        weight=flags.rl_overlong_penalty,
-    )
+    over = sample.num_tokens - (config.rollout.rollout_max_response_length - buffer)
+    return -config.sampling.rl_overlong_penalty * min(max(over / buffer, 0.0), 1.0)
 
 
 def group_rewards(

@@ -15,7 +15,7 @@ from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rollout.rebalance import Rebalancer, RebalanceRules
 from mindspeed_rl.rollout.rebalance_plan import StepCost
 from mindspeed_rl.rollout.requests import SamplingSettings
-from mindspeed_rl.rollout.step_loop import StepStats
+from mindspeed_rl.rollout.stats import StepStats
 from mindspeed_rl.samples.lengths import LengthHistory, assign_to_engines
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 

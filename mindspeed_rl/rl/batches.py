@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -42,15 +42,14 @@ class StepBatches:
         """The micro-batches of all optimizer steps, in order."""
         return [m for update in self.updates for m in update.micro_batches]
 
-    def with_micro_batches(self, micro: Sequence[MicroBatch]) -> StepBatches:
-        """Return a copy with ``micro`` in place of :attr:`micro_batches`, in order."""
-        given = iter(micro)
-        return replace(self, updates=[_refilled(update, given) for update in self.updates])
-
     def with_column(self, name: str, values: Sequence[torch.Tensor | None]) -> StepBatches:
         """Return a copy with a column added; ``None`` off the last pipeline stage."""
-        pairs = zip(self.micro_batches, values, strict=True)
-        return self.with_micro_batches([m.with_column(name, v) for m, v in pairs])
+        given = iter(values)
+        updates = [
+            replace(u, micro_batches=[m.with_column(name, next(given)) for m in u.micro_batches])
+            for u in self.updates
+        ]
+        return replace(self, updates=updates)
 
     def with_metrics(self, metrics: MetricSet) -> StepBatches:
         """Return a copy with ``metrics`` merged in."""
@@ -64,10 +63,6 @@ class StepBatches:
         Micro-batches are of equal length within an optimizer step only.
         """
         return [values for update in self.updates for values in compute(update.micro_batches)]
-
-
-def _refilled(update: OptimizerBatch, given: Iterator[MicroBatch]) -> OptimizerBatch:
-    return replace(update, micro_batches=[next(given) for _ in update.micro_batches])
 
 
 def build_batches(run: Components, samples: Sequence[RolloutInfo]) -> StepBatches:

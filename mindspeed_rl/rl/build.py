@@ -13,9 +13,9 @@ from mindspeed_rl.config.outputs import ROLLOUTS_FILE
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.data.sampler import PromptSampler
-from mindspeed_rl.environments import LocalRunner, RayRunner, resolve_environment
+from mindspeed_rl.environments import EnvironmentRunner, LocalRunner, RayRunner, resolve_environment
 from mindspeed_rl.launch.job import Job
-from mindspeed_rl.metrics.rollout_dump import RolloutDump
+from mindspeed_rl.metrics.jsonl import JsonlWriter
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rewards import RewardSpec
@@ -59,7 +59,6 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
     """Build the parts of the run on this rank, which ends in phase TRAIN. Collective: the world."""
     job = with_installed_engine(job)
     config, rank = job.config, job.world.rank
-    output = Path(config.logging.output_dir)
     tokenizer = load_tokenizer(config)
     stop_token_ids(tokenizer, job.plan)
     rewards = _reward_functions(job, tokenizer)
@@ -94,7 +93,7 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
             profiler=profiler,
             ledger=ledger,
             logger=logger,
-            dump=RolloutDump(output / ROLLOUTS_FILE, config.logging.log_rollouts, rank == 0),
+            dump=JsonlWriter(Path(config.logging.output_dir) / ROLLOUTS_FILE),
         ),
     )
     scheduler.to_train()
@@ -125,7 +124,7 @@ def build_sample_store(
         rules=batch_rules(job),
         samples_per_update=plan.batch.samples_per_update,
         cache=cache,
-        num_copies=num_copies(config, plan),
+        num_copies=1 if has_environment else plan.engine.tp,
         stages=tuple(stages),
         one_node=job.world.local_size == job.world.size,
         columns=response_columns(has_environment=has_environment, experts=_experts(job)),
@@ -141,11 +140,6 @@ def _experts(job: Job[RLRunConfig, RLPlan]) -> Column | None:
     spec = job.plan.spec
     assert spec.moe is not None, "refused before the run"
     return experts_column(spec.num_experts, len(spec.expert_layers) * spec.moe.top_k)
-
-
-def num_copies(config: RLRunConfig, plan: RLPlan) -> int:
-    """Return how many ranks of an engine have each sample: only its first knows a conversation."""
-    return 1 if config.environment.rl_environment else plan.engine.tp
 
 
 def build_rollout_worker(
@@ -173,7 +167,6 @@ def build_rollout_worker(
         cache=cache,
         seed=config.train.seed,
         stop_token_ids=stop_token_ids(tokenizer, plan),
-        num_copies=num_copies(config, plan),
         history_folder=Path(config.logging.output_dir) if job.world.rank == 0 else None,
         environments=environments,
     )
@@ -208,17 +201,16 @@ def _environments(
     if not flags.rl_environment:
         return None
     factory = resolve_environment(flags.rl_environment)
-    make = partial(
-        Environments,
+    leads = job.plan.engine.tp_rank(job.world.rank) == 0
+    runner: EnvironmentRunner = LocalRunner(factory, tokenizer)
+    if leads and flags.rl_environment_ray_workers:
+        runner = RayRunner(flags.rl_environment, tokenizer, flags.rl_environment_ray_workers)
+    return Environments(
+        runner,
         name=flags.rl_environment,
         max_turns=flags.rl_environment_max_turns,
         max_error_rate=job.config.rewards.reward_max_error_rate,
     )
-    leads = job.plan.engine.tp_rank(job.world.rank) == 0
-    if leads and flags.rl_environment_ray_workers:
-        runner = RayRunner(flags.rl_environment, tokenizer, flags.rl_environment_ray_workers)
-        return make(runner, stop=runner.close)
-    return make(LocalRunner(factory, tokenizer))
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, plan: RLPlan) -> tuple[int, ...]:

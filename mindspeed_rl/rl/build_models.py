@@ -77,24 +77,37 @@ def build_engine(
     routing: str = "free",
 ) -> TrainEngine:
     """Build an engine with the weights of ``--hf-checkpoint``. Collective: the training grid."""
-    config = job.config
-    engine = TrainEngine(
-        role,
-        layout=job.plan.megatron,
-        platform=job.platform,
-        model=config.model,
-        parallel=config.parallel,
-        kernels=config.kernels,
-        train=config.train,
-        num_updates=num_updates,
-        temperature=temperature,
-        routing=routing,
+    train, layout = job.config.train, job.plan.megatron
+    engine = new_engine(
+        job, role, layout, train, num_updates, temperature=temperature, routing=routing
     )
     if role == "policy":
         kept_mtp(job)  # refuses --keep-mtp without its tensors before the run, not after
-    load_weights(job, job.plan.megatron, engine.named_parameters(), log_skipped=role == "policy")
+    load_weights(job, layout, engine.named_parameters(), log_skipped=role == "policy")
     engine.reload_master_weights()
     return engine
+
+
+def new_engine(
+    job: Job[Any, RunPlan],
+    role: str,
+    layout: MegatronLayout,
+    train: TrainConfig,
+    num_updates: int,
+    **how: Any,
+) -> TrainEngine:
+    """Build an engine with undefined weights. Collective: the training grid."""
+    return TrainEngine(
+        role,
+        layout=layout,
+        platform=job.platform,
+        model=job.config.model,
+        parallel=job.config.parallel,
+        kernels=job.config.kernels,
+        train=train,
+        num_updates=num_updates,
+        **how,
+    )
 
 
 def load_weights(
@@ -147,8 +160,8 @@ def build_critic(job: Job[RLRunConfig, RLPlan]) -> TrainEngine | None:
         return None
     lr, checkpoint = config.critic.critic_lr, config.critic.critic_hf_checkpoint
     train = replace(config.train, lr=lr, min_lr=min(config.train.min_lr, lr))
-    engine = value_engine(job, "critic", plan.critic, train, train.train_iters * plan.batch.updates)
-    has_head = load_value_model(job, plan.critic, engine, checkpoint, "--critic-hf-checkpoint")
+    engine = new_engine(job, "critic", plan.critic, train, train.train_iters * plan.batch.updates)
+    has_head = load_value_model(job, engine, checkpoint, "--critic-hf-checkpoint")
     job.log_rank0(
         f"critic: {checkpoint or config.model.hf_checkpoint}, value head "
         f"{'of the checkpoint' if has_head else 'starts at 0'}, lr {lr:g}"
@@ -165,8 +178,8 @@ def build_reward_model(job: Job[RLRunConfig, RLPlan]) -> TrainEngine | None:
     layout, checkpoint = job.plan.reward_model, job.config.rewards.reward_model_hf_checkpoint
     if layout is None:
         return None
-    engine = value_engine(job, "reward model", layout, job.config.train, 0)
-    if not load_value_model(job, layout, engine, checkpoint, "--reward-model-hf-checkpoint"):
+    engine = new_engine(job, "reward model", layout, job.config.train, 0)
+    if not load_value_model(job, engine, checkpoint, "--reward-model-hf-checkpoint"):
         raise UsageError(
             f"--reward-model-hf-checkpoint {checkpoint}: no {VALUE_HEAD}, so it scores nothing; "
             "give a sequence classifier with one label"
@@ -175,38 +188,13 @@ def build_reward_model(job: Job[RLRunConfig, RLPlan]) -> TrainEngine | None:
     return engine
 
 
-def value_engine(
-    job: Job[RLRunConfig, RLPlan],
-    role: str,
-    layout: MegatronLayout,
-    train: TrainConfig,
-    num_updates: int,
-) -> TrainEngine:
-    """Build an engine with a value head and undefined weights. Collective: the training grid."""
-    return TrainEngine(
-        role,
-        layout=layout,
-        platform=job.platform,
-        model=job.config.model,
-        parallel=job.config.parallel,
-        kernels=job.config.kernels,
-        train=train,
-        num_updates=num_updates,
-    )
-
-
 def load_value_model(
-    job: Job[RLRunConfig, RLPlan],
-    layout: MegatronLayout,
-    engine: TrainEngine,
-    checkpoint: str,
-    flag: str,
+    job: Job[RLRunConfig, RLPlan], engine: TrainEngine, checkpoint: str, flag: str
 ) -> bool:
     """Load a checkpoint into an engine; a value head that it lacks is set to 0. Local.
 
     Args:
         job: Job of the run.
-        layout: Layout of the engine's weights.
         engine: Engine with a value head.
         checkpoint: Directory of the checkpoint; empty: the policy's.
         flag: Flag that names the checkpoint, for messages.
@@ -219,15 +207,12 @@ def load_value_model(
     """
     directory = checkpoint or job.config.model.hf_checkpoint
     files = weight_files(directory)
-    left_out = mtp_tensors(layout.spec, files)
-    params = engine.named_parameters()
     load_hf(
         directory,
-        layout,
+        engine.layout,
         job.world.rank,
-        params,
-        left_out=left_out,
-        optional=(VALUE_HEAD,),
+        engine.named_parameters(),
+        left_out=mtp_tensors(engine.layout.spec, files),
         flag=flag if checkpoint else "--hf-checkpoint",
     )
     engine.reload_master_weights()

@@ -14,9 +14,9 @@ from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.launch.watchdog import Watchdog
+from mindspeed_rl.metrics.jsonl import JsonlWriter
 from mindspeed_rl.metrics.loggers import RunLogger
 from mindspeed_rl.metrics.profiler import StepProfiler
-from mindspeed_rl.metrics.rollout_dump import RolloutDump
 from mindspeed_rl.metrics.timers import PhaseTimer
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rl.rollout_worker import RolloutWorker
@@ -75,7 +75,7 @@ class Telemetry:
     profiler: StepProfiler
     ledger: MemoryLedger
     logger: RunLogger
-    dump: RolloutDump
+    dump: JsonlWriter  # of rollouts; rank 0 writes
 
     def close(self) -> None:
         """Write pending output and close the files."""
@@ -116,7 +116,7 @@ class Components:
     def reward_names(self) -> tuple[str, ...]:
         """Names of the parts of a reward: the reward functions and the reward model."""
         model = () if self.models.reward_model is None else ("reward_model",)
-        return (*self.rollouts.reward_names, *model)
+        return (*self.rollouts.rewards.names, *model)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Run the body as the named phase of the timer and the watchdog."""

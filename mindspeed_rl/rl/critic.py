@@ -11,13 +11,13 @@ from functools import partial
 
 import torch
 
-from mindspeed_rl.algorithms.types import Denominators, Sequences, ValueInputs
-from mindspeed_rl.algorithms.value_loss import ValueLossSettings, explained_variance, value_loss
+from mindspeed_rl.algorithms.types import Denominators, LossOutputs, Sequences, ValueInputs
+from mindspeed_rl.algorithms.value_loss import explained_variance, value_loss
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.rl.batches import OptimizerBatch
 from mindspeed_rl.samples.packing import MicroBatch
-from mindspeed_rl.trainer.train_engine import TrainEngine, ValueLossFunction
+from mindspeed_rl.trainer.train_engine import TrainEngine, ValueLossFunction, collect_metrics
 
 
 def values_of_rows(
@@ -43,9 +43,13 @@ def value_metrics(critic: TrainEngine, micro: Sequence[MicroBatch]) -> MetricSet
     return MetricSet({"value/explained_variance": Max(known)})
 
 
-def value_loss_settings(config: RLRunConfig) -> ValueLossSettings:
-    """Return the settings of the critic's loss, which weighs tokens as the policy's does."""
-    return ValueLossSettings(
+def critic_loss(config: RLRunConfig) -> partial[LossOutputs]:
+    """Return the critic's loss but for its inputs and the denominators of an optimizer step.
+
+    It weighs tokens as the policy's loss does.
+    """
+    return partial(
+        value_loss,
         clip=config.critic.value_clip,
         aggregation=config.policy_loss.aggregation,
         longest=config.rollout.rollout_max_response_length,
@@ -56,13 +60,12 @@ def empty_value_metrics(loss: ValueLossFunction) -> MetricSet:
     """Return zero metrics with the names that a loss reports, for ranks without it. Local."""
     none = torch.zeros(0)
     owners = Sequences(torch.zeros(0, dtype=torch.int64), none)
-    terms = loss(ValueInputs(none, none, none, owners)).terms
-    return MetricSet({name: Mean(0.0, 0.0) for name in terms})
+    return collect_metrics([loss(ValueInputs(none, none, none, owners))])
 
 
 def update_critic(
     critic: TrainEngine,
-    settings: ValueLossSettings,
+    loss: Callable[..., LossOutputs],
     updates: Sequence[OptimizerBatch],
     iterations: int,
 ) -> MetricSet:
@@ -70,20 +73,19 @@ def update_critic(
 
     Args:
         critic: Critic with its optimizer on the device.
-        settings: Settings of its loss.
+        loss: See :func:`critic_loss`.
         updates: Micro-batches of each optimizer step with returns, and the global denominators.
         iterations: Number of times that all optimizer steps run.
     """
-    loss = partial(value_loss, settings=settings, denominators=Denominators(0, 0))
-    metrics = empty_value_metrics(loss)
+    metrics = empty_value_metrics(partial(loss, denominators=Denominators(0, 0)))
     metrics = metrics.merge(value_metrics(critic, [m for u in updates for m in u.micro_batches]))
     metrics = metrics.merge({"value/grad_norm": Mean(0.0, 0.0), "value/lr": Max()})
     for _ in range(iterations):
         for update in updates:
             if update.denominators.tokens == 0:  # skipped as for the policy
                 continue
-            loss = partial(value_loss, settings=settings, denominators=update.denominators)
-            found = critic.forward_backward(update.micro_batches, loss)
+            of_update = partial(loss, denominators=update.denominators)
+            found = critic.forward_backward(update.micro_batches, of_update)
             stats = critic.step()
             metrics = metrics.merge(found).merge(
                 {

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
-from mindspeed_rl.algorithms.pass_at_k import mean_pass_at_k, reported_k
+from mindspeed_rl.algorithms.pass_at_k import pass_at_k, reported_k
 from mindspeed_rl.colocation.scheduler import Phase
 from mindspeed_rl.core.types import Prompt, Rollout
 from mindspeed_rl.data.prompts import PromptDataset
@@ -97,14 +97,14 @@ def evaluate(run: Components, state: RunState, dataset: PromptDataset, step: int
         failed = reduce_metrics(MetricSet({name: found[name] for name in _FAILED}))
     rewards = [s.reward for s in samples if not math.isnan(s.reward)]
     return Evaluation(
-        accuracy=sum(_exact(samples)) / len(samples),
-        accuracy_lenient=sum(_right(samples)) / len(samples),
+        accuracy=sum(s.judgements[0] for s in samples) / len(samples),
+        accuracy_lenient=sum(s.judgements[1] for s in samples) / len(samples),
         num_prompts=len(samples),
         reward=_mean(rewards),
         num_unscored=len(samples) - len(rewards),
         seconds=time.perf_counter() - start,
         num_samples=flags.rl_eval_samples,
-        sampled=sampled_metrics(_right(sampled), sampled, flags.rl_eval_samples),
+        sampled=sampled_metrics(sampled, flags.rl_eval_samples),
         error_rate=failed[_FAILED[0]],
         timeout_rate=failed[_FAILED[1]],
     )
@@ -127,28 +127,21 @@ def judged(rewards: RewardFunctions, rollout: Rollout) -> tuple[float, float]:
     return float(exact), float(is_right(rollout.reward_parts, text, answer))
 
 
-def _exact(samples: Sequence[RolloutInfo]) -> list[bool]:
-    return [s.judgements[0] == 1.0 for s in samples]
-
-
-def _right(samples: Sequence[RolloutInfo]) -> list[bool]:
-    return [s.judgements[1] == 1.0 for s in samples]
-
-
-def sampled_metrics(
-    right: Sequence[bool], samples: Sequence[RolloutInfo], per_prompt: int
-) -> dict[str, float]:
+def sampled_metrics(samples: Sequence[RolloutInfo], per_prompt: int) -> dict[str, float]:
     """Return ``mean@n``, ``pass@k`` and the mean reward of ``per_prompt`` samples of each prompt.
 
     Args:
-        right: Whether each sample is right, siblings together.
-        samples: Samples in the same order.
+        samples: Samples with their judgements, siblings together.
         per_prompt: Number of samples of a prompt; 0 for no metrics.
     """
     if not per_prompt:
         return {}
+    right = [int(s.judgements[1]) for s in samples]
     counts = [sum(right[i : i + per_prompt]) for i in range(0, len(right), per_prompt)]
-    values = {f"pass@{k}": mean_pass_at_k(per_prompt, counts, k) for k in reported_k(per_prompt)}
+    values = {
+        f"pass@{k}": _mean([pass_at_k(per_prompt, count, k) for count in counts])
+        for k in reported_k(per_prompt)
+    }
     values[f"mean@{per_prompt}"] = sum(right) / len(right)
     values["sampled_reward"] = _mean([s.reward for s in samples if not math.isnan(s.reward)])
     return values

@@ -33,17 +33,12 @@ class Environments:
         name: Value of ``--rl-environment``.
         max_turns: Most turns of the model in one conversation.
         max_error_rate: Largest part of conversations whose environment may fail.
-        stop: Releases what the runner holds.
     """
 
     runner: EnvironmentRunner
     name: str
     max_turns: int
     max_error_rate: float
-    stop: Callable[[], None] = lambda: None
-
-    def close(self) -> None:
-        self.stop()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from mindspeed_rl.algorithms.correction import derived_mismatch
-from mindspeed_rl.config.kernels import modules_note
 from mindspeed_rl.config.outputs import (
     CURVES_FILE,
     METRICS_FILE,
@@ -21,10 +21,11 @@ from mindspeed_rl.config.outputs import (
     TENSORBOARD_FOLDER,
     export_target,
 )
+from mindspeed_rl.core.files import write_text_atomic
 from mindspeed_rl.core.memory import MemoryOwner
 from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.metrics.constant_rewards import ConstantRewards
-from mindspeed_rl.metrics.jsonl import write_summary
+from mindspeed_rl.metrics.jsonl import encode_json
 from mindspeed_rl.metrics.metric_set import MetricSet, reduce_metrics
 from mindspeed_rl.metrics.names import (
     MISMATCH_MAX,
@@ -36,7 +37,6 @@ from mindspeed_rl.metrics.names import (
     headline,
 )
 from mindspeed_rl.metrics.output_dir import take_output_dir
-from mindspeed_rl.metrics.rollout_dump import RolloutRow, evenly_spread
 from mindspeed_rl.planning.budget import machine_on
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.platforms.npu_install import determinism_line
@@ -44,8 +44,8 @@ from mindspeed_rl.platforms.process_groups import existing_groups, group_lines
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.evaluate import Evaluation, evaluate
 from mindspeed_rl.rl.rollouts import RolloutBatch
-from mindspeed_rl.rl.sync import engine_differs
-from mindspeed_rl.rl.telemetry import open_progress
+from mindspeed_rl.rl.sync import check_difference
+from mindspeed_rl.rl.telemetry import open_progress, trainer_lines
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import PlacedSamples, ResponseTensors
@@ -55,17 +55,14 @@ from mindspeed_rl.trainer.train_engine import TrainEngine
 
 def describe(run: Components) -> None:
     """Log at start what will run: data, layouts, batch arithmetic, rewards, ignored flags."""
-    parallel, plan = run.plan.parallel, run.plan
-    experts = plan.spec.moe is not None
+    plan = run.plan
     held_out = [dataset.report() for dataset in run.data.held_out.values()]
     run.job.log_rank0(
         run.data.train.report(),
         *held_out,
-        f"training layout on {run.job.platform.name}: "
-        + parallel.describe(experts=experts, sequence_parallel=run.config.parallel.shards_sequence),
-        *modules_note(run.config.model, run.config.parallel.platform),
-        f"rollout layout: {plan.engine.describe(experts=experts)}",
-        *plan.batch.lines(parallel.dp, plan.engine.num_replicas),
+        *trainer_lines(run.job),
+        f"rollout layout: {plan.engine.describe(experts=plan.spec.moe is not None)}",
+        *plan.batch.lines(plan.parallel.dp, plan.engine.num_replicas),
         f"advantages: {run.config.advantages.rl_advantage_estimator}; policy loss: "
         f"{run.config.policy_loss.rl_policy_loss}, aggregated by "
         f"{run.config.policy_loss.aggregation}",
@@ -121,7 +118,7 @@ class RunReporter:
         self._state = run_state
         self.start = start
         self._writer = run.job.world.rank == 0
-        self._start = time.monotonic()
+        self._began_s = time.monotonic()
         self._totals = Totals(**state["totals"]) if state else Totals()
         evaluations = state["evaluations"] if state else []
         self._evaluations = {
@@ -132,7 +129,8 @@ class RunReporter:
         self._constant = ConstantRewards(config.rewards.reward_constant_steps)
         take_output_dir(config.logging, config.checkpoint.load, run.job.world.local_rank, start)
         run.telemetry.logger.truncate_after(start)
-        run.telemetry.dump.truncate_after(start)
+        if self._writer:
+            run.telemetry.dump.truncate_after(start)
         estimator = config.advantages.rl_advantage_estimator
         self._progress = open_progress(config, start, estimator, run.job.world.rank)
 
@@ -146,7 +144,7 @@ class RunReporter:
         return {"totals": asdict(totals), "evaluations": evaluations}
 
     def _wall_s(self) -> float:
-        return self._totals.wall_s + time.monotonic() - self._start
+        return self._totals.wall_s + time.monotonic() - self._began_s
 
     def evaluate_if_due(self, step: int) -> None:
         """Evaluate before the first step and every ``--eval-interval`` steps. Collective."""
@@ -171,11 +169,7 @@ class RunReporter:
                 f"{result.reward:.4g}, accuracy {result.accuracy:.1%}, lenient "
                 f"{result.accuracy_lenient:.1%} on {result.num_prompts} held-out prompts{sampled}"
             )
-        run.telemetry.logger.log_evaluation(step, values)
-
-    def _first_set(self, step: int) -> Evaluation | None:
-        """Return the result for the summary: of ``--eval-prompt-data``, else of the first set."""
-        return next(iter(self._evaluations.get(step, {}).values()), None)
+        run.telemetry.logger.log(step, values)
 
     def log_step(
         self, step: int, rollouts: RolloutBatch, metrics: MetricSet, placed: PlacedSamples
@@ -187,7 +181,9 @@ class RunReporter:
         run, samples = self._run, rollouts.generated
         times = run.telemetry.timer.finish_step()
         with run.phase("log"):
-            shown = evenly_spread(samples, run.config.logging.log_rollouts)
+            num_shown = min(run.config.logging.log_rollouts, len(samples))
+            # At even distances, so that they are of different prompts.
+            shown = [samples[i * len(samples) // num_shown] for i in range(num_shown)]
             # Fetched first, so that the other ranks need not wait for the writer.
             responses = run.samples.fetch(shown, placed, (TOKEN_IDS, ROLLOUT_LOGPROBS))
             metrics = metrics.merge(rollouts.metrics).merge(times.metrics())
@@ -212,9 +208,8 @@ class RunReporter:
         self._totals.steps += 1
         self._totals.tokens += tokens
         self._totals.step_seconds += values[STEP_TIME]
-        self._totals.worst_mismatch = worse_mismatch(
-            self._totals.worst_mismatch, values[MISMATCH_MAX]
-        )
+        worst = np.maximum(self._totals.worst_mismatch, values[MISMATCH_MAX])  # NaN is the largest
+        self._totals.worst_mismatch = float(worst)
         run.telemetry.logger.log(step, values)
         self._progress.update(step, headline(values))
         return values
@@ -224,31 +219,30 @@ class RunReporter:
         check_mismatch(step, values[MISMATCH_MAX], config.rl.rl_max_logprob_diff)
         interval = config.rollout.reshard_verify_interval
         if interval and (step - 1) % interval == 0:
-            check_computation(step, values.get(MISMATCH_MEAN, 0.0), config.sync_check_tol)
+            mean = values.get(MISMATCH_MEAN, math.nan)
+            if not math.isnan(mean):  # some token could be compared
+                check_difference(f"step {step}", mean, config.sync_check_tol)
 
     def _dump(
         self, step: int, shown: Sequence[RolloutInfo], responses: Sequence[ResponseTensors]
     ) -> None:
-        run, rows = self._run, []
-        for sample, response in zip(shown, responses, strict=True):
+        """Write samples for people to read."""
+        run = self._run
+        pairs = sorted(zip(shown, responses, strict=True), key=lambda pair: pair[0].sample_id)
+        for sample, response in pairs:
             prompt = run.data.train[sample.prompt_index]
-            rows.append(
-                RolloutRow(
-                    sample.sample_id,
-                    prompt.text,
-                    str(run.data.tokenizer.decode(response[TOKEN_IDS.name].tolist())),
-                    prompt.answer,
-                    sample.reward,
-                    "stop" if sample.stopped else "length",
-                    dict(zip(run.reward_names, sample.parts, strict=True)),
-                    *(
-                        _tokens(prompt, sample, response)
-                        if run.config.logging.log_rollout_tokens
-                        else ()
-                    ),
-                )
-            )
-        run.telemetry.dump.write(step, rows)
+            row = {
+                "reward": sample.reward,  # None when the reward function abstained
+                "sample_id": sample.sample_id,
+                "prompt": prompt.text,
+                "response": str(run.data.tokenizer.decode(response[TOKEN_IDS.name].tolist())),
+                "answer": prompt.answer,
+                "finish_reason": "stop" if sample.stopped else "length",
+                "parts": dict(zip(run.reward_names, sample.parts, strict=True)),
+            }
+            if run.config.logging.log_rollout_tokens:
+                row |= _tokens(prompt, sample, response)
+            run.telemetry.dump.append(step, row)
 
     def finish(self) -> None:
         """Evaluate the result, export it, write curves and summary. Collective; in ROLLOUT."""
@@ -268,8 +262,10 @@ class RunReporter:
                 export_critic(run.job, run.models.critic, last)
         if not self._writer:
             return
-        first = self._first_set(0)
-        final = self._first_set(last)
+        # Of --eval-prompt-data, else of the first set.
+        first, final = (
+            next(iter(self._evaluations.get(step, {}).values()), None) for step in (0, last)
+        )
         totals = self._totals
         summary = {
             "reward_before": first.reward if first else None,
@@ -292,7 +288,7 @@ class RunReporter:
         from mindspeed_rl.metrics.curves import plot_run
 
         run.telemetry.logger.close()
-        write_summary(output / SUMMARY_FILE, summary)
+        write_text_atomic(output / SUMMARY_FILE, encode_json(summary, indent=2) + "\n")
         plot_run(output / METRICS_FILE, output / CURVES_FILE)
         run.telemetry.dump.close()
         if final:
@@ -305,21 +301,14 @@ class RunReporter:
         )
 
 
-def _tokens(
-    prompt: Prompt, sample: RolloutInfo, response: ResponseTensors
-) -> tuple[list[Any] | None, ...]:
+def _tokens(prompt: Prompt, sample: RolloutInfo, response: ResponseTensors) -> dict[str, Any]:
     """Return the ids of prompt and response, the engine's log-probs, and the weight versions."""
-    return (
-        list(prompt.token_ids),
-        response[TOKEN_IDS.name].tolist(),
-        response[ROLLOUT_LOGPROBS.name].tolist(),
-        sample.versions if sample.earlier_versions else None,
-    )
-
-
-def worse_mismatch(worst: float, mismatch: float) -> float:
-    """Return the larger mismatch; NaN counts as the largest."""
-    return math.nan if math.isnan(worst) or math.isnan(mismatch) else max(worst, mismatch)
+    tokens = {
+        "prompt_ids": prompt.token_ids,
+        "response_ids": response[TOKEN_IDS.name].tolist(),
+        "logprobs": response[ROLLOUT_LOGPROBS.name].tolist(),
+    }
+    return tokens | ({"versions": sample.versions} if sample.earlier_versions else {})
 
 
 def check_mismatch(step: int, mismatch: float, limit: float) -> None:
@@ -353,24 +342,6 @@ def _checksum(policy: TrainEngine) -> float:
     """Return the sum of |parameter| on this rank in float64, equal digits for equal runs."""
     params = policy.named_parameters().values()
     return float(sum(p.detach().to(torch.float64).abs().sum() for p in params))
-
-
-def check_computation(step: int, mean: float, limit: float) -> None:
-    """Check the mean log-prob difference of a step that verified the weights of the engine.
-
-    Bit-equal parameters do not prove that the engine computes with them: it derives packed experts
-    and absorbed projections from them after the comparison of bits.
-
-    Args:
-        step: Number of the step, for the message.
-        mean: Mean |log p(trainer) - log p(engine)|; NaN when no token could be compared.
-        limit: ``--rl-sync-check-tol``.
-
-    Raises:
-        RuntimeError: the difference is above the limit.
-    """
-    if mean > limit:
-        raise engine_differs(f"step {step}", mean, limit)
 
 
 def sample_metrics(

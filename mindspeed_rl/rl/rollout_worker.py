@@ -17,7 +17,7 @@ from mindspeed_rl.rl.multi_turn import Environments, run_conversations
 from mindspeed_rl.rl.scoring import RewardFunctions, Scorer
 from mindspeed_rl.rollout.engine import InferenceEngine
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, request_seed
-from mindspeed_rl.rollout.stats import record_history, step_metrics, take_stats
+from mindspeed_rl.rollout.stats import StepStats, record_history, step_metrics
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.lengths import LengthHistory
@@ -79,7 +79,6 @@ class RolloutWorker:
         cache: Holds the tokens of the responses that a later pass continues.
         seed: Seed of the run.
         stop_token_ids: Token ids that end a response when sampled.
-        num_copies: Number of ranks of an engine that know each sample.
         history_folder: Where decode steps are recorded; ``None`` on ranks that record none.
         environments: Environments of conversations; ``None``: a response has one turn.
     """
@@ -90,13 +89,8 @@ class RolloutWorker:
     cache: TensorCache
     seed: int
     stop_token_ids: tuple[int, ...]
-    num_copies: int
     history_folder: Path | None = None
     environments: Environments | None = None
-
-    @property
-    def reward_names(self) -> tuple[str, ...]:
-        return self.rewards.names
 
     def settings(self, temperature: float) -> SamplingSettings:
         """Return the settings that sample at a temperature; 0 is greedy."""
@@ -117,14 +111,13 @@ class RolloutWorker:
             phase: Names the parts of the pass for timer and watchdog.
             judge: Returns :data:`NUM_JUDGEMENTS` numbers about a sample, which all ranks get.
         """
-        take_stats(self.engine)
+        stats = self.engine.stats = StepStats()
         with self.rewards.scorer() as scorer:
             with phase("generate"):
                 if self.environments is None:
                     own, metrics = self.generate(request, scorer), MetricSet()
                 else:
                     own, metrics = [], self._converse(self.environments, request, scorer)
-            stats = take_stats(self.engine)
             if self.history_folder is not None:
                 record_history(self.history_folder, stats, self.assignment.engine.dp)
             with phase("reward"):
@@ -137,13 +130,14 @@ class RolloutWorker:
             samples = exchange_table(
                 rollouts,
                 self.assignment.engine.group_of(self.assignment.rank),
-                self.reward_names,
+                self.rewards.names,
                 len(request.prompts),
                 request.key,
                 judgements,
                 NUM_JUDGEMENTS if judge else 0,
                 copies=() if leads else own,
-                num_copies=self.num_copies,
+                # Of a conversation only the rank that leads the engine knows the sample.
+                num_copies=1 if self.environments else self.assignment.engine.tp,
             )
         metrics = found.merge(metrics).merge(step_metrics(stats, self.assignment.engine.dp > 1))
         metrics = metrics.merge(self.assignment.metrics(stats))
@@ -215,5 +209,5 @@ class RolloutWorker:
 
     def close(self) -> None:
         if self.environments is not None:
-            self.environments.close()
+            self.environments.runner.close()
         self.rewards.close()

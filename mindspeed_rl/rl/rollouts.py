@@ -11,7 +11,7 @@ from mindspeed_rl.metrics.metric_set import MetricSet
 from mindspeed_rl.rl.advantages import length_penalty
 from mindspeed_rl.rl.assignment import observe_lengths
 from mindspeed_rl.rl.components import Components, RunState
-from mindspeed_rl.rl.dynamic_sampling import Draw, Group, fill_step
+from mindspeed_rl.rl.dynamic_sampling import Group, fill_step
 from mindspeed_rl.rl.partial_rollouts import complete_groups
 from mindspeed_rl.rl.rollout_worker import PassRequest
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
@@ -128,9 +128,11 @@ def generate_rollouts(run: Components, state: RunState, step: int) -> RolloutBat
         groups, generated, state.carried_groups = filled.groups, filled.generated, filled.carried
         sampling.metrics = sampling.metrics.merge(filled.metrics)
     elif partial:
-        groups, generated, state.carried_groups = _take_complete(
-            num_groups, state.carried_groups, draw, flags.rl_resample_factor
-        )
+        missing = max(0, num_groups - len(state.carried_groups))
+        in_flight = math.ceil(missing * flags.rl_resample_factor)
+        generated = draw(missing, in_flight, 0) if missing else []
+        complete = [*state.carried_groups, *generated]  # those of earlier steps come first
+        groups, state.carried_groups = complete[:num_groups], complete[num_groups:]
     else:
         groups = generated = draw(num_groups, num_groups, 0)
     greedy = None
@@ -139,26 +141,6 @@ def generate_rollouts(run: Components, state: RunState, step: int) -> RolloutBat
     everything, trained = _numbered(generated), _numbered(groups)
     observe_lengths(state.lengths, everything)
     return RolloutBatch(trained, everything or trained, sampling.metrics, greedy)
-
-
-def _take_complete(
-    num_groups: int, carried: Sequence[Group], draw: Draw, factor: float
-) -> tuple[list[Group], list[Group], list[Group]]:
-    """Return the groups of a step of partial rollouts without a filter.
-
-    Args:
-        num_groups: Number of groups of a step.
-        carried: Complete groups of earlier steps; they come first.
-        draw: See :data:`Draw`.
-        factor: Prompts to work on for each missing group.
-
-    Returns:
-        The groups to train on, those that this step completed, and those left for the next step.
-    """
-    missing = max(0, num_groups - len(carried))
-    generated = draw(missing, math.ceil(missing * factor), 0) if missing else []
-    groups = [*carried, *generated]
-    return groups[:num_groups], generated, groups[num_groups:]
 
 
 def _numbered(groups: Sequence[Group]) -> list[RolloutInfo]:

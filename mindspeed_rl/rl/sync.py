@@ -34,8 +34,7 @@ def sync_weights(run: Components, version: int) -> MetricSet:
 def check_engine(run: Components, state: RunState) -> float:
     """Compare log-probs of engine and trainer on one prompt per engine.
 
-    Bit-equal parameters do not prove that an engine computes with them: derived tensors (rotary
-    tables, absorbed projections) may be stale. Collective: the world; starts and ends in TRAIN.
+    Collective: the world; starts and ends in TRAIN.
 
     Returns:
         The mean |difference| over the sampled tokens.
@@ -73,22 +72,27 @@ def check_engine(run: Components, state: RunState) -> float:
                     gaps.append((logp - m.column("rollout_logprobs")).abs())
         mean = MetricSet({"probe": Mean(float(sum(g.sum() for g in gaps)), sum(map(len, gaps)))})
         gap = reduce_metrics(mean)["probe"]
-    limit = run.config.sync_check_tol
-    if not gap <= limit:
-        raise engine_differs("probe", gap, limit)
+    check_difference("probe", gap, run.config.sync_check_tol)
     return gap
 
 
-def engine_differs(where: str, mean: float, limit: float) -> RuntimeError:
-    """Return the error that the engine computes something else than the trainer.
+def check_difference(where: str, mean: float, limit: float) -> None:
+    """Check that the engine computes what the trainer computes.
+
+    Bit-equal parameters do not prove it: derived tensors (rotary tables, packed experts, absorbed
+    projections) may be stale.
 
     Args:
-        where: Where that was found, for the message.
+        where: Where the log-probs were compared, for the message.
         mean: Mean |log p(trainer) - log p(engine)|.
         limit: ``--rl-sync-check-tol``.
+
+    Raises:
+        RuntimeError: the difference is above the limit, or no number.
     """
-    return RuntimeError(
-        f"{where}: mean |log p(trainer) - log p(engine)| is {mean:.3g}, above "
-        f"--rl-sync-check-tol {limit:g}, although the weights are bit-equal: the engine computes "
-        "something else than the trainer; where that is rounding, raise the limit"
-    )
+    if not mean <= limit:
+        raise RuntimeError(
+            f"{where}: mean |log p(trainer) - log p(engine)| is {mean:.3g}, above "
+            f"--rl-sync-check-tol {limit:g}, although the weights are bit-equal: the engine "
+            "computes something else than the trainer; where that is rounding, raise the limit"
+        )

@@ -1,4 +1,4 @@
-"""Opens what observes a run of RL or of supervised training: timer, profiler, logger, progress."""
+"""What observes a run of RL or of supervised training: timer, profiler, logger, progress."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.config.kernels import modules_note
 from mindspeed_rl.config.outputs import TENSORBOARD_FOLDER
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.loggers import MetricBackend, RunLogger, TensorBoardBackend
@@ -14,15 +15,26 @@ from mindspeed_rl.metrics.profiler import StepProfiler
 from mindspeed_rl.metrics.progress import RunProgress
 from mindspeed_rl.metrics.timers import PhaseTimer
 from mindspeed_rl.metrics.trackers import make_trackers
+from mindspeed_rl.planning.run_plan import RunPlan
 
 Config = RLRunConfig | PretrainRunConfig
+
+
+def trainer_lines(job: Job[Any, RunPlan]) -> list[str]:
+    """Return what a run says of its trainer at the start: the layout and the kind of modules."""
+    parallel = job.config.parallel
+    layout = job.plan.parallel.describe(
+        experts=job.plan.spec.moe is not None, sequence_parallel=parallel.shards_sequence
+    )
+    modules = modules_note(job.config.model, parallel.platform)
+    return [f"training layout on {job.platform.name}: {layout}", *modules]
 
 
 def open_timer(job: Job[Any, Any]) -> tuple[PhaseTimer, StepProfiler]:
     """Return the timer of phases and the profiler, whose traces show these phases. Local."""
     config, platform = job.config, job.platform
     profiler = StepProfiler(config.profiler, platform, job.world.rank, config.logging.output_dir)
-    return PhaseTimer(platform.synchronize, memory=platform, mark=profiler.phase), profiler
+    return PhaseTimer(platform, mark=profiler.phase), profiler
 
 
 def open_logger(config: Config, rank: int) -> RunLogger:

@@ -8,29 +8,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from mindspeed_rl.algorithms.correction import CorrectionSettings, mismatch_terms
+from mindspeed_rl.algorithms.correction import mismatch_terms
 from mindspeed_rl.algorithms.kl import adapted_coefficient
 from mindspeed_rl.algorithms.losses import LossSettings, policy_loss
-from mindspeed_rl.algorithms.selection import (
-    CovarianceSettings,
-    StepTokens,
-    select_by_covariance,
-    upper_quantile,
-)
-from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs, MaxTerm, Sequences
+from mindspeed_rl.algorithms.selection import StepTokens, select_by_covariance, upper_quantile
+from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs, Sequences
 from mindspeed_rl.colocation.scheduler import DeviceScheduler, Phase
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet, Total, reduce_metrics
 from mindspeed_rl.rl.batches import OptimizerBatch, StepBatches, sample_of_token
 from mindspeed_rl.rl.components import Components, Models, RunState
-from mindspeed_rl.rl.critic import update_critic, value_loss_settings
+from mindspeed_rl.rl.critic import critic_loss, update_critic
 from mindspeed_rl.samples.packing import MicroBatch
 from mindspeed_rl.trainer.routing_replay import AGREEMENT, ENGINE_AGREEMENT
-from mindspeed_rl.trainer.train_engine import LossFunction, TrainEngine
+from mindspeed_rl.trainer.train_engine import LossFunction, TrainEngine, collect_metrics
 
 RATIO = "policy/ratio_max_deviation"
 # Of the first optimizer step of a rollout only: 0 where the weights that sampled also computed the
@@ -48,8 +44,8 @@ def update(run: Components, state: RunState, batches: StepBatches, step: int) ->
     iterations = run.plan.batch.iterations
     if critic is not None:
         with run.scheduler.onloaded(*CRITIC_OWNERS):
-            settings = value_loss_settings(run.config)
-            metrics = metrics.merge(update_critic(critic, settings, batches.updates, iterations))
+            loss = critic_loss(run.config)
+            metrics = metrics.merge(update_critic(critic, loss, batches.updates, iterations))
     warmup = step <= run.config.critic.critic_warmup_steps
     updates = [] if warmup else batches.updates
     routes = bool(updates) and run.plan.spec.moe is not None
@@ -107,9 +103,8 @@ def update_once(
     The log-prob differences between trainer and engine are appended to ``gaps``.
     """
     if config.policy_loss.loss.selects:
-        settings = covariance_settings(config, state.version)
-        engine_is_old = config.rl.old_logprob == "rollout"
-        batch = select_tokens(policy, batch, settings, first_update and not engine_is_old)
+        old_is_present = first_update and config.rl.old_logprob != "rollout"
+        batch = select_tokens(config, policy, batch, state.version, old_is_present)
     loss = step_loss(config, state.kl_beta, batch.denominators, first_update, gaps)
     found = policy.forward_backward(batch.micro_batches, loss)
     stats = policy.step()
@@ -141,22 +136,7 @@ def loss_settings(config: RLRunConfig, kl_beta: float) -> LossSettings:
         kl_beta=0.0 if kl.rl_kl_in_reward else kl_beta,
         kl_estimator=kl.rl_kl_estimator,
         entropy_weight=rl.grpo_entropy_term_weight,
-        correction=correction_settings(config),
-    )
-
-
-def correction_settings(config: RLRunConfig) -> CorrectionSettings:
-    """Return the settings that correct for the mismatch of trainer and engine."""
-    flags = config.correction
-    weighted = flags.rl_inference_logprobs_is_correction
-    return CorrectionSettings(
-        mode=flags.rl_is_correction_mode if weighted else "none",
-        level=flags.rl_is_correction_level,
-        upper=flags.rl_importance_sampling_truncation_coef,
-        lower=flags.rl_is_correction_lower,
-        rejection=flags.rl_rejection,
-        rejection_level=flags.rl_rejection_level,
-        rejection_threshold=flags.rl_rejection_threshold,
+        correction=config.correction,
     )
 
 
@@ -198,42 +178,30 @@ def empty_loss_metrics(loss: LossFunction) -> MetricSet:
     none, flags = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
     owners = Sequences(torch.zeros(0, dtype=torch.int64), none)
     inputs = LossInputs(none, none, none, none, none, none, owners, flags)
-    terms = loss(inputs).terms
-    return MetricSet(
-        {n: Max() if isinstance(term, MaxTerm) else Mean(0.0, 0.0) for n, term in terms.items()}
-    )
+    return collect_metrics([loss(inputs)])
 
 
-def covariance_settings(config: RLRunConfig, update: int) -> CovarianceSettings:
-    """Return the settings that select tokens by covariance for one optimizer step.
-
-    Args:
-        config: Flags of the run.
-        update: Number of the optimizer step in the run; part of the seed of the random choice.
-    """
-    flags = config.surrogate
-    return CovarianceSettings(
-        ratio=flags.cov_ratio,
-        largest=config.policy_loss.loss.selection == "largest",
-        lower=flags.clip_cov_lower,
-        upper=flags.clip_cov_upper,
-        eps_lower=flags.eps_lower,
-        eps_upper=flags.eps_upper,
-        seed=config.train.seed * 1_000_003 + update,
-    )
+def selection_seed(seed: int, update: int) -> int:
+    """Return the seed that selects tokens at random in the optimizer step of this number."""
+    return seed * 1_000_003 + update
 
 
 def select_tokens(
-    policy: TrainEngine, batch: OptimizerBatch, settings: CovarianceSettings, old_is_present: bool
+    config: RLRunConfig,
+    policy: TrainEngine,
+    batch: OptimizerBatch,
+    update: int,
+    old_is_present: bool,
 ) -> OptimizerBatch:
     """Select tokens over the whole optimizer step, by their covariance under the present policy.
 
     Collective: the training grid.
 
     Args:
+        config: Flags of the run, which say which tokens to select, and how many.
         policy: The present policy.
         batch: Batch with old log-probs and advantages.
-        settings: Settings that say which tokens to select, and how many.
+        update: Number of the optimizer step in the run.
         old_is_present: Whether the old log-probs are the present policy's; if not, it needs a pass.
     """
     micro = batch.micro_batches
@@ -244,25 +212,29 @@ def select_tokens(
         current = policy.logprobs(micro)
     if not policy.is_last_stage:
         return batch
-    marked = with_covariance_mask(micro, current, settings, policy.all_reduce_dp_cp)
-    return replace(batch, micro_batches=marked)
+    select = partial(
+        select_by_covariance,
+        selection=config.policy_loss.loss.selection,
+        settings=config.surrogate,
+        seed=selection_seed(config.train.seed, update),
+        reduce=policy.all_reduce_dp_cp,
+    )
+    return replace(batch, micro_batches=with_covariance_mask(micro, current, select))
 
 
 def with_covariance_mask(
     micro: Sequence[MicroBatch],
     current: Sequence[torch.Tensor | None],
-    settings: CovarianceSettings,
-    reduce: Callable[[torch.Tensor], torch.Tensor],
+    select: Callable[[StepTokens], list[torch.Tensor]],
 ) -> list[MicroBatch]:
     """Return the micro-batches of an optimizer step with their selected tokens marked.
 
-    On the last pipeline stage. Collective as ``reduce``.
+    On the last pipeline stage. Collective as ``select``.
 
     Args:
         micro: Micro-batches of this rank, with old log-probs and advantages.
         current: Log-probs of the present policy.
-        settings: Settings that say which tokens to select, and how many.
-        reduce: Sums a tensor over the ranks that hold the other tokens.
+        select: Says which tokens are selected, see :func:`select_by_covariance`.
     """
     logprobs = [c for c in current if c is not None]
     own_id = {i: i for m in micro for i in m.sample_ids}
@@ -273,8 +245,8 @@ def with_covariance_mask(
         sample_ids=[sample_of_token(m, own_id) for m in micro],
         places=[m.positions[m.loss_mask] for m in micro],
     )
-    chosen = select_by_covariance(tokens, settings, reduce)
-    return [m.with_column("covariance_mask", c) for m, c in zip(micro, chosen, strict=True)]
+    pairs = zip(micro, select(tokens), strict=True)
+    return [m.with_column("covariance_mask", chosen) for m, chosen in pairs]
 
 
 def next_kl_beta(

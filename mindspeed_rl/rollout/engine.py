@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.rollout.rebalance import Rebalancer
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
-from mindspeed_rl.rollout.step_loop import StepStats
+from mindspeed_rl.rollout.stats import StepStats
 from mindspeed_rl.weights.sync import WeightReceiver
 
 

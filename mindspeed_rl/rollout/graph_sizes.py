@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from itertools import accumulate
 from pathlib import Path
 
 from mindspeed_rl.core.errors import UsageError
@@ -40,10 +41,10 @@ class GraphSizes:
     @property
     def waste(self) -> float:
         """Fraction of the padded rows that is padding."""
-        return 1 - self.rows / self.padded_rows if self.padded_rows else 0.0
+        return 1 - self.rows / self.padded_rows
 
 
-def decode_batches(response_lengths: Sequence[int], capacity: int = 0) -> Counter[int]:
+def decode_batches(response_lengths: Sequence[int], capacity: int) -> Counter[int]:
     """Count the decode steps that generate responses: running sequences -> decode steps.
 
     The first token of a response comes from its prefill, so ``n`` tokens are ``n - 1`` decode
@@ -51,10 +52,9 @@ def decode_batches(response_lengths: Sequence[int], capacity: int = 0) -> Counte
 
     Args:
         response_lengths: Lengths of the responses in tokens, in the order of their start.
-        capacity: Sequences that run at once; the next one starts when one ends. 0 means no limit.
+        capacity: Sequences that run at once; the next one starts when one ends.
     """
     waiting = [length - 1 for length in response_lengths if length > 1]
-    capacity = capacity or len(waiting)
     ends = waiting[:capacity]
     heapify(ends)
     found: Counter[int] = Counter()
@@ -70,51 +70,33 @@ def decode_batches(response_lengths: Sequence[int], capacity: int = 0) -> Counte
     return found
 
 
-def best_graph_sizes(histogram: Mapping[int, int], count: int, multiple: int = 1) -> GraphSizes:
+def best_graph_sizes(histogram: Mapping[int, int], count: int) -> GraphSizes:
     """Choose at most ``count`` sizes with the least padding, and the fewest among equal choices.
 
     Dynamic programming over the sizes that occur, O(sizes^2 x count): an optimal size is always
-    one that occurs, rounded up to ``multiple``.
+    one that occurs.
 
     Args:
-        histogram: Running sequences -> decode steps; both positive.
-        count: Number of graphs that may be captured.
-        multiple: Every size is a multiple of this (sequence parallelism divides the rows by it).
-
-    Raises:
-        UsageError: The histogram is empty or the count is below 1.
+        histogram: Running sequences -> decode steps; both positive, and not empty.
+        count: Number of graphs that may be captured, at least 1.
     """
-    rounded: Counter[int] = Counter()
-    for running, steps in histogram.items():
-        rounded[-(-running // multiple) * multiple] += steps
-    candidates = sorted(size for size, steps in rounded.items() if steps)
-    if not candidates or count < 1:
-        raise UsageError("best_graph_sizes: needs a decode step and a count of at least 1")
+    candidates = sorted(histogram)
     num = len(candidates)
-    steps_below = [0]
-    for size in candidates:
-        steps_below.append(steps_below[-1] + rounded[size])
-    # cost[i]: rows of the steps up to candidate i, with the sizes chosen so far, the last being i
-    cost = [candidates[i] * steps_below[i + 1] for i in range(num)]
-    choices: list[list[int]] = [[-1] * num]
-    best = (cost[-1], 1)
-    for graphs in range(2, min(count, num) + 1):
-        previous, chosen, cost = cost, [-1] * num, list(cost)
+    steps_below = [0, *accumulate(histogram[size] for size in candidates)]
+    # best[i]: rows of the steps up to candidate i, and the sizes chosen for them, the last being i
+    best: list[tuple[int, tuple[int, ...]]] = [
+        (size * steps_below[i + 1], (size,)) for i, size in enumerate(candidates)
+    ]
+    for _ in range(1, min(count, num)):
+        previous, best = best, list(best)
         for i in range(1, num):
             for j in range(i):
-                rows = previous[j] + candidates[i] * (steps_below[i + 1] - steps_below[j + 1])
-                if rows < cost[i]:
-                    cost[i], chosen[i] = rows, j
-        choices.append(chosen)
-        best = min(best, (cost[-1], graphs))
-    sizes, i = [], num - 1
-    for chosen in reversed(choices[: best[1]]):
-        sizes.append(candidates[i])
-        if chosen[i] < 0:
-            break
-        i = chosen[i]
+                rows = previous[j][0] + candidates[i] * (steps_below[i + 1] - steps_below[j + 1])
+                if rows < best[i][0]:
+                    best[i] = (rows, (*previous[j][1], candidates[i]))
+    padded_rows, sizes = best[-1]
     rows = sum(running * steps for running, steps in histogram.items())
-    return GraphSizes(tuple(reversed(sizes)), rows, best[0])
+    return GraphSizes(sizes, rows, padded_rows)
 
 
 def read_history(output_dir: Path) -> Counter[int]:

@@ -1,6 +1,6 @@
 """Moves requests between the engines of a run while they generate.
 
-At a rebalance point all engines report the progress of their requests, every rank computes the same
+At a rebalance point all engines report what is left of their requests, every rank computes the same
 moves (:mod:`~mindspeed_rl.rollout.rebalance_plan`), and a request that moves is sent as tokens,
 log-probs and the state of its random stream. Between two of these points
 engines are independent, for as many steps as each makes in the same time; an engine that has no
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.rollout.rebalance_plan import (
@@ -26,31 +26,17 @@ from mindspeed_rl.rollout.rebalance_plan import (
     plan_moves,
 )
 from mindspeed_rl.rollout.requests import GenerationRequest
-from mindspeed_rl.rollout.step_loop import StepStats
+from mindspeed_rl.rollout.stats import StepStats
 
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """The progress of a request.
-
-    Attributes:
-        sample_id: Sample of the request.
-        context: Number of tokens of the prompt and generated so far.
-        generated: Number of tokens generated so far, by all engines.
-        computed: Whether this engine has generated some of them.
-    """
-
-    sample_id: int
-    context: int
-    generated: int
-    computed: bool
+ExpectedLength: TypeAlias = Callable[[int, int], int]
+"""(sample id, tokens so far) -> expected length of the response; equal on all ranks."""
 
 
 class MovableRequests(Protocol):
     """The unfinished requests of an engine. Its methods are local to the rank."""
 
-    def progress(self) -> list[Progress]:
-        """Return the progress of every request, in the order of their start."""
+    def loads(self, expected: ExpectedLength) -> list[Load]:
+        """Return what is left of every request, in the order of their start."""
         ...
 
     def take(self, sample_ids: Sequence[int]) -> list[GenerationRequest]:
@@ -92,19 +78,19 @@ class Rebalancer:
         rules: Rules of rebalancing.
         group: Number of this rank's engine group, counted over all engines.
         leads: Whether this rank is the leader of its group and sends for it.
-        expected: (sample id, tokens so far) -> expected length of the response; equal on all ranks.
+        expected: Estimates the length of a response.
 
     Attributes:
         steps: Steps of this rank's engine until the next rebalance point.
     """
 
     def __init__(
-        self, rules: RebalanceRules, group: int, leads: bool, expected: Callable[[int, int], int]
+        self, rules: RebalanceRules, group: int, leads: bool, expected: ExpectedLength
     ) -> None:
         self.rules = rules
         self._group = group
         self._leads = leads
-        self._expected = expected
+        self.expected = expected
         self.steps = rules.interval
 
     def rebalance_point(self, requests: MovableRequests, stats: StepStats) -> bool:
@@ -114,8 +100,8 @@ class Rebalancer:
             Whether any engine has a request left.
         """
         start = time.perf_counter()
-        reports = gather_objects(requests.progress() if self._leads else None)
-        groups = [progress for progress in reports if progress is not None]
+        reports = gather_objects(requests.loads(self.expected) if self._leads else None)
+        groups = [loads for loads in reports if loads is not None]
         plan = self.plan(groups)
         self.steps = self.steps_after(plan)
         if moves := plan.moves:
@@ -125,25 +111,15 @@ class Rebalancer:
         stats.rebalance_seconds += time.perf_counter() - start
         return any(groups)
 
-    def plan(self, groups: Sequence[Sequence[Progress]]) -> Plan:
+    def plan(self, groups: Sequence[Sequence[Load]]) -> Plan:
         """Plan the moves between groups, equally on all ranks. Local."""
+        rules = self.rules
         replicas = [
             Replica(
-                tuple(
-                    Load(
-                        p.sample_id,
-                        p.context,
-                        max(1, self._expected(p.sample_id, p.generated) - p.generated),
-                        p.computed,
-                    )
-                    for p in sorted(progress, key=lambda p: not p.computed)
-                ),
-                self.rules.capacity,
-                self.rules.room,
+                tuple(sorted(loads, key=lambda load: not load.computed)), rules.capacity, rules.room
             )
-            for progress in groups
+            for loads in groups
         ]
-        rules = self.rules
         return plan_moves(replicas, rules.cost, min_gain=rules.min_gain, running=rules.running)
 
     def steps_after(self, plan: Plan) -> int:

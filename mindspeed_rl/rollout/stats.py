@@ -1,19 +1,43 @@
-"""Metrics of the engine's steps, and the history from which graph sizes are chosen."""
+"""Counters and metrics of the engine's steps, and the history that graph sizes are chosen from."""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindspeed_rl.metrics.metric_set import Mean, MetricSet
-from mindspeed_rl.rollout.engine import InferenceEngine
 from mindspeed_rl.rollout.graph_sizes import read_history, write_history
-from mindspeed_rl.rollout.step_loop import StepStats
 
 
-def take_stats(engine: InferenceEngine) -> StepStats:
-    """Return the engine's counters since the last call and reset them. Local."""
-    stats, engine.stats = engine.stats, StepStats()
-    return stats
+@dataclass(slots=True)
+class StepStats:
+    """Counters of the engine's steps on this rank.
+
+    Attributes:
+        steps: Steps of the engine, dummy steps included.
+        dummy_steps: Steps in which this rank had no request.
+        seconds: Time of all steps.
+        sync_seconds: Part of ``seconds`` spent in our packed reduction, reading its result
+            included; 0 without it.
+        reductions: Number of packed reductions; 0 without them.
+        rebalance_seconds: Time of moving requests between engines, waiting for the others included.
+        moved: Requests that left this rank for another engine.
+        moved_tokens: Tokens of these requests, prompts included, that other engines read again.
+        prompt_steps: Steps in which any rank of the engine read a prompt; 0 without our reduction.
+        running: Sequences in a decode step (on the fullest rank, where ranks agree) -> steps.
+    """
+
+    steps: int = 0
+    dummy_steps: int = 0
+    seconds: float = 0.0
+    sync_seconds: float = 0.0
+    reductions: int = 0
+    rebalance_seconds: float = 0.0
+    moved: int = 0
+    moved_tokens: int = 0
+    prompt_steps: int = 0
+    running: Counter[int] = field(default_factory=Counter)
 
 
 def step_metrics(stats: StepStats, data_parallel: bool) -> MetricSet:

@@ -189,16 +189,6 @@ class TensorCache:
         """
         return self.find(column, key, version).of(column)
 
-    def find_all(
-        self, column: Column, entries: Iterable[tuple[SampleKey, int]]
-    ) -> list[SamplePart]:
-        """Return where the tensors of several samples are; see :meth:`read`."""
-        known, none = self._entries.get(column.name, {}), dict[int, SamplePart]()
-        return [
-            known.get(key, none).get(version) or self.find(column, key, version)
-            for key, version in entries
-        ]
-
     def find(self, column: Column, key: SampleKey, version: int) -> SamplePart:
         """Return where the tensor of one sample is; see :meth:`read`."""
         entry = self._entries.get(column.name, {}).get(key, {})

@@ -42,8 +42,7 @@ class Redistribution:
         self.sent_bytes = 0
         #: For each column, the samples that have arrived.
         self._arrived: dict[str, dict[int, SamplePart]] = {column.name: {} for column in columns}
-        sizes = {n: num_words(columns, n) for n in {s.num_tokens for s in samples}}
-        self._num_words = [sizes[s.num_tokens] for s in samples]
+        self._num_words = sample_words(columns, samples)
 
     def run(self, group_of: Callable[[str], dist.ProcessGroup | None]) -> None:
         """Carry out all hops, each as one all-to-all-v. Collective: the groups of the hops.
@@ -113,24 +112,26 @@ class Redistribution:
             RuntimeError: A sample is missing, or differs in length from the sample table.
         """
         arrived = self._arrived[column.name]
-        here = [self._samples[item] for item in items if item not in arrived]
-        found = self._cache.find_all(column, [(s.key, s.weights_version) for s in here])
-        for sample, part in zip(here, found, strict=True):
+        parts = []
+        for item in items:
+            part, sample = arrived.get(item), self._samples[item]
+            if part is None:
+                part = self._cache.find(column, sample.key, sample.weights_version)
             if part.num_tokens != sample.num_tokens:
                 raise RuntimeError(
                     f"{column.name!r} of sample {sample.key.number} of step {sample.key.step} has "
                     f"{part.num_tokens} tokens; the table says {sample.num_tokens}"
                 )
-        if len(found) == len(items):
-            return found
-        of_cache = iter(found)
-        return [arrived[item] if item in arrived else next(of_cache) for item in items]
+            parts.append(part)
+        return parts
 
     def _sizes(self, hop: Hop, items: Mapping[int, Sequence[int]]) -> list[int]:
         """Return the words of each peer's message."""
         return [sum(self._num_words[i] for i in items.get(peer, ())) for peer in hop.peers]
 
 
-def num_words(columns: Sequence[Column], num_tokens: int) -> int:
-    """Return the 32-bit words that a sample has on the wire. Pure."""
-    return sum(column.num_words(num_tokens) for column in columns)
+def sample_words(columns: Sequence[Column], samples: Sequence[RolloutInfo]) -> list[int]:
+    """Return the 32-bit words that each sample has on the wire. Pure."""
+    lengths = {s.num_tokens for s in samples}
+    words = {length: sum(column.num_words(length) for column in columns) for length in lengths}
+    return [words[s.num_tokens] for s in samples]

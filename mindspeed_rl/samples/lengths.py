@@ -54,11 +54,6 @@ class LengthHistory:
     def __bool__(self) -> bool:
         return self._mean > 0
 
-    @property
-    def num_prompts(self) -> int:
-        """Number of prompts that have been sampled so far."""
-        return len(self._relative)
-
     def observe(self, lengths: Mapping[int, Sequence[int]]) -> None:
         """Record the finished responses of a step, in tokens, by prompt."""
         count = sum(map(len, lengths.values()))

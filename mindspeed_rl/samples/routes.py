@@ -53,6 +53,12 @@ class OwnerRanks:
     first: Sequence[int]
     count: int = 1
 
+    @property
+    def ranks(self) -> Ints:
+        """All ranks that have each sample: [samples, count]."""
+        first = np.asarray(self.first, dtype=np.int64)
+        return first[:, None] + np.arange(self.count)
+
 
 def plan_hops(
     owner_ranks: OwnerRanks,
@@ -74,8 +80,7 @@ def plan_hops(
         one_node: Whether all ranks are on one node. No route is shorter than another there, so
             every copy goes directly to its place, in one collective of the world.
     """
-    first = np.asarray(owner_ranks.first, dtype=np.int64).reshape(-1, 1)
-    ranks = first + np.arange(owner_ranks.count)
+    ranks = owner_ranks.ranks
     wanted = np.asarray(destinations, dtype=np.int64)
     if one_node:
         hop = _hop("world", range(layout.world), rank, [_straight(ranks, wanted, layout, stages)])
@@ -89,9 +94,7 @@ def plan_hops(
     return tuple(hop for hop in hops if hop is not None)
 
 
-def copies_moved(
-    owner_ranks: OwnerRanks, num_samples: int, layout: ParallelLayout, stages: Collection[int]
-) -> Ints:
+def copies_moved(owner_ranks: OwnerRanks, layout: ParallelLayout, stages: Collection[int]) -> Ints:
     """Count the copies of each sample that move, for each rank that could train on it. Pure.
 
     The hops of all ranks move a copy to every place of the data-parallel rank that needs the sample
@@ -101,20 +104,18 @@ def copies_moved(
 
     Args:
         owner_ranks: Ranks that have each sample.
-        num_samples: Number of samples.
         layout: Training layout.
         stages: Pipeline stages that need samples.
 
     Returns:
         [samples, data-parallel ranks] int64.
     """
-    first = np.asarray(owner_ranks.first, dtype=np.int64).reshape(num_samples, 1)
-    ranks = first + np.arange(owner_ranks.count)
+    ranks = owner_ranks.ranks
     dp = ranks // (layout.tp * layout.cp) % layout.dp
     needed = np.isin(ranks // layout.ranks_per_stage, sorted(stages))
-    item = np.arange(num_samples)
+    item = np.arange(len(ranks))
     row = np.broadcast_to(item[:, None], dp.shape)
-    here, useful = (np.zeros((num_samples, layout.dp), dtype=np.int64) for _ in range(2))
+    here, useful = (np.zeros((len(ranks), layout.dp), dtype=np.int64) for _ in range(2))
     np.add.at(here, (row, dp), 1)
     np.add.at(useful, (row, dp), needed)
     between = ~needed[item, item % owner_ranks.count]
@@ -124,9 +125,9 @@ def copies_moved(
 
 def plan_gather(owner_ranks: OwnerRanks, to: int, world: int, rank: int) -> tuple[Hop, ...]:
     """Plan the hop over the world that brings every sample to rank ``to``. Pure."""
-    first = np.asarray(owner_ranks.first, dtype=np.int64)
-    away = np.flatnonzero(~((first <= to) & (to < first + owner_ranks.count)))
-    moves = _Moves(away, first[away], np.full(len(away), to))
+    ranks = owner_ranks.ranks
+    away = np.flatnonzero(~(ranks == to).any(1))
+    moves = _Moves(away, ranks[away, 0], np.full(len(away), to))
     hop = _hop("world", range(world), rank, [moves])
     return () if hop is None else (hop,)
 

@@ -21,7 +21,7 @@ from mindspeed_rl.samples.balance import MicroBatchPlan
 from mindspeed_rl.samples.batching import BatchRules
 from mindspeed_rl.samples.columns import LOSS_MASK, TOKEN_IDS, Column
 from mindspeed_rl.samples.device_cache import TensorCache
-from mindspeed_rl.samples.exchange import Redistribution, num_words
+from mindspeed_rl.samples.exchange import Redistribution, sample_words
 from mindspeed_rl.samples.packing import MicroBatch, TrainSample
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 from mindspeed_rl.samples.routes import Hop, OwnerRanks, copies_moved, plan_gather, plan_hops
@@ -137,9 +137,8 @@ class SampleStore:
         size = self.samples_per_update
         lengths = [self.num_prompt_tokens(s) + s.num_tokens for s in samples]
         owner_ranks = self.owner_ranks(samples)
-        copies = copies_moved(owner_ranks, len(samples), self.parallel, self.stages)
-        words_of = {n: num_words(self.columns, n) for n in {s.num_tokens for s in samples}}
-        words = np.asarray([words_of[s.num_tokens] for s in samples], dtype=np.int64)
+        copies = copies_moved(owner_ranks, self.parallel, self.stages)
+        words = np.asarray(sample_words(self.columns, samples), dtype=np.int64)
         moved_words = copies * words.reshape(-1, 1)
         plans = [
             self.rules.plan(lengths[start : start + size], moved_words[start : start + size])

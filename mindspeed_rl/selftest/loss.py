@@ -24,10 +24,10 @@ from mindspeed_rl.algorithms.aggregation import AGGREGATIONS
 from mindspeed_rl.algorithms.correction import CorrectionSettings
 from mindspeed_rl.algorithms.losses import LossSettings, policy_loss
 from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES, SurrogateSettings
-from mindspeed_rl.algorithms.selection import CovarianceSettings
+from mindspeed_rl.algorithms.selection import select_by_covariance
 from mindspeed_rl.algorithms.token_advantages import generalized_advantages, rewards_to_tokens
 from mindspeed_rl.algorithms.types import Denominators
-from mindspeed_rl.algorithms.value_loss import ValueLossSettings, value_loss
+from mindspeed_rl.algorithms.value_loss import value_loss
 from mindspeed_rl.config import ModelConfig, ParallelConfig, RLRunConfig, TrainConfig
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.metric_set import reduce_metrics
@@ -39,7 +39,7 @@ from mindspeed_rl.rl.build_models import (
     build_engine,
     initialize_parallel,
     load_value_model,
-    value_engine,
+    new_engine,
 )
 from mindspeed_rl.rl.critic import empty_value_metrics, values_of_rows
 from mindspeed_rl.rl.update import empty_loss_metrics, with_covariance_mask
@@ -103,18 +103,6 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchCut:
-    """How the samples of a rank become micro-batches: by number, or packed up to some tokens."""
-
-    samples: int = 0
-    tokens: int = 0
-
-    @property
-    def name(self) -> str:
-        return f"packed to {self.tokens} tokens" if self.tokens else f"micro-batch {self.samples}"
-
-
-@dataclass(frozen=True, slots=True)
 class Case:
     """A policy loss, or the critic's loss, with an aggregation."""
 
@@ -126,20 +114,31 @@ class Case:
         """Loss settings with every term on: dual clip, KL, entropy, weights, sequence rejection."""
         return LossSettings(
             policy_loss=self.loss,
-            surrogate=SurrogateSettings(eps_lower=0.1, eps_upper=0.15, clip_ratio_c=1.3),
+            surrogate=SurrogateSettings(
+                eps_lower=0.1, eps_upper=0.15, clip_ratio_c=1.3, cov_ratio=0.1,
+                clip_cov_lower=-9.0, clip_cov_upper=9.0,
+            ),
             aggregation=self.aggregation,
             longest=LONGEST,
             kl_beta=0.05,
             entropy_weight=0.01,
-            correction=CorrectionSettings("mask", "geometric", 1.05, 0.9, "k3", "sequence", 0.09),
-        )
+            correction=CorrectionSettings(
+                True, "mask", "geometric", 1.05, 0.9, "k3", "sequence", 0.09
+            ),
+        )  # fmt: skip
 
 
-CUTS = (BatchCut(samples=1), BatchCut(samples=2), BatchCut(samples=8), BatchCut(tokens=48))
+#: How the samples of a rank become micro-batches: by number, or packed up to some tokens.
+CUTS = {
+    "micro-batch 1": TrainConfig(train_iters=1, micro_batch_size=1),
+    "micro-batch 2": TrainConfig(train_iters=1, micro_batch_size=2),
+    "micro-batch 8": TrainConfig(train_iters=1, micro_batch_size=8),
+    "packed to 48 tokens": TrainConfig(train_iters=1, max_tokens_per_micro_batch=48),
+}
 #: The critic's loss, with the values of a pass and the returns of GAE as its targets.
 VALUE = "value"
 CASES = tuple(Case(loss, mode) for loss, mode in product((*POLICY_LOSSES, VALUE), AGGREGATIONS))
-Trial = tuple[Layout, BatchCut, Case]
+Trial = tuple[Layout, str, Case]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +220,7 @@ def run(job: RLJobOf, trials: Sequence[Trial]) -> list[Finding]:
         One finding per layout and cut on rank 0, nothing elsewhere.
     """
     job = _tiny_job(job)
-    cases: dict[tuple[Layout, BatchCut], list[Case]] = {}
+    cases: dict[tuple[Layout, str], list[Case]] = {}
     for layout, cut, case in trials:
         cases.setdefault((layout, cut), []).append(case)
     with job.watchdog.phase("selftest: one rank"), in_layout(job, Layout()) as models:
@@ -239,12 +238,12 @@ def run(job: RLJobOf, trials: Sequence[Trial]) -> list[Finding]:
         where = layout.name(job.world.size)
         with job.watchdog.phase(f"selftest: {where}"), in_layout(job, layout) as models:
             for cut in (cut for at, cut in cases if at == layout):
-                batches = models.policy.prepare(
-                    batch_rules(_cut(models.job, cut)).pack_own(samples)
-                )
+                config = replace(models.job.config, train=CUTS[cut])
+                rules = batch_rules(replace(models.job, config=config))
+                batches = models.policy.prepare(rules.pack_own(samples))
                 found = {c: _outcome(models, batches, samples, c) for c in cases[layout, cut]}
                 if job.world.rank == 0:
-                    findings.append(_compare(where, cut.name, layout, found, wanted))
+                    findings.append(_compare(where, cut, layout, found, wanted))
     return findings
 
 
@@ -311,7 +310,7 @@ def in_layout(job: RLJobOf, layout: Layout) -> Iterator[SelftestModels]:
         platform=job.config.parallel.platform,
     )
     config = replace(job.config, parallel=parallel)
-    base = check_layout(config.model, parallel, config.train, job.world.size)
+    base = check_layout(config, job.world.size)
     plan = replace(job.plan, spec=base.spec, parallel=base.parallel, megatron=base.megatron)
     job = replace(job, config=config, plan=plan)
     flags = ("", "--hf-checkpoint")
@@ -319,8 +318,8 @@ def in_layout(job: RLJobOf, layout: Layout) -> Iterator[SelftestModels]:
     initialize_parallel(job)
     try:
         policy = build_engine(job, "policy", 1)
-        critic = value_engine(job, "critic", values, config.train, 1)
-        load_value_model(job, values, critic, *flags)
+        critic = new_engine(job, "critic", values, config.train, 1)
+        load_value_model(job, critic, *flags)
         if critic.is_last_stage:  # no gradient passes through a head of 0
             weight = critic.named_parameters()["output_layer.weight"]
             with torch.no_grad():
@@ -331,15 +330,6 @@ def in_layout(job: RLJobOf, layout: Layout) -> Iterator[SelftestModels]:
         )
     finally:
         parallel_state.forget()
-
-
-def _cut(job: RLJobOf, cut: BatchCut) -> RLJobOf:
-    train = replace(
-        job.config.train,
-        micro_batch_size=max(1, cut.samples),
-        max_tokens_per_micro_batch=cut.tokens,
-    )
-    return replace(job, config=replace(job.config, train=train))
 
 
 def _samples() -> list[TrainSample]:
@@ -383,20 +373,31 @@ def _outcome(
     batches = [_annotated(b) for b in batches]
     counts = Denominators.of(s.num_trained for s in samples)
     if case.loss == VALUE:
-        critic, settings = models.critic, ValueLossSettings(0.2, case.aggregation, LONGEST)
+        critic = models.critic
         batches = _with_targets(critic, batches, reduce or critic.all_reduce_cp)
-        critic_loss = partial(value_loss, settings=settings, denominators=counts)
+        critic_loss = partial(
+            value_loss,
+            denominators=counts,
+            clip=0.2,
+            aggregation=case.aggregation,
+            longest=LONGEST,
+        )
         metrics = empty_value_metrics(critic_loss)
         metrics = metrics.merge(critic.forward_backward(batches, critic_loss))
         return Outcome(reduce_metrics(metrics), models.critic_gradients())
     engine = models.policy
     loss = partial(policy_loss, settings=case.settings, denominators=counts)
     if (choice := POLICY_LOSSES[case.loss]).selects:
-        chosen = CovarianceSettings(0.1, choice.selection == "largest", lower=-9.0, upper=9.0)
         current = engine.logprobs(batches)
         if engine.is_last_stage:
-            total = reduce or engine.all_reduce_dp_cp
-            batches = with_covariance_mask(batches, current, chosen, total)
+            select = partial(
+                select_by_covariance,
+                selection=choice.selection,
+                settings=case.settings.surrogate,
+                seed=0,
+                reduce=reduce or engine.all_reduce_dp_cp,
+            )
+            batches = with_covariance_mask(batches, current, select)
     metrics = empty_loss_metrics(loss).merge(engine.forward_backward(batches, loss))
     return Outcome(reduce_metrics(metrics), models.policy_gradients())
 

@@ -34,6 +34,7 @@ from mindspeed_rl.checkpoint import resume
 from mindspeed_rl.checkpoint.resume import CheckpointRecord, CompanionRecord
 from mindspeed_rl.config.training import CheckpointConfig
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.trainer.foreign_checkpoint import load_foreign
 from mindspeed_rl.trainer.optimizer import torch_optimizers
 from mindspeed_rl.trainer.patches import adamw_step, local_write_results
@@ -327,8 +328,7 @@ def _agree_on_latest(directory: str | os.PathLike[str]) -> resume.Found:
 
 def _check_shared(partial: Path) -> None:
     """Check that every rank sees the folder that rank 0 made. Collective: the world."""
-    seen: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(seen, partial.is_dir())
+    seen = gather_objects(partial.is_dir())
     if not all(seen):
         raise OSError(
             f"--save {partial.parent}: rank {seen.index(False)} does not see {partial.name}, which "

@@ -16,6 +16,7 @@ from mindspeed_rl.checkpoint.names import mtp_tensors
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.registry import CLASSIFIER, weight_table
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
+from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.weights.stream import TensorStream
 from mindspeed_rl.weights.transports import AllToAllTransport
 
@@ -44,11 +45,11 @@ def export_policy(
     nodes that do not share its file system write their own copy, so that the next job finds it.
     """
     rank, platform = job.world.rank, job.platform
-    source, value_head = engine.layout, engine.spec.value_head
     writers = export_writers(Path(target), rank, job.world.size, job.world.local_size)
+    keep_mtp = job.config.checkpoint.keep_mtp and not engine.spec.value_head
     dtype = torch.bfloat16 if job.config.train.bf16 else torch.float32
     stream = TensorStream(
-        source,
+        engine.layout,
         writers,
         rank=rank,
         ranks_per_node=job.world.local_size,
@@ -60,14 +61,14 @@ def export_policy(
         writer = None
         if rank in writers:
             checkpoint = checkpoint or job.config.model.hf_checkpoint
-            keys = value_export_keys(checkpoint, engine.spec) if value_head else export_keys(job)
+            keys = config_keys(engine.spec, checkpoint, keep_mtp)
             tokenizer = job.config.model.tokenizer_directory
             opened = HfWriter(
                 target, checkpoint, dtype, step=step, tokenizer=tokenizer, config_keys=keys
             )
             writer = stack.enter_context(opened)
         stream.run(engine.named_parameters(), writer.add if writer else None)
-        if writer and not value_head:
+        if writer and keep_mtp:
             for name, file in kept_mtp(job).items():
                 writer.add(name, read_tensor(file, name))
     dist.barrier()
@@ -93,25 +94,22 @@ def kept_mtp(job: Job[Any, RunPlan]) -> dict[str, Path]:
     return {name: files[name] for name in found}
 
 
-def export_keys(job: Job[Any, RunPlan]) -> dict[str, Any]:
-    """Return the keys of the export's config.json that may differ from the source's."""
-    keys: dict[str, Any] = dict(weight_table(job.plan.spec.family).config_keys)
-    if job.plan.spec.num_mtp_layers and not job.config.checkpoint.keep_mtp:
-        keys["num_nextn_predict_layers"] = 0
-    return keys
+def config_keys(spec: ModelSpec, checkpoint: str, keep_mtp: bool) -> dict[str, Any]:
+    """Return the keys of the export's config.json that may differ from the checkpoint's.
 
-
-def value_export_keys(checkpoint: str, spec: ModelSpec) -> dict[str, Any]:
-    """Return the keys of config.json that turn a causal model's config into a classifier's."""
-    names = read_hf_config(checkpoint)["architectures"]
+    Those of a value head turn a causal model's config into a classifier's.
+    """
     keys: dict[str, Any] = dict(weight_table(spec.family).config_keys)
-    if spec.num_mtp_layers:
+    if spec.num_mtp_layers and not keep_mtp:
         keys["num_nextn_predict_layers"] = 0
-    return keys | {
-        "architectures": [name.replace("ForCausalLM", CLASSIFIER) for name in names],
-        "id2label": {"0": "value"},
-        "label2id": {"value": 0},
-    }
+    if spec.value_head:
+        names = read_hf_config(checkpoint)["architectures"]
+        keys |= {
+            "architectures": [name.replace("ForCausalLM", CLASSIFIER) for name in names],
+            "id2label": {"0": "value"},
+            "label2id": {"value": 0},
+        }
+    return keys
 
 
 def export_writers(target: Path, rank: int, world: int, ranks_per_node: int) -> range:
@@ -132,8 +130,7 @@ def export_writers(target: Path, rank: int, world: int, ranks_per_node: int) -> 
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
     dist.barrier()
-    seen: list[bool] = [True] * world
-    dist.all_gather_object(seen, marker.exists())
+    seen = gather_objects(marker.exists())
     if rank == 0:
         marker.unlink()
     return range(0, world, world if all(seen) else ranks_per_node)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from mindspeed_rl.convert.formats import open_checkpoint, recognise
 from mindspeed_rl.convert.source import Source
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.trainer.train_engine import TrainEngine
 from mindspeed_rl.weights.layouts.base import pieces_of
 
@@ -38,9 +39,7 @@ def load_foreign(directory: str | os.PathLike[str], engine: TrainEngine) -> str:
         _fill(engine, source)
     except (OSError, ValueError) as error:
         problem = f"rank {dist.get_rank()}: {error}"
-    problems: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    if problem := next(filter(None, problems), ""):
+    if problem := next(filter(None, gather_objects(problem)), ""):
         raise UsageError(f"--load {directory}: {problem}")
     assert source is not None
     engine.reload_master_weights()

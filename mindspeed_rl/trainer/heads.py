@@ -7,7 +7,7 @@ hidden size. A head works on the rows that predict the trained tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,20 +23,10 @@ from mindspeed_rl.samples.packing import MicroBatch
 from mindspeed_rl.trainer.logprobs import selected_logprobs
 
 Outputs = tuple[torch.Tensor, ...]
+Head = Callable[[MicroBatch, torch.Tensor], Outputs]
+"""Turns hidden states [T, 1, h] (this rank's rows if sequence-parallel) into [N] each."""
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over the context-parallel ranks."""
-
-
-class Head(Protocol):
-    """The last part of a model, which computes the outputs that a loss needs."""
-
-    def __call__(self, micro: MicroBatch, hidden: torch.Tensor) -> Outputs:
-        """Turn hidden states [T, 1, h] (this rank's rows if sequence-parallel) into [N] each."""
-        ...
-
-    def loss_inputs(self, micro: MicroBatch, outputs: Outputs, reduce: Reduce) -> Any:
-        """Build a loss's inputs of a micro-batch; ``reduce`` sums over context-parallel ranks."""
-        ...
 
 
 class LogProbHead:
@@ -78,10 +68,6 @@ class LogProbHead:
             return self._module.shared_embedding_or_output_weight()  # type: ignore[no-any-return]
         return self._module.output_layer.weight  # type: ignore[no-any-return]
 
-    def loss_inputs(self, micro: MicroBatch, outputs: Outputs, reduce: Reduce) -> LossInputs:
-        logprobs, entropy = outputs
-        return policy_inputs(micro, logprobs, entropy, reduce)
-
 
 class ValueOutputHead:
     """Computes the value before each trained token, [N] fp32. Collective: the TP group.
@@ -101,22 +87,16 @@ class ValueOutputHead:
         rows = rows[micro.loss_mask]
         return (F.linear(rows.float(), weight.float())[:, 0],)
 
-    def loss_inputs(self, micro: MicroBatch, outputs: Outputs, reduce: Reduce) -> ValueInputs:
-        (values,) = outputs
-        return value_inputs(micro, values, reduce)
 
-
-def policy_inputs(
-    micro: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor, reduce: Reduce
-) -> LossInputs:
+def policy_inputs(micro: MicroBatch, outputs: Outputs, reduce: Reduce) -> LossInputs:
     """Build the inputs of a policy loss. Collective if the loss sums over sequences, see below.
 
     Args:
         micro: The micro-batch. Without rollout the engine's log-probs and the advantages are 0.
-        logprobs: [N] log-probs of the current policy, with gradient.
-        entropy: [N] entropies of the current policy, with gradient.
+        outputs: Log-probs and entropies of the current policy, with gradient.
         reduce: Sums a tensor over the context-parallel ranks.
     """
+    logprobs, entropy = outputs
     columns, none = micro.columns, torch.zeros_like(logprobs)
     return LossInputs(
         logprobs=logprobs,
@@ -131,14 +111,15 @@ def policy_inputs(
     )
 
 
-def value_inputs(micro: MicroBatch, values: torch.Tensor, reduce: Reduce) -> ValueInputs:
+def value_inputs(micro: MicroBatch, outputs: Outputs, reduce: Reduce) -> ValueInputs:
     """Build the inputs of a value loss.
 
     Args:
         micro: The micro-batch, with the columns ``old_values`` and ``returns``.
-        values: [N] values of the current critic, with gradient.
+        outputs: Values of the current critic, with gradient.
         reduce: Sums a tensor over the context-parallel ranks.
     """
+    (values,) = outputs
     return ValueInputs(
         values, micro.column("old_values"), micro.column("returns"), _sequences(micro, reduce)
     )

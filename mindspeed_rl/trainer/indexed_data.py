@@ -9,24 +9,20 @@ if its id is the tokenizer's padding.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import subprocess
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
-from megatron.core import datasets
 
 from mindspeed_rl.config.supervised import IndexedDataConfig, data_bytes, parse_blend
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.batches import StepSamples
-from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.samples.packing import TrainSample
 
 _HELPERS = "megatron.core.datasets.helpers_cpp"
-_MAX_MAKE_LINES = 8  # the last ones of its errors
 _ORDER_CHUNK = 1 << 20
 _STATE_KEYS = {"consumed_samples", "order"}
 
@@ -53,7 +49,6 @@ class IndexedSamples:
         seq_length: Number of tokens of a row.
         num_samples: Number of rows of the whole run; with several epochs the order depends on it.
         vocab_size: Upper limit of token ids, exclusive.
-        local_rank: Local rank; the first rank of a node compiles what megatron-core needs.
 
     Raises:
         UsageError: There is too little data, a rank does not see the indices, or megatron-core's
@@ -68,9 +63,12 @@ class IndexedSamples:
         seq_length: int,
         num_samples: int,
         vocab_size: int,
-        local_rank: int,
     ) -> None:
-        _provide_helpers(local_rank)
+        if find_spec(_HELPERS) is None:
+            raise UsageError(
+                f"--data-path: megatron-core is installed without its compiled {_HELPERS}; "
+                "install it from a wheel"
+            )
         self._seq_length, self._vocab_size = seq_length, vocab_size
         self._blend = parse_blend(config.data_path)
         self._split = config.split
@@ -217,31 +215,3 @@ def _build(
             "--global-batch-size); lower one of them, or give weights or more data"
         )
     return dataset
-
-
-def _provide_helpers(local_rank: int) -> None:
-    """Compile megatron-core's helpers if an installation from sources lacks them.
-
-    Collective: the world.
-
-    Raises:
-        UsageError: They are missing and cannot be compiled; has the end of what make said.
-    """
-    problem = ""
-    if importlib.util.find_spec(_HELPERS) is None and local_rank == 0:
-        command = ["make", "-C", datasets.__path__[0]]
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True)
-        except subprocess.CalledProcessError as error:
-            lines = error.stderr.splitlines()[-_MAX_MAKE_LINES:]
-            problem = "\n".join([str(error), *lines])
-        except OSError as error:
-            problem = str(error)
-    problem = next(filter(None, gather_objects(problem)), "")
-    importlib.invalidate_caches()
-    if problem:
-        raise UsageError(
-            f"--data-path: megatron-core's compiled helpers ({_HELPERS}) are missing and could "
-            "not be made; install megatron-core from a wheel, or g++, make and pybind11. Cause: "
-            f"{problem}"
-        )

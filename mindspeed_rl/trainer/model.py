@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.models.layers import LayerSpec
-from mindspeed_rl.models.module_names import ModuleNames
+from mindspeed_rl.models.param_names import ParamNames
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.trainer.built_check import check_built
 from mindspeed_rl.trainer.latent_attention import DuplicatedLinear
@@ -112,7 +112,7 @@ def _cut_dimension(module: torch.nn.Module) -> int | None:
     return {"column": 0, "row": 1}.get(getattr(module, "parallel_mode", None) or "")
 
 
-def _apply_patches(spec: ModelSpec, modules: ModuleNames, device: torch.device) -> None:
+def _apply_patches(spec: ModelSpec, modules: ParamNames, device: torch.device) -> None:
     if (spec.moe or spec.latent_attention) and not modules.fused_norms:
         without_transformer_engine.apply()
     if spec.moe and device.type == "cpu":
@@ -120,7 +120,7 @@ def _apply_patches(spec: ModelSpec, modules: ModuleNames, device: torch.device) 
         uneven_collectives.apply()
 
 
-def _layer_spec(layer: LayerSpec, modules: ModuleNames) -> ModuleSpec:
+def _layer_spec(layer: LayerSpec, modules: ParamNames) -> ModuleSpec:
     """Return megatron-core's modules of one layer. A new kind of layer has its modules here."""
     common = {
         "num_experts": layer.moe.num_experts if layer.moe else None,

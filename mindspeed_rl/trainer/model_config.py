@@ -12,6 +12,7 @@ from mindspeed_rl.config import KernelConfig, ModelConfig, ParallelConfig, Train
 from mindspeed_rl.config.kernels import DISPATCHERS
 from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.core.stages import StageLayout
+from mindspeed_rl.models.layers import MoE
 from mindspeed_rl.models.megatron_fields import attention_fields
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.platforms.features import TransformerFeatures
@@ -28,18 +29,24 @@ def build_transformer_config(
 ) -> TransformerConfig:
     """Build the configuration of a model in a layout, for a device with the given features."""
     spec, modules = layout.spec, layout.modules
-    fields = _common(spec, model, train.bf16) | _parallel(layout.parallel, parallel.shards_sequence)
+    fields = architecture_fields(spec) | _common(model, train.bf16)
+    fields |= _parallel(layout.parallel, parallel.shards_sequence)
     fields |= _recompute(train) | _kernels(layout, kernels, features)
     if spec.moe:
-        fields |= _experts(spec, layout.parallel) | {"moe_grouped_gemm": modules.grouped_experts}
+        fields |= {
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_bias_update_rate": 0.0,
+            # Models with a sigmoid router compute its scores in fp32.
+            "moe_router_dtype": "fp32" if spec.moe.score_function == "sigmoid" else None,
+            "moe_grouped_gemm": modules.grouped_experts,
+        }
     if not fields["multi_latent_attention"]:
         return TransformerConfig(**fields)
     return MLATransformerConfig(**fields, rope_type="yarn")  # only yarn scales cosine and sine
 
 
-def _common(spec: ModelSpec, model: ModelConfig, bf16: bool) -> dict[str, Any]:
-    """Return the fields of the spec and the model flags; weights come from a checkpoint."""
-    dtype = torch.bfloat16 if bf16 else torch.float32
+def architecture_fields(spec: ModelSpec) -> dict[str, Any]:
+    """Return the fields of the spec: what a built model must have as well."""
     return {
         **attention_fields(spec.attention),
         "num_layers": spec.num_layers,
@@ -50,6 +57,15 @@ def _common(spec: ModelSpec, model: ModelConfig, bf16: bool) -> dict[str, Any]:
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
+        "rotary_interleaved": False,
+        **(_experts(spec, spec.moe) if spec.moe else {"num_moe_experts": None}),
+    }
+
+
+def _common(model: ModelConfig, bf16: bool) -> dict[str, Any]:
+    """Return the fields of the model flags and the precision; weights come from a checkpoint."""
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    return {
         "attention_dropout": model.attention_dropout,
         "hidden_dropout": model.hidden_dropout,
         "params_dtype": dtype,
@@ -135,10 +151,8 @@ def _layer_layout(stages: StageLayout) -> list[list[str]]:
     return rows
 
 
-def _experts(spec: ModelSpec, layout: ParallelLayout) -> dict[str, Any]:
-    """Return the fields of experts: routing of the checkpoint, no auxiliary loss, fixed biases."""
-    moe = spec.moe
-    assert moe is not None
+def _experts(spec: ModelSpec, moe: MoE) -> dict[str, Any]:
+    """Return the fields of experts: routing of the checkpoint, no auxiliary loss, none dropped."""
     grouped = moe.num_groups > 1
     return {
         "num_moe_experts": moe.num_experts,
@@ -147,14 +161,11 @@ def _experts(spec: ModelSpec, layout: ParallelLayout) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": moe.shared_ffn_size or None,
         "moe_layer_freq": [int(layer.moe is not None) for layer in spec.layers],
         "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
         "moe_router_score_function": moe.score_function,
         "moe_router_pre_softmax": moe.score_function == "softmax" and not moe.normalize_top_k,
         "moe_router_enable_expert_bias": moe.router_bias,
-        "moe_router_bias_update_rate": 0.0,
         "moe_router_num_groups": moe.num_groups if grouped else None,
         "moe_router_group_topk": moe.top_k_groups if grouped else None,
         "moe_router_topk_scaling_factor": moe.scaling_factor if moe.scaling_factor != 1 else None,
-        # Models with a sigmoid router compute its scores in fp32.
-        "moe_router_dtype": "fp32" if moe.score_function == "sigmoid" else None,
+        "moe_expert_capacity_factor": None,
     }

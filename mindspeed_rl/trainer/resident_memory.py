@@ -1,19 +1,21 @@
-"""Groups the trainer's device memory into parts that can be released and restored."""
+"""Groups the trainer's device memory into parts that can be released and restored.
+
+With the distributed optimizer megatron-core keeps all parameters of a kind (dense, expert) in one
+buffer and their gradients in another. Main parameters are views of the parameter buffer in fp32 and
+copies in bf16. Owners are distinguished by storage, so every byte counts once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+
+import torch
 
 from mindspeed_rl.colocation.host_pool import HostPool
 from mindspeed_rl.colocation.storage_group import StorageGroup
 from mindspeed_rl.core.memory import MemoryOwner
-from mindspeed_rl.trainer.owned_tensors import (
-    gradient_tensors,
-    optimizer_tensors,
-    parameter_tensors,
-    parameters_of,
-)
+from mindspeed_rl.platforms.storages import not_among
+from mindspeed_rl.trainer.optimizer import torch_optimizers
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
 
@@ -35,20 +37,16 @@ def trainer_memory(
     if critic is not None:
         parts = (MemoryOwner.CRITIC, MemoryOwner.CRITIC_GRAD_BUFFERS, MemoryOwner.CRITIC_OPTIMIZER)
         groups |= _trained(critic, pool, *parts)
-    for owner, engine in (
-        (MemoryOwner.REFERENCE, reference),
-        (MemoryOwner.REWARD_MODEL, reward_model),
-    ):
-        if engine is not None:
-            find = partial(parameter_tensors, parameters_of(engine.modules))
-            groups[owner] = StorageGroup(
-                owner, find, engine.platform, pool, num_writes=_writes_of(engine)
-            )
+    if reference is not None:
+        groups[MemoryOwner.REFERENCE] = _read_only(reference, pool, MemoryOwner.REFERENCE)
+    if reward_model is not None:
+        groups[MemoryOwner.REWARD_MODEL] = _read_only(reward_model, pool, MemoryOwner.REWARD_MODEL)
     return groups
 
 
-def _writes_of(engine: TrainEngine) -> Callable[[], int]:
-    return lambda: engine.num_writes
+def _read_only(engine: TrainEngine, pool: HostPool, owner: MemoryOwner) -> StorageGroup:
+    find = _parameters_of(engine)
+    return StorageGroup(owner, find, engine.platform, pool, num_writes=lambda: engine.num_writes)
 
 
 def _trained(
@@ -59,23 +57,50 @@ def _trained(
     optimizer: MemoryOwner,
 ) -> dict[MemoryOwner, StorageGroup]:
     """Return the groups of parameters, gradients and optimizer state of an engine that updates."""
-    # Parameters are listed once: walking the modules takes longer than the rest of a release.
-    platform, held = engine.platform, parameters_of(engine.modules)
-    find = partial(parameter_tensors, held)
+    platform, find = engine.platform, _parameters_of(engine)
     return {
         parameters: StorageGroup(parameters, find, platform, pool),
         gradients: StorageGroup(
             gradients,
-            partial(gradient_tensors, engine.models, held),
+            lambda: _gradients_of(engine),
             platform,
             None,
             before_release=engine.release_step_state,
         ),
         optimizer: StorageGroup(
             optimizer,
-            lambda: optimizer_tensors(engine.optimizer, find()),
+            lambda: not_among(_optimizer_tensors(engine), find()),
             platform,
             pool,
             packs=True,
         ),
     }
+
+
+def _parameters_of(engine: TrainEngine) -> Callable[[], list[torch.Tensor]]:
+    """Return a function that lists the parameters' data; buffers always stay on the device.
+
+    The parameters are found only once: walking the modules takes longer than the rest of a release.
+    """
+    parameters = [p for module in engine.modules for p in module.parameters()]
+    return lambda: [p.data for p in parameters]
+
+
+def _gradients_of(engine: TrainEngine) -> list[torch.Tensor]:
+    """Return the gradient buffers; an update leaves no gradients outside of them."""
+    models = engine.models
+    return [b.grad_data for m in models for b in (*m.buffers, *m.expert_parallel_buffers)]
+
+
+def _optimizer_tensors(engine: TrainEngine) -> Iterator[torch.Tensor]:
+    """Yield the main parameters, and AdamW's moments after its first step.
+
+    Step counters (one number each, which AdamW reads on the host) are not among them.
+    """
+    for part in torch_optimizers(engine.optimizer):
+        for group in part.param_groups:
+            for param in group["params"]:
+                yield param
+                for value in part.state.get(param, {}).values():
+                    if isinstance(value, torch.Tensor) and value.dim():
+                        yield value

@@ -29,11 +29,11 @@ from mindspeed_rl.metrics.metric_set import Max, Mean, Metric, MetricSet
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.samples.packing import MicroBatch, split_context
 from mindspeed_rl.trainer.built_check import check_weights
-from mindspeed_rl.trainer.heads import Outputs, make_head
+from mindspeed_rl.trainer.dispatcher_caches import DispatcherCaches
+from mindspeed_rl.trainer.heads import Outputs, make_head, policy_inputs, value_inputs
 from mindspeed_rl.trainer.model import build_model, mixed_precision
 from mindspeed_rl.trainer.model_config import build_transformer_config
 from mindspeed_rl.trainer.optimizer import LearningRateSchedule, build_optimizer
-from mindspeed_rl.trainer.owned_tensors import DispatcherCaches
 from mindspeed_rl.trainer.packed_attention import make_packed_row
 from mindspeed_rl.trainer.routing_replay import RoutingReplay, router_places, routes_of
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout, chunk_prefix
@@ -205,20 +205,14 @@ class TrainEngine:
         ``None`` off the last stage. Collective over the pipeline and tensor-parallel groups. No
         gradients, dropout off.
         """
-        return [None if r is None else r[0] for r in self.logprobs_and_entropy(batches)]
-
-    def logprobs_and_entropy(
-        self, batches: Sequence[MicroBatch]
-    ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-        """Return log p and entropy of the trained tokens, as :meth:`logprobs` returns log p."""
-        return self._pass(batches)  # type: ignore[return-value]
+        return [None if r is None else r[0] for r in self.outputs(batches)]
 
     def values(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor | None]:
         """Return the value before each trained token, as :meth:`logprobs` returns log p."""
-        return [None if r is None else r[0] for r in self._pass(batches)]
+        return [None if r is None else r[0] for r in self.outputs(batches)]
 
-    def _pass(self, batches: Sequence[MicroBatch]) -> list[Outputs | None]:
-        """Return the head's outputs of every micro-batch, without gradients."""
+    def outputs(self, batches: Sequence[MicroBatch]) -> list[Outputs | None]:
+        """Return all that the head gives: log p and entropy, or values; see :meth:`logprobs`."""
         for model in self.models:
             model.eval()
         with torch.no_grad():
@@ -241,18 +235,19 @@ class TrainEngine:
             twice.
         """
         self._accumulating = True
+        loss_inputs: Any = value_inputs if self.spec.value_head else policy_inputs
         for model in self.models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
         def loss(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, LossOutputs]:
-            inputs = self._head.loss_inputs(batch, outputs, self.all_reduce_cp)
+            inputs = loss_inputs(batch, outputs, self.all_reduce_cp)
             found = loss_function(inputs)
             return found.loss, replace(found, loss=found.loss.detach())
 
         with nullcontext() if self._replay is None else self._replay.update():
             outputs = self._run(batches, loss, backward=True)
-        metrics = _collect_metrics(outputs) if self.is_metrics_rank else MetricSet()
+        metrics = collect_metrics(outputs) if self.is_metrics_rank else MetricSet()
         return metrics if self._replay is None else metrics.merge(self._replay.metrics())
 
     @property
@@ -358,7 +353,7 @@ def _ddp_config(
     )
 
 
-def _collect_metrics(outputs: Sequence[LossOutputs]) -> MetricSet:
+def collect_metrics(outputs: Sequence[LossOutputs]) -> MetricSet:
     """Merge the terms of all micro-batches with a single transfer to the host."""
     flat = [
         part

@@ -31,20 +31,18 @@ class RankMessages:
     sends: Messages
     receives: Messages
 
-    @property
-    def send_sizes(self) -> dict[int, int]:
-        """Number of elements sent to each peer."""
-        return _sizes(self.sends)
-
-    @property
-    def receive_sizes(self) -> dict[int, int]:
-        """Number of elements received from each peer."""
-        return _sizes(self.receives)
+    def packed_bytes(self, item_bytes: int) -> tuple[int, int]:
+        """Return the bytes of all sent and of all received messages, each packed."""
+        sent, received = (
+            sum(t.num_elements for part in messages.values() for t in part) * item_bytes
+            for messages in (self.sends, self.receives)
+        )
+        return sent, received
 
     def staging_bytes(self, item_bytes: int) -> int:
         """Return the bytes that both directions need when every message is packed."""
-        sent, received = (sum(s.values()) for s in (self.send_sizes, self.receive_sizes))
-        return _aligned(sent * item_bytes) + received * item_bytes
+        sent, received = self.packed_bytes(item_bytes)
+        return _aligned(sent) + received
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +93,8 @@ class Exchange:
 
     def post(self, hop: int, read: Params) -> None:
         """Pack the messages of a hop and start sending them."""
-        part, item = self._round.hops[hop], self._dtype.itemsize
-        sent, received = (sum(s.values()) * item for s in (part.send_sizes, part.receive_sizes))
+        part = self._round.hops[hop]
+        sent, received = part.packed_bytes(self._dtype.itemsize)
         start = _aligned(sent)
         outgoing = shared_view(self._staging[:sent], self._dtype)
         incoming = shared_view(self._staging[start : start + received], self._dtype)
@@ -179,14 +177,10 @@ def shared_view(memory: torch.Tensor, what: torch.dtype | tuple[int, ...]) -> to
     return shown
 
 
-def copy_within(transfers: Iterable[Transfer], read: Params, write: Params) -> int:
-    """Copy from parameter to parameter of this rank and return the number of bytes written."""
-    num_bytes = 0
+def copy_within(transfers: Iterable[Transfer], read: Params, write: Params) -> None:
+    """Copy from parameter to parameter of this rank."""
     for t in transfers:
-        target = target_view(write, t)
-        target.copy_(source_view(read, t))
-        num_bytes += target.numel() * target.element_size()
-    return num_bytes
+        target_view(write, t).copy_(source_view(read, t))
 
 
 def source_view(params: Params, transfer: Transfer) -> torch.Tensor:
@@ -215,10 +209,6 @@ def _cut(transfers: Sequence[Transfer], alone: int | None) -> list[Sequence[Tran
 
 def _tensors(of_peers: Mapping[int, list[Message]]) -> Tensors:
     return {peer: [tensor for _, tensor in several] for peer, several in of_peers.items()}
-
-
-def _sizes(messages: Messages) -> dict[int, int]:
-    return {peer: sum(t.num_elements for t in part) for peer, part in messages.items()}
 
 
 def _spans(

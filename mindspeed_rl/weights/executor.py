@@ -19,7 +19,7 @@ from mindspeed_rl.weights.exchange import (
 from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.planner import ReshardPlan, Transfer, check_same_tensors, plan_reshard
 from mindspeed_rl.weights.schedule import Schedule, plan_schedule
-from mindspeed_rl.weights.traffic import SyncTraffic
+from mindspeed_rl.weights.traffic import element_bytes_of, rank_traffic
 from mindspeed_rl.weights.transports import Transport
 
 ROUNDS_IN_FLIGHT = 2
@@ -38,7 +38,7 @@ def wire_dtype(declared: str, default: torch.dtype) -> torch.dtype:
     return dtype
 
 
-@without_collection
+@without_collection()
 def split_rounds(
     plan: ReshardPlan, schedule: Schedule, source: ShardLayout, num_hops: int
 ) -> tuple[Round, ...]:
@@ -102,6 +102,9 @@ class Resharder:
         bucket_bytes: Bound of all staging of this rank: what the rounds in flight send and receive.
         relay: Send each rectangle to a node once and forward it there.
 
+    Attributes:
+        traffic: The bytes that this rank moves at every run.
+
     Raises:
         RuntimeError: The layouts have different tensors.
         UsageError: The budget is too small.
@@ -129,6 +132,8 @@ class Resharder:
             ranks_per_node=ranks_per_node,
             relay=relay,
         )
+        bytes_of = element_bytes_of(source, dtype.itemsize)
+        self.traffic = rank_traffic(self.plan, bytes_of, ranks_per_node)
         self.rounds = split_rounds(self.plan, self.schedule, source, 2 if relay else 1)
         self._transport = transport
         self._dtype = dtype
@@ -141,7 +146,7 @@ class Resharder:
         read: Mapping[str, torch.Tensor],
         write: Mapping[str, torch.Tensor],
         after_round: Callable[[Round], None] | None = None,
-    ) -> SyncTraffic:
+    ) -> None:
         """Move all weights. Collective over the transport's ranks.
 
         Args:
@@ -150,43 +155,28 @@ class Resharder:
                 runs.
             after_round: Function that is called when the targets of a round are complete.
 
-        Returns:
-            The bytes that this rank moved.
-
         Raises:
             RuntimeError: Some ranks have another plan; raised on all ranks, before the first round.
         """
         if not self._compared:
             self._compare_plans()
-        transport, copied_bytes = self._transport, 0
-        sent_bytes, received_bytes = transport.sent_bytes, transport.received_bytes
-        staging = [self._new_staging() for _ in range(self._num_slots)]
+        size, device = self._staging_bytes(), self._transport.device
+        slots = min(ROUNDS_IN_FLIGHT, len(self.rounds))
+        staging = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(slots)]
         on_the_way: Exchange | None = None
         for i, part in enumerate(self.rounds):
             dtype = wire_dtype(part.dtype, self._dtype)
-            started = Exchange(part, staging[i % len(staging)], dtype, transport, write)
+            started = Exchange(part, staging[i % len(staging)], dtype, self._transport, write)
             started.post(0, read)
-            copied_bytes += copy_within(part.copies, read, write)
+            copy_within(part.copies, read, write)
             if on_the_way is not None:
                 on_the_way.finish(after_round)
             on_the_way = started
         if on_the_way is not None:
             on_the_way.finish(after_round)
-        return SyncTraffic(
-            transport.received_bytes - received_bytes,
-            transport.sent_bytes - sent_bytes,
-            copied_bytes,
-        )
 
-    def staging_bytes(self) -> int:
-        """Return the bytes that :meth:`run` allocates besides the parameters."""
-        return self._slot_bytes() * self._num_slots
-
-    @property
-    def _num_slots(self) -> int:
-        return min(ROUNDS_IN_FLIGHT, len(self.rounds))
-
-    def _slot_bytes(self) -> int:
+    def _staging_bytes(self) -> int:
+        """Return the bytes that the messages of the largest exchange need."""
         return max(
             (
                 hop.staging_bytes(wire_dtype(part.dtype, self._dtype).itemsize)
@@ -195,9 +185,6 @@ class Resharder:
             ),
             default=0,
         )
-
-    def _new_staging(self) -> torch.Tensor:
-        return torch.empty(self._slot_bytes(), dtype=torch.uint8, device=self._transport.device)
 
     def _compare_plans(self) -> None:
         """Check once that all ranks have the same plan, with 32 bytes from each rank.

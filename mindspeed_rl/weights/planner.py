@@ -207,7 +207,7 @@ def _transfer(
     )
 
 
-@without_collection
+@without_collection()
 def plan_reshard(
     source: ShardLayout,
     target: ShardLayout,
@@ -258,8 +258,6 @@ def check_same_tensors(source: ShardLayout, target: ShardLayout) -> None:
     Raises:
         RuntimeError: Some tensors differ; the message names them.
     """
-    if source.hf_shapes == target.hf_shapes:
-        return
     differing = [
         f"{name}: {source.hf_shapes.get(name)} -> {target.hf_shapes.get(name)}"
         for name in sorted({*source.hf_shapes, *target.hf_shapes})

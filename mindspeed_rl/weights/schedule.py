@@ -46,13 +46,11 @@ class Schedule:
         slots: Slots in order, by key of a unit or by name of a tensor; see :meth:`slots_of`.
         completed: For each round, the tensors that are complete after it.
         dtypes: For each round, the declared element type of its tensors; empty: that of the model.
-        staging_bytes: Bound of the bytes that one rank sends plus receives in one hop of one round.
     """
 
     slots: Mapping[str, tuple[Slot, ...]]
     completed: tuple[tuple[str, ...], ...]
     dtypes: tuple[str, ...]
-    staging_bytes: int
 
     def slots_of(self, source: ShardLayout, hf_name: str) -> tuple[Slot, ...]:
         """Return the slots in which the slices of a tensor travel."""
@@ -96,7 +94,7 @@ class _Item:
         return self.cost.loads * (1 / self.parts + 1 / self.cost.narrowest)
 
 
-@without_collection
+@without_collection()
 def plan_schedule(
     source: ShardLayout,
     target: ShardLayout,
@@ -132,10 +130,8 @@ def plan_schedule(
     slots: dict[str, list[Slot]] = {}
     completed: list[tuple[str, ...]] = []
     dtypes: list[str] = []
-    staging = 0.0
     for dtype in sorted(stages_of):
-        rounds, largest = _fill(list(stages_of[dtype].values()), costs, bucket_bytes)
-        staging = max(staging, largest)
+        rounds = _fill(list(stages_of[dtype].values()), costs, bucket_bytes)
         for items in rounds:
             for item in items:
                 slot = Slot(len(completed), item.part, item.parts)
@@ -147,7 +143,6 @@ def plan_schedule(
         {key: tuple(several) for key, several in slots.items()},
         tuple(completed),
         tuple(dtypes),
-        int(staging),
     )
 
 
@@ -228,10 +223,8 @@ class _Costs:
         return _Cost(table, float(table.max(initial=0.0)), narrowest)
 
 
-def _fill(
-    stages: list[list[Batch]], costs: _Costs, bucket_bytes: int
-) -> tuple[list[list[_Item]], float]:
-    """Return the items of every round, and the largest load of a rank in any round."""
+def _fill(stages: list[list[Batch]], costs: _Costs, bucket_bytes: int) -> list[list[_Item]]:
+    """Return the items of every round."""
     _check_budget(stages, costs, bucket_bytes)
     quantum = bucket_bytes / (2 * len(stages))
     queues = [[i for batch in stage for i in _slices(batch, costs, quantum)] for stage in stages]
@@ -244,7 +237,7 @@ def _fill(
         rounds = _spread(queues, progress, min(count, most))
         largest = max(float(_total(items, world).max(initial=0.0)) for items in rounds)
         if largest <= bucket_bytes:
-            return [items for items in rounds if items], largest
+            return [items for items in rounds if items]
         if count >= most:
             raise _too_small(bucket_bytes, largest)
         count = min(most, max(count + 1, int(count * 1.1)))

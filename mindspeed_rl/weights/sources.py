@@ -29,7 +29,6 @@ class SourceAssignment:
         hop: [D] 0 where nothing travels, 1 where a holder sends, 2 where a destination on the same
             node forwards what it received in hop 1.
         most_sent: The largest number of destinations that one rank serves in hop 1.
-        fan_out: The largest number of destinations on a node without a holder.
         even: Whether all nodes without a holder have equally many destinations.
         is_balanced: Whether every rotation gives the sources the same loads.
     """
@@ -38,7 +37,6 @@ class SourceAssignment:
     source: Ranks
     hop: NDArray[np.int8]
     most_sent: int
-    fan_out: int
     even: bool
     is_balanced: bool
 
@@ -126,10 +124,6 @@ def _assign_sources(
     relay: bool,
 ) -> Shared:
     """Compute :func:`assign_sources`, cached for every rotation that makes a difference."""
-    one = len(demands) == len(sources) == len(sources[0]) == 1
-    if one and len(destinations := demands[0].destinations) == len(destinations[0]) == 1:
-        only = _one_to_one(sources[0][0], destinations[0][0], ranks_per_node)
-        return Shared(((only,),), is_balanced=True)
     known = [_fixed(sources, rectangle.destinations, ranks_per_node) for rectangle in demands]
     relayed = [relay and fixed.fan_out > 1 for fixed in known]
     direct = [fixed for fixed, passes_on in zip(known, relayed, strict=True) if not passes_on]
@@ -252,24 +246,8 @@ def _assign(
         source,
         hop,
         most_sent=int((loads + shares).max()),
-        fan_out=fixed.fan_out,
         even=fixed.even,
         is_balanced=rotation is None and fixed.near_is_balanced and not surplus,
-    )
-
-
-def _one_to_one(src: int, dst: int, ranks_per_node: int) -> SourceAssignment:
-    """Assign one source to one destination: whole experts, which are most of all tensors."""
-    hop = int(src != dst)
-    far = src // ranks_per_node != dst // ranks_per_node
-    return SourceAssignment(
-        np.array([dst]),
-        np.array([src]),
-        np.array([hop], np.int8),
-        most_sent=hop,
-        fan_out=int(far),
-        even=True,
-        is_balanced=True,
     )
 
 
@@ -305,7 +283,7 @@ class _Fixed:
         near: Destinations with a source on their node; the runs are runs of sources.
         far: All other destinations without a copy of their own; the runs are runs of destinations.
         near_is_balanced: Whether all sources of a node serve equally many destinations on it.
-        fan_out: As in :class:`SourceAssignment`.
+        fan_out: The largest number of destinations on a node without a source.
         even: As in :class:`SourceAssignment`.
     """
 

@@ -15,7 +15,6 @@ from mindspeed_rl.weights.exchange import Round
 from mindspeed_rl.weights.executor import Resharder, wire_dtype
 from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
-from mindspeed_rl.weights.traffic import SyncTraffic
 from mindspeed_rl.weights.transports import Transport
 
 
@@ -62,22 +61,23 @@ class TensorStream:
         self,
         read: Mapping[str, torch.Tensor],
         deliver: Callable[[str, torch.Tensor], None] | None,
-    ) -> SyncTraffic:
+    ) -> None:
         """Call ``deliver(name, tensor)`` on every receiver for every HF tensor, as tensors arrive.
 
         Collective over the transport's ranks. The tensor belongs to ``deliver``, which only the
-        receivers have. Returns the bytes that this rank moved.
+        receivers have.
         """
         if deliver is None:
             assert not self._receives, "a receiver must take its tensors"
-            return self.resharder.run(read, {})
+            self.resharder.run(read, {})
+            return
         tensors = _WholeTensors(self._target, self._dtype, self._device)
 
         def complete(part: Round) -> None:
             for name in part.names:
                 deliver(name, tensors.pop(name))
 
-        return self.resharder.run(read, tensors, after_round=complete)
+        self.resharder.run(read, tensors, after_round=complete)
 
 
 class _WholeTensors(dict[str, torch.Tensor]):

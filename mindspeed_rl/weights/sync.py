@@ -12,7 +12,7 @@ import torch
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.weights.executor import Resharder
 from mindspeed_rl.weights.stream import TensorStream
-from mindspeed_rl.weights.traffic import SyncTraffic
+from mindspeed_rl.weights.traffic import RankTraffic
 from mindspeed_rl.weights.verify import WeightVerifier
 
 # Reported when the checksums differ but every element equals that of its first source.
@@ -52,23 +52,33 @@ class WeightPath:
         name: Name of the path in metrics.
         move: Function that writes all weights, given the trainer's parameters and the engine,
             between begin and finish of an update. Collective: the world.
+        traffic: The bytes that this rank moves.
     """
 
     name: str
-    move: Callable[[Mapping[str, torch.Tensor], WeightReceiver], SyncTraffic]
+    move: Callable[[Mapping[str, torch.Tensor], WeightReceiver], None]
+    traffic: RankTraffic
 
 
 def reshard_path(resharder: Resharder) -> WeightPath:
     """Return the path on which a rank receives only the rectangles that its parameters need."""
-    return WeightPath("direct", lambda read, engine: resharder.run(read, engine.weight_views()))
+    return WeightPath(
+        "direct",
+        lambda read, engine: resharder.run(read, engine.weight_views()),
+        resharder.traffic,
+    )
 
 
 def stream_path(stream: TensorStream) -> WeightPath:
     """Return the path of whole tensors through the engine's own loading code, on every rank."""
-    return WeightPath("stream", lambda read, engine: stream.run(read, engine.load_tensor))
+    return WeightPath(
+        "stream",
+        lambda read, engine: stream.run(read, engine.load_tensor),
+        stream.resharder.traffic,
+    )
 
 
-def sync_metrics(path: str, traffic: SyncTraffic, seconds: float) -> MetricSet:
+def sync_metrics(path: str, traffic: RankTraffic, seconds: float) -> MetricSet:
     """Return one rank's metrics of a sync. Local.
 
     Bytes are those of the busiest rank, the speed is the mean over ranks. The speed counts the
@@ -76,10 +86,10 @@ def sync_metrics(path: str, traffic: SyncTraffic, seconds: float) -> MetricSet:
 
     Args:
         path: Name of the path, whose share of what was written is 1.
-        traffic: Bytes that this rank moved.
+        traffic: Bytes that this rank moves.
         seconds: Time that moving took on this rank, including the wait for its device.
     """
-    received, sent, written = traffic.received_bytes, traffic.sent_bytes, traffic.written_bytes
+    received, sent, written = traffic.receive_bytes, traffic.send_bytes, traffic.written_bytes
     speed = [max(received, sent) / seconds / 1e9] if seconds > 0 else []
     return MetricSet(
         {
@@ -137,9 +147,10 @@ class WeightSync:
         read = self._read()
         self._synchronize()
         start = time.perf_counter()
-        traffic = self._path.move(read, engine)
+        self._path.move(read, engine)
         self._synchronize()
-        self.metrics = sync_metrics(self._path.name, traffic, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        self.metrics = sync_metrics(self._path.name, self._path.traffic, seconds)
         if number == 0 or (self._verify_interval and number % self._verify_interval == 0):
             self._prove(read, engine.weight_views())
         engine.finish_update(version)

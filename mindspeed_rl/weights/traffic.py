@@ -1,4 +1,4 @@
-"""Bytes that a rank moves in a weight sync: those of its plan, and those that it moved."""
+"""Bytes that a rank moves in a weight sync, counted in its plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class RankTraffic:
         inter_node_receive_bytes: The part of ``receive_bytes`` that comes from other nodes.
         inter_node_send_bytes: The part of ``send_bytes`` that goes to other nodes.
         num_senders: Number of ranks that it receives from.
-        num_receivers: Number of ranks that it sends to.
     """
 
     rank: int
@@ -39,7 +38,11 @@ class RankTraffic:
     inter_node_receive_bytes: int
     inter_node_send_bytes: int
     num_senders: int
-    num_receivers: int
+
+    @property
+    def written_bytes(self) -> int:
+        """All bytes that arrive; with a relay also those that are forwarded."""
+        return self.receive_bytes + self.copy_bytes
 
 
 def rank_traffic(plan: ReshardPlan, bytes_of: ElementBytes, ranks_per_node: int) -> RankTraffic:
@@ -59,25 +62,4 @@ def rank_traffic(plan: ReshardPlan, bytes_of: ElementBytes, ranks_per_node: int)
         ),
         inter_node_send_bytes=size(t for t in plan.sends if t.dst_rank // ranks_per_node != node),
         num_senders=len({t.src_rank for t in plan.receives}),
-        num_receivers=len({t.dst_rank for t in plan.sends}),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class SyncTraffic:
-    """The bytes that one rank moved in one sync, counted by the code that moved them.
-
-    Attributes:
-        received_bytes: Bytes from other ranks.
-        sent_bytes: Bytes to other ranks.
-        copied_bytes: Bytes from the rank's own trainer parameters.
-    """
-
-    received_bytes: int
-    sent_bytes: int
-    copied_bytes: int
-
-    @property
-    def written_bytes(self) -> int:
-        """All bytes that arrived; with a relay also those that were forwarded."""
-        return self.received_bytes + self.copied_bytes

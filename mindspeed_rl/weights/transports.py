@@ -1,4 +1,4 @@
-"""Transports, which move the flat messages of a round and count the bytes on the wire."""
+"""Transports, which move the flat messages of a round."""
 
 from __future__ import annotations
 
@@ -24,13 +24,10 @@ class Pending(Protocol):
 class Transport(Protocol):
     """Moves the messages of rounds. ``device`` is where buffers must be.
 
-    ``sent_bytes`` and ``received_bytes`` count from the beginning. With ``many_messages`` a peer
-    may be sent several messages, from and into any memory.
+    With ``many_messages`` a peer may be sent several messages, from and into any memory.
     """
 
     many_messages: bool
-    sent_bytes: int
-    received_bytes: int
     device: torch.device
 
     def start(self, sends: Tensors, receives: Tensors, dtype: torch.dtype) -> Pending:
@@ -60,12 +57,6 @@ class _GroupTransport:
         self._world = world
         self.device = device
         self._group = group
-        self.sent_bytes = 0
-        self.received_bytes = 0
-
-    def _count(self, sends: Tensors, receives: Tensors) -> None:
-        self.sent_bytes += _bytes_of(sends)
-        self.received_bytes += _bytes_of(receives)
 
     def all_gather(self, message: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self.device)
@@ -80,7 +71,6 @@ class AllToAllTransport(_GroupTransport):
     many_messages = False
 
     def start(self, sends: Tensors, receives: Tensors, dtype: torch.dtype) -> Pending:
-        self._count(sends, receives)
         outgoing, incoming = (_joined(m, dtype, self.device) for m in (sends, receives))
         received, sent = (
             [sum(m.numel() for m in of_peers.get(p, ())) for p in range(self._world)]
@@ -109,7 +99,6 @@ class PointToPointTransport(_GroupTransport):
     many_messages = True
 
     def start(self, sends: Tensors, receives: Tensors, dtype: torch.dtype) -> Pending:
-        self._count(sends, receives)
         operations = [
             dist.P2POp(kind, message, peer, self._group)
             for kind, of_peers in ((dist.irecv, receives), (dist.isend, sends))
@@ -118,10 +107,6 @@ class PointToPointTransport(_GroupTransport):
         ]
         works: list[Any] = dist.batch_isend_irecv(operations) if operations else []
         return _All(works)
-
-
-def _bytes_of(messages: Tensors) -> int:
-    return sum(m.numel() * m.element_size() for several in messages.values() for m in several)
 
 
 def _joined(messages: Tensors, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

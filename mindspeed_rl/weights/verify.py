@@ -128,10 +128,10 @@ def _sum_pieces(
     return total
 
 
-def copies_held(layout: ShardLayout, names: Sequence[str] = ()) -> torch.Tensor:
-    """Count the ranks that hold each element of all HF tensors or of ``names``: [n] int64."""
+def copies_held(layout: ShardLayout, names: Sequence[str]) -> torch.Tensor:
+    """Count the ranks that hold each element of some HF tensors: [n] int64."""
     copies = []
-    for name in names or layout.hf_shapes:
+    for name in names:
         held = sum(s.piece.hf_box.num_elements * len(s.owner_ranks) for s in layout.shards(name))
         copies.append(held // prod(layout.hf_shapes[name]))
     return torch.tensor(copies, dtype=torch.int64)

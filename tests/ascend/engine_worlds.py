@@ -51,7 +51,7 @@ def trainer_memory() -> list[torch.Tensor]:
 
 def build(folder: str, dtype: str, layout: EngineLayout, rank: int) -> Any:
     """The engine of this rank, as the product builds it."""
-    with preserved_environment("VLLM_", "ASCEND_"):  # as when the product imports vLLM
+    with preserved_environment():  # as when the product imports vLLM
         prepare()
     spec = spec_from_hf_config(json.loads((Path(folder) / "config.json").read_text()))
     provider = engine_provider()

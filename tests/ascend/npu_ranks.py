@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import os
 import pickle
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 
 import pytest
 from support import warm_ranks
+from support.jobs import free_port
 from support.spawn import end_ranks, run_body
 from support.warm_ranks import Rank, Server
 
@@ -34,12 +34,6 @@ WITH_AND_WITHOUT = [
     pytest.param({"use_fused_rmsnorm": True}, id="mindspeed", marks=needs_mindspeed),
 ]
 
-# What every world imports; not vLLM.
-_LIBRARIES = (
-    "numpy", "safetensors.torch", "torch.distributed", "transformers",
-    "megatron.core.distributed", "megatron.core.optimizer", "megatron.core.models.gpt",
-    "megatron.core.pipeline_parallel",
-)  # fmt: skip
 _SERVERS = {
     platform: Server(
         ("-m", "ascend.npu_ranks", "--serve", platform),
@@ -78,15 +72,12 @@ def run_npu_ranks(
     task = (function.__module__, function.__qualname__, dict(features or {}))
     (work_dir / "task.pkl").write_bytes(pickle.dumps(task))
     (work_dir / "args.pkl").write_bytes(pickle.dumps(tuple(args)))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     path = [MINDSPEED, os.environ["PYTHONPATH"]]
     if features is None:
         path = [entry for entry in sys.path if entry]
     common = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MINDSPEED_RL_ALLOW_VERSIONS": "1",  # torch_npu 2.13 instead of the matrix's 2.10
@@ -173,7 +164,7 @@ def serve(platform: str) -> None:
 
         importlib.import_module("torch_npu")
         npu_install.install(NpuSetup())
-    for name in _LIBRARIES:
+    for name in warm_ranks.TRAINER_LIBRARIES:
         importlib.import_module(name)
     sys.stdout.flush()  # what they printed waits there
     os.dup2(channel, 1)

@@ -29,7 +29,6 @@ from mindspeed_rl.rollout.engine import EngineState
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.vllm.engine import VllmEngine
 from mindspeed_rl.rollout.vllm.layout import VllmLayout
-from mindspeed_rl.rollout.vllm_ascend.backend import AscendBackend
 
 pytestmark = pytest.mark.ascend_emul
 
@@ -216,9 +215,6 @@ class RealEngine(VllmEngine):
             else:
                 param.data.copy_(value)
 
-    def _backend(self, *about: Any) -> AscendBackend:
-        return AscendBackend(*about)
-
     def _build(self, model_dir: str, settings: dict[str, Any]) -> Any:
         self.settings = settings
         hidden = SimpleNamespace(hidden_size=self._layout.spec.hidden_size)
@@ -271,12 +267,12 @@ def make(real: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "1")
 
-    def engine_of(name: str, kind: type[RealEngine] = RealEngine) -> RealEngine:
+    def engine_of(name: str) -> RealEngine:
         layout = VllmLayout(
             spec_of(CASES[name]), EngineLayout(1, 1), transposed_experts=True,
             expert_module="mlp.experts",
         )  # fmt: skip
-        return kind(real, layout, str(tmp_path))
+        return RealEngine(real, layout, str(tmp_path))
 
     return engine_of
 
@@ -394,9 +390,6 @@ def test_segments_expand_while_the_weights_are_away(
     off, on = "expandable_segments:False", "expandable_segments:True"
     away, back = "unmap_and_release", "create_and_map"
     assert seen == [away, back, off, away, on, off, back]
-    monkeypatch.delattr(memory, "_set_allocator_settings")
-    with pytest.raises(RuntimeError, match="_set_allocator_settings is gone; written for"):
-        make("experts")
 
 
 def test_a_version_that_turns_behind_our_back_is_caught(
@@ -432,17 +425,15 @@ def test_the_engine_is_built_for_updates(make: Make) -> None:
     assert ": 2; weight_nz_" in told
 
 
-def test_an_engine_with_nz_weights_is_refused(
-    make: Callable[..., RealEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_with_nz_weights_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm_ascend.ascend_config as config
 
-    class WithNzWeight(RealEngine):
-        def _backend(self, *about: Any) -> AscendBackend:
-            return AscendBackend(*about, format_of=lambda param: 29)
-
-    with pytest.raises(RuntimeError, match=r"NZ format \(model\..* has format 29\)"):
-        make("dense", WithNzWeight)
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(RuntimeError, match=r"NZ format \(model\..* has format 29\)"),
+    ):
+        patch.setattr("mindspeed_rl.rollout.vllm_ascend.backend.memory_format", lambda param: 29)
+        make("dense")
     monkeypatch.setattr(config._ASCEND_CONFIG, "weight_nz_mode", 1)
     with pytest.raises(RuntimeError, match=r"NZ format \(weight_nz_mode = 1\)"):
         make("dense")

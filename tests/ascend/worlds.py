@@ -184,7 +184,7 @@ def profile_world(world: World, model: str, flags: Sequence[str], num_steps: int
     loss = make_loss(Case("sft", loss="sft"), samples, [])
     multiprocessing.set_start_method("spawn", force=True)
     profiler = StepProfiler(job.config.profiler, job.platform, world.rank, "unused")
-    timer = PhaseTimer(job.platform.synchronize, mark=profiler.phase)
+    timer = PhaseTimer(job.platform, mark=profiler.phase)
     for step in range(1, num_steps + 1):
         profiler.begin_step(step)
         with timer(f"step {step}"):

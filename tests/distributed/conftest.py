@@ -11,70 +11,41 @@ import pytest
 from support.spawn import run_ranks
 
 if TYPE_CHECKING:
-    import torch
     from support.family_models import FamilyReference
-    from support.training_worlds import Reference, WorldResult
-
-    from mindspeed_rl.samples.packing import TrainSample
+    from support.training_worlds import WorldResult
 
 
 @pytest.fixture(scope="session")
-def reference(tiny_model: Path, tied_model: Path) -> Reference:
-    """Log-probs, entropies and gradients of transformers' Qwen2, sample by sample, unpadded."""
-    import torch
-    from support.training_worlds import Reference, make_samples, with_logprobs
-    from transformers import AutoModelForCausalLM
+def reference(tiny_model: Path, tied_model: Path) -> dict[tuple[str, float], FamilyReference]:
+    """Log-probs, entropies and gradients of transformers' Qwen2, by (model, temperature)."""
+    from support.family_models import family_reference
+    from support.training_worlds import make_samples
 
     samples = make_samples(307)
-    logprobs, entropies = {}, {}
-    for name, folder in (("tiny", tiny_model), ("tied", tied_model)):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        for temperature in (1.0, 0.7):
-            rows = [_response_rows(model, s) / temperature for s in samples]
-            logps = [row.log_softmax(-1).detach() for row in rows]
-            logprobs[name, temperature] = [
-                p.gather(-1, s.token_ids[s.num_prompt_tokens :, None])[:, 0]
-                for p, s in zip(logps, samples, strict=True)
-            ]
-            entropies[name, temperature] = [-(p.exp() * p).sum(-1) for p in logps]
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
-    parts = []
-    for s in samples:
-        rows = _response_rows(model, s).log_softmax(-1)
-        parts.append(rows.gather(-1, s.token_ids[s.num_prompt_tokens :, None])[:, 0])
-    loss = -torch.cat(parts).mean()
-    loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    return Reference(
-        with_logprobs(samples, logprobs["tiny", 1.0]),
-        logprobs,
-        entropies,
-        float(loss.detach()),
-        gradients,
-    )
-
-
-def _response_rows(model: torch.nn.Module, sample: TrainSample) -> torch.Tensor:
-    """Logits of the positions that predict the response: [response, vocabulary]."""
-    logits: torch.Tensor = model(sample.token_ids[None]).logits[0]
-    return logits[sample.num_prompt_tokens - 1 : -1]
+    return {
+        (name, temperature): family_reference(folder, samples, temperature)
+        for name, folder in (("tiny", tiny_model), ("tied", tied_model))
+        for temperature in (1.0, 0.7)
+    }
 
 
 @pytest.fixture(scope="session")
 def trained(
-    reference: Reference,
+    reference: dict[tuple[str, float], FamilyReference],
     tiny_model: Path,
     tied_model: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], WorldResult]:
     """Layout name of ``layouts.LAYOUTS`` -> its results; every layout runs once per session."""
     from support.training_layouts import LAYOUTS, cases_of
-    from support.training_worlds import train_world
+    from support.training_worlds import make_samples, train_world, with_logprobs
+
+    samples = with_logprobs(make_samples(307), reference["tiny", 1.0].logprobs)
 
     @cache
     def run(name: str) -> WorldResult:
         layout = LAYOUTS[name]
-        args = (layout.flags, cases_of(name, str(tied_model)), str(tiny_model), reference.samples)
+        args = (layout.flags, cases_of(name, str(tied_model)), str(tiny_model), samples)
         folder = tmp_path_factory.mktemp(name)
         results = run_ranks(train_world, layout.num_ranks, work_dir=folder, args=args)
         result: WorldResult = results[0]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mindspeed_rl.config import RLRunConfig
     from mindspeed_rl.launch.job import Job
     from mindspeed_rl.planning.run_plan import RLPlan
+    from mindspeed_rl.trainer.checkpoint import LoadedState
     from mindspeed_rl.trainer.train_engine import TrainEngine
 
 pytestmark = pytest.mark.distributed
@@ -53,18 +54,12 @@ class Trace:
         local: this rank's parameters after the last step.
         weights: the whole model by HF name, on rank 0.
         step_tensors: (optimizer step, number of its distinct tensors, parameters).
-        start: step after which the part began.
-        extra: what the checkpoint brought.
-        notes: what the user was told.
     """
 
     steps: list[tuple[float, float, float]]
     local: dict[str, torch.Tensor]
     weights: dict[str, torch.Tensor]
     step_tensors: tuple[float, int, int]
-    start: int
-    extra: dict[str, object]
-    notes: tuple[str, ...]
 
 
 def build(
@@ -73,12 +68,8 @@ def build(
     """A job and its policy, with all random states as at the start of a run."""
     from support.training_worlds import start_job
 
-    from mindspeed_rl.launch.bootstrap import seed_everything
-    from mindspeed_rl.rl.build_models import build_engine
-
     job = start_job(world, model, [*FLAGS, *flags])
-    seed_everything(job.config.train.seed)
-    return job, build_engine(job, "policy", NUM_STEPS)
+    return job, rebuild(job)
 
 
 def rebuild(job: Job[RLRunConfig, RLPlan]) -> TrainEngine:
@@ -93,14 +84,7 @@ def rebuild(job: Job[RLRunConfig, RLPlan]) -> TrainEngine:
     return build_engine(job, "policy", NUM_STEPS)
 
 
-def train(
-    job: Job[RLRunConfig, RLPlan],
-    engine: TrainEngine,
-    start: int,
-    stop: int,
-    extra: object = None,
-    notes: tuple[str, ...] = (),
-) -> Trace:
+def train(job: Job[RLRunConfig, RLPlan], engine: TrainEngine, start: int, stop: int) -> Trace:
     """Steps start+1 .. stop, each on samples of its own."""
     from support.batches import local_batches
     from support.training_worlds import in_hf_coordinates, make_samples
@@ -130,8 +114,7 @@ def train(
     parameters = engine.named_parameters()
     local = {name: p.detach().clone() for name, p in parameters.items()}
     floats = {name: p.detach().float() for name, p in parameters.items()}
-    weights = in_hf_coordinates(job, floats)
-    return Trace(steps, local, weights, counted, start, dict(extra or {}), notes)  # type: ignore[call-overload]
+    return Trace(steps, local, in_hf_coordinates(job, floats), counted)
 
 
 def train_whole_and_half(
@@ -153,14 +136,16 @@ def train_whole_and_half(
     return whole, len(multiprocessing.active_children())
 
 
-def resume_and_train(world: World, flags: Sequence[str], model: str, folder: str) -> Trace:
+def resume_and_train(
+    world: World, flags: Sequence[str], model: str, folder: str
+) -> tuple[Trace, LoadedState]:
     """Rank function: the rest of the run, in new processes."""
     from mindspeed_rl.trainer.checkpoint import load_checkpoint
 
     job, engine = build(world, flags, model)
     torch.rand(17)  # a random state that is not restored would now be another
     loaded = load_checkpoint(folder, engine, CheckpointConfig())
-    return train(job, engine, loaded.step, NUM_STEPS, loaded.extra, loaded.notes)
+    return train(job, engine, loaded.step, NUM_STEPS), loaded
 
 
 @pytest.mark.parametrize(
@@ -179,8 +164,8 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     args = (flags, str(tiny_model), str(tmp_path / "save"))
     before = run_ranks(train_whole_and_half, 2, work_dir=tmp_path, args=args)
     after = run_ranks(resume_and_train, 2, work_dir=tmp_path, args=args)
-    for (whole, _), rest in zip(before, after, strict=True):
-        assert rest.start == 2 and rest.extra == EXTRA
+    for (whole, _), (rest, loaded) in zip(before, after, strict=True):
+        assert loaded.step == 2 and loaded.extra == EXTRA
         assert rest.steps == whole.steps[2:]
         assert rest.local.keys() == whole.local.keys()
         for name, value in rest.local.items():
@@ -202,8 +187,8 @@ def test_other_layouts_continue_the_run(tiny_model: Path, tmp_path: Path) -> Non
     whole, _ = run_ranks(train_whole_and_half, 4, work_dir=tmp_path, args=args)[0]
     for flags, num_ranks in ((SHARDED, 1), ((*TP2, *SHARDED), 2), (SHARDED, 2)):
         args = (flags, str(tiny_model), folder)
-        rest = run_ranks(resume_and_train, num_ranks, work_dir=tmp_path, args=args)[0]
-        assert any("random states start from --seed" in note for note in rest.notes)
+        rest, loaded = run_ranks(resume_and_train, num_ranks, work_dir=tmp_path, args=args)[0]
+        assert any("random states start from --seed" in note for note in loaded.notes)
         for found, expected in zip(rest.steps, whole.steps[2:], strict=True):
             assert found == pytest.approx(expected, rel=STEP_TOLERANCE)
         for name, value in rest.weights.items():
@@ -231,14 +216,14 @@ def die_in_second_save(world: World, model: str, folder: str) -> None:
     save_checkpoint(folder, 2, engine, {})
 
 
-def go_on(world: World, model: str, folder: str) -> tuple[Trace, str]:
+def go_on(world: World, model: str, folder: str) -> tuple[LoadedState, str]:
     """Rank function: resume, train a step, save again."""
     from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
 
     job, engine = build(world, SHARDED, model)
     loaded = load_checkpoint(folder, engine, CheckpointConfig())
-    trace = train(job, engine, loaded.step, 2, None, loaded.notes)
-    return trace, str(save_checkpoint(folder, 2, engine, {}))
+    train(job, engine, loaded.step, 2)
+    return loaded, str(save_checkpoint(folder, 2, engine, {}))
 
 
 @pytest.mark.slow
@@ -250,9 +235,9 @@ def test_kill_during_a_save_leaves_the_previous_checkpoint(
     with pytest.raises(RankError, match="rank 1: ended by SIGKILL"):
         run_ranks(die_in_second_save, 2, work_dir=tmp_path, args=args)
     assert (folder / "iter_0000002.partial").is_dir()
-    for trace, saved in run_ranks(go_on, 2, work_dir=tmp_path, args=args):
-        assert trace.start == 1
-        assert any("iter_0000002.partial: its save did not finish" in n for n in trace.notes)
+    for loaded, saved in run_ranks(go_on, 2, work_dir=tmp_path, args=args):
+        assert loaded.step == 1
+        assert any("iter_0000002.partial: its save did not finish" in n for n in loaded.notes)
         assert saved == str(folder / "iter_0000002")
     assert not (folder / "iter_0000002.partial").exists()
     assert find_latest(folder).path == folder / "iter_0000002"

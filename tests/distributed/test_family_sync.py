@@ -1,7 +1,7 @@
 """Real engines of every family, updated in place on four ranks: three syncs equal a fresh load.
 
-Qwen2 is in ``test_silent_errors.py``; more layouts without an engine, on eight ranks, in
-``test_family_reshard.py``.
+Qwen2 is in ``test_silent_errors.py``; any layouts without an engine are in
+``tests/simulated/test_planner.py``.
 """
 
 from __future__ import annotations

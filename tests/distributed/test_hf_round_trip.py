@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.family_models import FAMILY_CASES, VOCAB, write_family_model
+from support.conversions import config_of, hf_tensors
+from support.family_models import FAMILY_CASES, write_family_model
 from support.spawn import run_ranks
-from support.training_worlds import make_samples, start_job
+from support.training_worlds import start_job
 
 from mindspeed_rl.launch.bootstrap import World
 
@@ -58,17 +59,8 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def config_of(folder: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((folder / "config.json").read_text())
-    return found
-
-
 def test_fp32_is_bit_identical(exports: Path) -> None:
-    source, found = weights_of(exports / "source"), weights_of(exports / "fp32")
+    source, found = hf_tensors(exports / "source"), hf_tensors(exports / "fp32")
     assert found.keys() == source.keys() - MTP.keys()
     for name, weight in found.items():
         assert weight.dtype == torch.float32
@@ -78,7 +70,7 @@ def test_fp32_is_bit_identical(exports: Path) -> None:
 @pytest.mark.parametrize("name", ["bf16", "with-mtp"])
 def test_the_router_bias_stays_fp32_in_bf16(exports: Path, name: str) -> None:
     """It decides which expert is chosen; rounding it would route other than the trainer did."""
-    source, found = weights_of(exports / "source"), weights_of(exports / name)
+    source, found = hf_tensors(exports / "source"), hf_tensors(exports / name)
     assert found[BIAS].dtype == torch.float32
     assert torch.equal(found[BIAS], source[BIAS])
     assert not torch.equal(source[BIAS], source[BIAS].to(torch.bfloat16).float())
@@ -89,11 +81,11 @@ def test_the_router_bias_stays_fp32_in_bf16(exports: Path, name: str) -> None:
 
 
 def test_multi_token_prediction_is_kept_as_it_was(exports: Path) -> None:
-    found = weights_of(exports / "with-mtp")
+    found = hf_tensors(exports / "with-mtp")
     for name, weight in MTP.items():
         assert found[name].dtype == weight.dtype
     assert torch.equal(found["model.layers.4.enorm.weight"], MTP["model.layers.4.enorm.weight"])
-    source = weights_of(exports / "source")
+    source = hf_tensors(exports / "source")
     assert all(torch.equal(found[name], source[name]) for name in MTP)
 
 
@@ -115,18 +107,3 @@ def test_the_config_declares_what_is_there(
     assert {k: v for k, v in config.items() if k not in changed} == {
         k: v for k, v in before.items() if k not in changed
     }
-
-
-@pytest.mark.parametrize("name", ["fp32", "bf16", "with-mtp"])
-def test_transformers_computes_the_same(exports: Path, name: str) -> None:
-    """Loaded as the config says; compared with the source cast to the same types."""
-    from transformers import AutoModelForCausalLM
-
-    dtype = torch.float32 if name == "fp32" else torch.bfloat16
-    exported = AutoModelForCausalLM.from_pretrained(exports / name)
-    assert exported.dtype == dtype
-    source = AutoModelForCausalLM.from_pretrained(exports / "source", dtype=dtype)
-    for sample in make_samples(VOCAB):
-        with torch.no_grad():
-            found, expected = (m(sample.token_ids[None]).logits for m in (exported, source))
-        assert torch.equal(found, expected)

@@ -24,7 +24,7 @@ def preflight_world(world: World, folder: str, absent: str) -> list[tuple[str, s
     """Groups of pairs and of everyone; the last rank never comes to the group ``absent``."""
     import torch.distributed as dist
 
-    from mindspeed_rl.launch.preflight import Preflight, exchange
+    from mindspeed_rl.launch import preflight
     from mindspeed_rl.platforms.cpu import CpuPlatform
 
     store = dist.FileStore(f"{folder}/store", world.size)
@@ -39,9 +39,10 @@ def preflight_world(world: World, folder: str, absent: str) -> list[tuple[str, s
             time.sleep(60)
         exchange(group, ranks, rank, device)
 
+    exchange, preflight.exchange, preflight.GRACE_S = preflight.exchange, check, 1.0
     if absent == "group creation" and world.rank == world.size - 1:
         time.sleep(60)
-    rows = Preflight(world, CpuPlatform(), store, groups, LIMIT_S, check, grace_s=1.0).run()
+    rows = preflight.Preflight(world, CpuPlatform(), store, groups, LIMIT_S).run()
     if rows:
         Path(folder, "rows").write_text("\n".join(row.what for row in rows))
     return [(row.status.value, row.what) for row in rows]

@@ -116,14 +116,6 @@ def test_training_leaves_no_megatron_module_with_the_real_torch(
     assert not world.cuda_available
 
 
-@pytest.mark.parametrize("layout", LAYOUT_PARAMETERS)
-def test_pipeline_outputs_are_not_deallocated(
-    layout: str, trained: Callable[[str], WorldResult]
-) -> None:
-    """Else a buffer is freed while gloo still sends it: wrong losses, now and then."""
-    assert not trained(layout).deallocates_pipeline_outputs
-
-
 @pytest.mark.parametrize("world", WORLD_PARAMETERS)
 def test_engine_leaves_the_process_as_it_was(world: str, facts: Facts) -> None:
     """Generators, environment (LOCAL_WORLD_SIZE, LD_PRELOAD), threads, groups, platform.

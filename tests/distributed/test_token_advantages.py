@@ -28,7 +28,6 @@ FLAGS = {
     "gae": "--rl-advantage-estimator gae --rl-gamma 0.9 --gae-lambda 0.8 --grpo-kl-beta 0.1 "
     "--rl-kl-in-reward --rl-kl-estimator k1",
 }
-Advantages = dict[tuple[int, int], float]  # (sample, place in the response)
 
 
 def make_samples() -> tuple[list[RolloutInfo], list[TrainSample]]:
@@ -43,11 +42,10 @@ def make_samples() -> tuple[list[RolloutInfo], list[TrainSample]]:
     return samples, rows
 
 
-def advantages_in(world: World, model: str) -> dict[str, dict[str, Advantages]] | None:
+def advantages_in(world: World, model: str) -> dict[str, dict[str, list[torch.Tensor]]] | None:
     """Rank function: of every token, by layout and estimator; on rank 0."""
-    import torch.distributed as dist
     from support.batches import local_batches
-    from support.training_worlds import make_job
+    from support.training_worlds import by_sample, make_job
 
     from mindspeed_rl.algorithms.types import Denominators
     from mindspeed_rl.rl.advantages import compute_advantages
@@ -57,7 +55,7 @@ def advantages_in(world: World, model: str) -> dict[str, dict[str, Advantages]] 
     from mindspeed_rl.selftest.loss import Layout
 
     samples, rows = make_samples()
-    result: dict[str, dict[str, Advantages]] = {}
+    result: dict[str, dict[str, list[torch.Tensor]]] = {}
     for name, layout in (("dp2", Layout()), ("cp2", Layout(cp=2)), ("pp2", Layout(pp=2))):
         job = make_job(world, model, ["--micro-batch-size", "2", "--grpo-group-size", "3"])
         with selftest.in_layout(job, layout) as models:
@@ -81,17 +79,9 @@ def advantages_in(world: World, model: str) -> dict[str, dict[str, Advantages]] 
                     [OptimizerBatch(annotated, Denominators(41, 6))], cast(Any, None)
                 )
                 state = RunState(kl_beta=BETA)
-                found = compute_advantages(cast(Any, run), state, step, samples, 1)
-                mine: Advantages = {}
-                for m in found.micro_batches if engine.is_last_stage else []:
-                    places = (m.positions[m.loss_mask] - 3).tolist()
-                    owners = m.sequence_of.tolist()
-                    values = m.column("advantages").tolist()
-                    for owner, place, value in zip(owners, places, values, strict=True):
-                        mine[m.sample_ids[owner], place] = value
-                everyone: list[Advantages] = [{}] * world.size
-                dist.all_gather_object(everyone, mine)
-                result[name][estimator] = {k: v for part in everyone for k, v in part.items()}
+                micro = compute_advantages(cast(Any, run), state, step, samples, 1).micro_batches
+                found = [m.columns.get("advantages") for m in micro]
+                result[name][estimator] = by_sample(engine, micro, found, len(samples))
     return result if world.rank == 0 else None
 
 
@@ -128,6 +118,7 @@ def test_they_are_those_of_whole_sequences_in_every_layout(tmp_path: Path) -> No
     assert set(found) == {"dp2", "cp2", "pp2"}
     for layout, by_estimator in found.items():
         for estimator, values in by_estimator.items():
-            rows = expected(estimator)
-            wanted = {(i, t): v for i, row in enumerate(rows) for t, v in enumerate(row.tolist())}
-            assert values == pytest.approx(wanted, rel=1e-5, abs=1e-6), (layout, estimator)
+            for found_row, row in zip(values, expected(estimator), strict=True):
+                assert found_row.tolist() == pytest.approx(row, rel=1e-5, abs=1e-6), (
+                    layout, estimator,
+                )  # fmt: skip

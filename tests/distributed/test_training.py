@@ -14,7 +14,8 @@ from support.training_layouts import LAYOUT_PARAMETERS
 from support.training_worlds import CaseResult, relative_errors
 
 if TYPE_CHECKING:
-    from support.training_worlds import Reference, WorldResult
+    from support.family_models import FamilyReference
+    from support.training_worlds import WorldResult
 
 pytestmark = pytest.mark.distributed
 
@@ -49,12 +50,12 @@ def worst(errors: dict[str, float]) -> tuple[float, str]:
 
 
 def test_reference_gradient_is_that_of_transformers(
-    trained: Callable[[str], WorldResult], reference: Reference
+    trained: Callable[[str], WorldResult], reference: dict[tuple[str, float], FamilyReference]
 ) -> None:
     """One rank, one micro-batch, against autograd in fp64; measured: 1.9e-6."""
-    case = trained("tp1").cases["sft-reference"]
-    assert worst(relative_errors(case.gradients, reference.sft_gradients))[0] <= 1e-5
-    assert case.metrics["loss"] == pytest.approx(reference.sft_loss, rel=1e-6)
+    case, expected = trained("tp1").cases["sft-reference"], reference["tiny", 1.0]
+    assert worst(relative_errors(case.gradients, expected.gradients))[0] <= 1e-5
+    assert case.metrics["loss"] == pytest.approx(expected.loss, rel=1e-6)
 
 
 def test_reference_exercises_every_branch(trained: Callable[[str], WorldResult]) -> None:

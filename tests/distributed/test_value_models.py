@@ -14,7 +14,7 @@ from support.family_models import FAMILY_CASES, VOCAB, write_family_model
 from support.memory_worlds import as_predicted
 from support.spawn import run_ranks
 from support.tiers import slow_but
-from support.training_worlds import make_samples, start_job
+from support.training_worlds import by_sample, make_samples, start_job
 
 from mindspeed_rl.launch.bootstrap import World
 
@@ -47,25 +47,18 @@ class Facts:
     """What one rank saw.
 
     Attributes:
-        values: by sample, the critic's at the places and in the order that this rank holds.
+        values: the critic's, of every sample, gathered from all ranks.
         scores: of the reward model, of every sample.
-        bytes_at_start: by owner, measured before the first update.
-        predicted_at_start: the same.
-        bytes_after: by owner, after it.
-        predicted_after: the same.
-        whole: local weights of critic and policy after two updates without an interruption.
-        resumed: the same with offload, a save and a restart in between.
+        bytes: by owner, measured and predicted, before the first update and after it.
+        resumes_alike: whether two updates give the same local weights of critic and policy when
+            offload, a save and a restart come in between.
         updates: position of the critic's schedule after the restart.
     """
 
-    values: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    values: list[torch.Tensor]
     scores: list[float]
-    bytes_at_start: dict[str, int]
-    predicted_at_start: dict[str, int]
-    bytes_after: dict[str, int]
-    predicted_after: dict[str, int]
-    whole: list[torch.Tensor]
-    resumed: list[torch.Tensor]
+    bytes: list[tuple[dict[str, int], dict[str, int]]]
+    resumes_alike: bool
     updates: int
 
 
@@ -87,33 +80,26 @@ def value_world(world: World, flags: Sequence[str], model: str, scorer: str, sav
     scores_by = build_reward_model(job)
     assert scores_by is not None
     batches = local_batches(job, policy, samples)
-    values, scores = _by_sample(critic, batches), _scores(job, scores_by, samples)
+    values = by_sample(critic, batches, critic.values(batches), len(samples))
+    scores = _scores(job, scores_by, samples)
 
     groups = trainer_memory(policy, None, critic, scores_by)
     prediction = MemoryPrediction(job.config, job.plan).rank_table(world.rank)
 
-    def predicted(phase: MemoryPhase) -> dict[str, int]:
-        return {owner.value: prediction[phase].get(owner, 0) for owner in groups}
+    def both(phase: MemoryPhase) -> tuple[dict[str, int], dict[str, int]]:
+        predicted = {owner.value: prediction[phase].get(owner, 0) for owner in groups}
+        return _bytes(groups), predicted
 
-    at_start = _bytes(groups)
+    num_bytes = [both(MemoryPhase.LOAD)]
     _train(policy, critic, batches, samples)
-    after = _bytes(groups)
+    num_bytes.append(both(MemoryPhase.TRAIN_IDLE))
     _train(policy, critic, batches, samples)
     whole = _weights(policy, critic)
     policy, critic = _interrupted(job, scores_by, lambda p, c: _train(p, c, batches, samples))
     updates = critic.schedule.num_updates
     _train(policy, critic, batches, samples)
-    return Facts(
-        values,
-        scores,
-        at_start,
-        predicted(MemoryPhase.LOAD),
-        after,
-        predicted(MemoryPhase.TRAIN_IDLE),
-        whole,
-        _weights(policy, critic),
-        updates,
-    )
+    alike = all(map(torch.equal, whole, _weights(policy, critic)))
+    return Facts(values, scores, num_bytes, alike, updates)
 
 
 def _build(job: Job[RLRunConfig, RLPlan]) -> tuple[TrainEngine, TrainEngine]:
@@ -172,22 +158,6 @@ def _interrupted(
     return policy, critic
 
 
-def _by_sample(
-    critic: TrainEngine, batches: Sequence[MicroBatch]
-) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Sample -> (which of its trained tokens, their values), on the last stage."""
-    found = {}
-    for prepared, values in zip(batches, critic.values(batches), strict=True):
-        if values is None:
-            continue
-        batch = prepared
-        starts = torch.tensor([0, *batch.num_trained]).cumsum(0)
-        for i, sample_id in enumerate(batch.sample_ids):
-            mine = batch.sequence_of == i
-            found[sample_id] = (batch.trained_index[mine] - starts[i], values[mine])
-    return found
-
-
 def _train(
     policy: TrainEngine,
     critic: TrainEngine,
@@ -195,23 +165,18 @@ def _train(
     samples: Sequence[TrainSample],
 ) -> None:
     """One update of both, on targets that are a function of the token."""
-
     from mindspeed_rl.algorithms.losses import supervised_loss
     from mindspeed_rl.algorithms.types import Denominators
-    from mindspeed_rl.algorithms.value_loss import ValueLossSettings, value_loss
+    from mindspeed_rl.algorithms.value_loss import value_loss
 
     counts = Denominators.of(s.num_trained for s in samples)
     given = []
-    for prepared, values in zip(batches, critic.values(batches), strict=True):
-        places = prepared.positions[prepared.loss_mask].float()
+    for batch, values in zip(batches, critic.values(batches), strict=True):
         if values is not None:
-            prepared = prepared.with_column("old_values", values).with_column(
-                "returns", places.cos()
-            )
-        given.append(prepared)
-    critic.forward_backward(
-        given, partial(value_loss, settings=ValueLossSettings(0.5), denominators=counts)
-    )
+            returns = batch.positions[batch.loss_mask].float().cos()
+            batch = batch.with_column("old_values", values).with_column("returns", returns)
+        given.append(batch)
+    critic.forward_backward(given, partial(value_loss, denominators=counts, clip=0.5))
     critic.step()
     policy.forward_backward(given, lambda inputs: supervised_loss(inputs, counts.tokens))
     policy.step()
@@ -235,10 +200,7 @@ def write_scorer(model: Path, folder: Path) -> Any:
     return scorer.eval()
 
 
-@pytest.mark.parametrize(
-    "name",
-    slow_but(WORLDS, ["dp2"]),
-)
+@pytest.mark.parametrize("name", slow_but(WORLDS, ["dp2"]))
 def test_value_models(name: str, tmp_path: Path) -> None:
     """Values are transformers', bytes are those predicted, a resumed run is the whole one."""
     ranks, flags, family = WORLDS[name]
@@ -254,15 +216,10 @@ def test_value_models(name: str, tmp_path: Path) -> None:
             scorer.score(h[s.num_prompt_tokens - 1 : -1])[:, 0]
             for s, h in zip(samples, body, strict=True)
         ]
-    seen = [torch.zeros(len(v)) for v in values]
     for fact in facts:
         assert fact.scores == pytest.approx(pooled, abs=2e-5)
-        for i, (places, found) in fact.values.items():
-            torch.testing.assert_close(found, values[i][places], rtol=0, atol=2e-5)
-            seen[i][places] += 1
-        assert fact.bytes_at_start == as_predicted(fact.predicted_at_start)
-        assert fact.bytes_after == as_predicted(fact.predicted_after)
-        assert min(fact.bytes_after.values()) > 0 and fact.updates == 1
-        for whole, resumed in zip(fact.whole, fact.resumed, strict=True):
-            assert torch.equal(whole, resumed)
-    assert min(float(s.min()) for s in seen) >= 1, "every token has a value on some rank"
+        torch.testing.assert_close(fact.values, values, rtol=0, atol=2e-5)
+        for measured, predicted in fact.bytes:
+            assert measured == as_predicted(predicted)
+        assert min(measured.values()) > 0
+        assert fact.resumes_alike and fact.updates == 1

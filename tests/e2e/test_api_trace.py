@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.ascend_api import snapshot
 from support.attribute_trace import collected
-from support.jobs import ROOT, TorchrunJob, free_port
+from support.jobs import ROOT, TorchrunJob
 from support.whole_runs import COMMON, rows_of, write_inputs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -29,7 +29,7 @@ def test_attributes_of_objects_are_in_the_snapshot(tmp_path: Path) -> None:
     """Experts, data-parallel ranks, offload and a save; also what the engine measured."""
     write_inputs(tmp_path, 8, family="qwen3_moe")
     target = [ENTRY, str(tmp_path / "trace"), "mindspeed_rl.train_rl"]
-    with TorchrunJob(tmp_path, target, FLAGS, port=free_port()) as job:
+    with TorchrunJob(tmp_path, target, FLAGS) as job:
         ended = job.end(LIMIT_S)
     assert ended.returncodes == (0,), ended.output
     traced = collected(tmp_path / "trace")

@@ -44,4 +44,3 @@ def test_a_model_learns_to_use_the_calculator(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "out/rollouts.jsonl").read_text().splitlines()]
     right = [row for row in rows if row["reward"] == 1.0 and "calc(" in row["response"]]
     assert right, "no conversation that calls and answers"
-    assert not list((tmp_path / "out").glob("*.html"))

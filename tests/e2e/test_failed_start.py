@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from make_task_data import generate_task, write_jsonl
-from make_tiny_model import write_tiny_model
-from support.jobs import TorchrunJob, free_port
+from support.jobs import TorchrunJob
+from support.whole_runs import write_inputs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone]
 
@@ -18,29 +17,23 @@ FLAGS = ["--hf-checkpoint", "model", "--platform", "cpu", "--train-iters", "2",
          "--global-batch-size", "2", "--make-vocab-size-divisible-by", "8"]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("start")
-    write_tiny_model(folder / "model")
-    write_jsonl(folder / "train.jsonl", generate_task("digit_sort", 16, seed=0))
-    return folder
-
-
 @pytest.mark.parametrize("missing_on", [0, 1])
-def test_a_file_that_one_node_lacks_ends_all_nodes(world: Path, missing_on: int) -> None:
+def test_a_file_that_one_node_lacks_ends_all_nodes(tmp_path: Path, missing_on: int) -> None:
     """The node that has the file waits for the other one to join."""
+    write_inputs(tmp_path, 16)
     data = [["--sft-data", "train.jsonl"], ["--sft-data", "train.jsonl"]]
     data[missing_on] = ["--sft-data", "elsewhere.jsonl"]
     outputs: list[Sequence[str]] = [
         [*flags, "--output-dir", f"out{node}"] for node, flags in enumerate(data)
     ]
     with TorchrunJob(
-        world, ["-m", "mindspeed_rl.pretrain"], FLAGS, num_ranks=1, num_nodes=2, port=free_port(),
+        tmp_path, ["-m", "mindspeed_rl.pretrain"], FLAGS, num_ranks=1, num_nodes=2,
         node_flags=outputs,
     ) as job:  # fmt: skip
         ended = job.end(LIMIT_S)
     assert all(ended.returncodes), ended.output
-    told = re.findall(r"^mindspeed_rl\.pretrain: (.*)$", ended.output, re.MULTILINE)
-    assert told == ["error: --sft-data elsewhere.jsonl: no such file"] * 2, ended.output
-    assert "Traceback" not in ended.output.partition(told[0])[0]
+    errors = re.findall(r"^mindspeed_rl\.pretrain: error: (.*)$", ended.output, re.MULTILINE)
+    assert len(errors) == 2, ended.output
+    assert all(error.startswith("--sft-data elsewhere.jsonl: ") for error in errors), errors
+    assert "Traceback" not in ended.output.partition(errors[0])[0]
     assert "exitcode  : 2" in ended.output

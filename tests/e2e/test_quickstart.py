@@ -6,16 +6,14 @@ The interpreter of the tests stands in for the environment that setup_env.sh wou
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.jobs import ROOT, free_port, run_to_end
+from support.whole_runs import rows_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -29,10 +27,6 @@ def listed_results() -> list[str]:
     table = text.partition("writes into `outputs/quickstart/seed0/rl/`:")[2].split("\n\n")[1]
     rows = table.splitlines()[2:]
     return [name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
-
-
-def metrics_of(results: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (results / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +46,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         LIMIT_S, {"PYTHONPATH": str(ROOT), "MASTER_PORT": str(free_port())},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:]
-    (folder / "said.txt").write_text(done.stdout)
     return folder / "outputs" / "quickstart" / "seed0" / "rl"
 
 
@@ -66,27 +59,13 @@ def test_the_main_job_leaves_what_the_readme_lists(results: Path) -> None:
     assert summary["worst_mismatch"] < 1e-4
     assert summary["accuracy_before"] > 0.05, "the warm start taught it something"
     assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.4, summary
-    steps = [line for line in metrics_of(results) if "time/step_s" in line]
+    steps = [line for line in rows_of(results) if "time/step_s" in line]
     seconds = sum(line["time/step_s"] for line in steps)
     tokens = sum(line["throughput/tokens_per_s"] * line["time/step_s"] for line in steps)
     assert summary["wall_s"] > seconds, "evaluations count as well"
     assert summary["tokens_per_s"] == pytest.approx(tokens / seconds)
-    trained = [line for line in metrics_of(results) if "reward/mean" in line]
+    trained = [line for line in rows_of(results) if "reward/mean" in line]
     assert [line["step"] for line in trained] == list(range(1, STEPS + 1))
-
-
-def test_it_says_what_will_run_and_where_the_results_are(results: Path) -> None:
-    said = (results.parents[3] / "said.txt").read_text()
-    for words in (
-        "16000 of 16000 prompts",
-        "tp 2 x cp 1 x pp 2 x dp 1\n",
-        "4 replicas of tp 1 x dp 1\n",
-        "512 = 64 prompts x 8 samples\n",
-        "--num-workers",
-        f"{results}/summary.json",
-        f"{results}/hf\n",
-    ):
-        assert words in said, said
 
 
 def test_a_trace_of_its_second_step_opens(results: Path) -> None:
@@ -106,12 +85,3 @@ def test_a_trace_of_its_second_step_opens(results: Path) -> None:
         ]
         inside = [p for p in products for r in ranges if r["ts"] <= p["ts"] <= r["ts"] + r["dur"]]
         assert inside, f"no operators in {kind}"
-
-
-def test_its_curves_can_be_drawn_again_from_outside(results: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "plot_run.py"), str(results)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert f"wrote {results / 'curves.png'}" in done.stdout

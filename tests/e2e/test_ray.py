@@ -16,17 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.jobs import DRIVER, MARKER, ROOT, TorchrunJob, free_port, planted, processes_of
-
-sys.path.insert(0, str(ROOT / "tools"))
 from compare_runs import differences, digests, metrics
-from make_task_data import generate_task, write_jsonl
-from make_tiny_model import write_tiny_model
+from support.jobs import DRIVER, MARKER, ROOT, TorchrunJob, planted, processes_of
+from support.whole_runs import COMMON, TRAIN_RL, write_inputs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone]
 
 REHEARSAL = [sys.executable, DRIVER]
-ENTRY = [sys.executable, "-m", "mindspeed_rl.train_rl"]
+ENTRY = [sys.executable, *TRAIN_RL]
 LIMIT_S = 150.0
 REWARD = "def length(request):\n    return request.num_response_tokens / 6\n"
 ENVIRONMENT = """
@@ -51,8 +48,7 @@ class Echo:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, prompts and a reward."""
     folder = tmp_path_factory.mktemp("ray")
-    write_tiny_model(folder / "model")
-    write_jsonl(folder / "train.jsonl", generate_task("digit_sort", 16, seed=0))
+    write_inputs(folder, 16)
     (folder / "rewards.py").write_text(REWARD)
     (folder / "echo.py").write_text(ENVIRONMENT)
     return folder
@@ -75,8 +71,7 @@ def address() -> Iterator[str]:
 
 def flags(output: str) -> list[str]:
     return [
-        "--hf-checkpoint", "model", "--platform", "cpu", "--prompt-data", "train.jsonl",
-        "--pipeline-model-parallel-size", "2", "--make-vocab-size-divisible-by", "8",
+        *COMMON, "--pipeline-model-parallel-size", "2",
         "--train-iters", "2", "--grpo-prompts-per-step", "4", "--grpo-group-size", "2",
         "--micro-batch-size", "4", "--lr", "1e-3", "--reward-function", "rewards.py:length",
         "--max-prompt-length", "24", "--vllm-max-num-seqs", "8", "--seed", "3",
@@ -152,8 +147,7 @@ def test_a_run_in_ray_equals_that_of_torchrun_bit_for_bit(folder: Path) -> None:
     pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
     talk = ["--rl-environment", "echo.py:Echo"]
     talk += ["--reward-function", "environment", "rewards.py:length"]
-    target = ("-m", "mindspeed_rl.train_rl")
-    with TorchrunJob(folder, target, [*flags("torchrun"), *talk], port=free_port()) as job:
+    with TorchrunJob(folder, TRAIN_RL, [*flags("torchrun"), *talk]) as job:
         ended = job.end(LIMIT_S)
         assert ended.returncodes == (0,), ended.output
     marker = f"ray-{os.getpid()}"

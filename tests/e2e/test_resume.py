@@ -9,12 +9,10 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-from compare_runs import measures_machine
 from make_task_data import generate_task, write_jsonl
-from support.whole_runs import run_entry, write_inputs
+from support.whole_runs import comparable_rows, run_entry, write_inputs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -54,14 +52,6 @@ def interrupt(folder: Path, name: str, step: int) -> None:
     (cut / "save" / f"iter_{step + 2:07d}.partial").mkdir()
 
 
-def records(file: Path) -> list[dict[str, Any]]:
-    """The steps of a metrics file, without what measures the machine instead of the run."""
-    return [
-        {name: value for name, value in json.loads(line).items() if not measures_machine(name)}
-        for line in file.read_text().splitlines()
-    ]
-
-
 def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
     """With all the state a run can have: an adapted coefficient, groups left over, lengths.
 
@@ -88,7 +78,7 @@ def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
     assert "resuming after step 2 from rl-cut/save/iter_0000002" in said
     assert "iter_0000004.partial: its save did not finish" in said
 
-    expected, found = (records(world / run / "metrics.jsonl") for run in ("rl", "rl-cut"))
+    expected, found = (comparable_rows(world / run) for run in ("rl", "rl-cut"))
     assert found == expected
     evaluated = [record["step"] for record in found if "eval/reward" in record]
     trained = [record for record in found if "eval/reward" not in record]
@@ -126,13 +116,13 @@ def test_resumed_supervised_run_and_its_refusals(world: Path) -> None:
     refused = run(world, 1, "pretrain", changed, ok=False)
     assert "error: the checkpoint's sampler belongs to another run" in refused
     assert "--allow-changed-data" in refused
-    assert len(records(world / "sft-cut" / "metrics.jsonl")) == 4, "a refusal must change nothing"
+    assert len(comparable_rows(world / "sft-cut")) == 4, "a refusal must change nothing"
 
     run(world, 1, "pretrain", [*flags, *data, *places, *load])
-    expected, found = (records(world / run / "metrics.jsonl") for run in ("sft", "sft-cut"))
+    expected, found = (comparable_rows(world / run) for run in ("sft", "sft-cut"))
     assert found == expected and [record["step"] for record in found] == [1, 2, 3, 4]
 
     places = ["--output-dir", "sft-new", "--save", "sft-new/save"]
     other = ["--sft-data", "other.jsonl", *places, *load, "--train-iters", "5"]
     run(world, 1, "pretrain", [*flags, *other, "--allow-changed-data"])
-    assert [record["step"] for record in records(world / "sft-new" / "metrics.jsonl")] == [5]
+    assert [record["step"] for record in comparable_rows(world / "sft-new")] == [5]

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from compare_runs import measures_machine
-from support.jobs import TorchrunJob, free_port
-from support.whole_runs import COMMON, TRAIN_RL, rows_of, write_inputs
+from support.jobs import TorchrunJob
+from support.whole_runs import COMMON, TRAIN_RL, comparable_rows, write_inputs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -36,7 +34,7 @@ def run(folder: Path, num_nodes: int) -> list[Path]:
     names = [f"{num_nodes}-{node}" for node in range(num_nodes)]
     with TorchrunJob(
         folder, TRAIN_RL, FLAGS, num_ranks=NUM_RANKS // num_nodes,
-        port=free_port(), num_nodes=num_nodes,
+        num_nodes=num_nodes,
         node_flags=[["--output-dir", name] for name in names],
     ) as job:  # fmt: skip
         ended = job.end(LIMIT_S)
@@ -44,20 +42,12 @@ def run(folder: Path, num_nodes: int) -> list[Path]:
     return [folder / name for name in names]
 
 
-def records(output: Path) -> list[dict[str, Any]]:
-    """The steps of a run, without what measures the machine, or how it is cut into nodes."""
-    return [
-        {n: v for n, v in row.items() if n not in BY_NODE and not measures_machine(n)}
-        for row in rows_of(output)
-    ]
-
-
 def test_two_agents_give_the_numbers_of_one(tmp_path: Path) -> None:
     write_inputs(tmp_path, 16)
     (alone,) = run(tmp_path, 1)
     first, second = run(tmp_path, 2)
 
-    expected, found = records(alone), records(first)
+    expected, found = comparable_rows(alone, BY_NODE), comparable_rows(first, BY_NODE)
     assert [record["step"] for record in found] == [1, 2]
     assert found[1]["optimizer/grad_norm"] > 0
     assert found == expected

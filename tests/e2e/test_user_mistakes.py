@@ -16,10 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from make_task_data import generate_task, write_jsonl
-from make_tiny_model import write_tiny_model
 from safetensors.torch import load_file, save_file
-from support.jobs import ROOT, TorchrunJob, free_port
+from support.jobs import ROOT, TorchrunJob
+from support.whole_runs import run_entry, write_inputs
 
 pytestmark = pytest.mark.e2e
 
@@ -31,8 +30,7 @@ ENTRY = ["-m", "mindspeed_rl.train_rl"]
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with good input; each test spoils a piece of it by a flag."""
     folder = tmp_path_factory.mktemp("mistakes")
-    write_tiny_model(folder / "model")
-    write_jsonl(folder / "train.jsonl", generate_task("digit_sort", 16, seed=0))
+    write_inputs(folder, 16)
     return folder
 
 
@@ -57,7 +55,6 @@ def no_answer(folder: Path) -> dict[str, str]:
 
 
 def no_reward_function(folder: Path) -> dict[str, str]:
-    (folder / "reward.py").write_text("def other(request):\n    return 1.0\n")
     return {"--reward-function": "reward.py:score"}
 
 
@@ -112,7 +109,7 @@ MISTAKES = {
 def test_a_mistake_is_told_once(world: Path, spoil: Callable[[Path], dict[str, str]]) -> None:
     flags = arguments(spoil(world))
     environment = {"PYTHONPATH": os.pathsep.join([str(world / spoil.__name__), str(ROOT)])}
-    with TorchrunJob(world, ENTRY, flags, port=free_port(), environment=environment) as job:
+    with TorchrunJob(world, ENTRY, flags, environment=environment) as job:
         ended = job.end(LIMIT_S)
     told = re.findall(r"^mindspeed_rl\.train_rl: error: (.*)$", ended.output, re.MULTILINE)
     assert len(told) == 1 and re.search(MISTAKES[spoil], told[0]), ended.output
@@ -128,8 +125,7 @@ def test_rewards_that_raise_end_the_job_with_the_first_traceback(world: Path) ->
     code = "def fails(request):\n    return {}['the key that nobody set']\n"
     (world / "failing.py").write_text(code)
     flags = arguments({"--reward-function": "failing.py:fails"})
-    with TorchrunJob(world, ENTRY, flags, port=free_port()) as job:
-        ended = job.end(LIMIT_S)
+    ended = run_entry(world, flags, limit_s=LIMIT_S)
     assert ended.returncodes[0] != 0
     told = "RewardError: 4 of 4 rewards failed (100.0%), above --reward-max-error-rate"
     assert f"in phase reward: {told}" in ended.output, ended.output

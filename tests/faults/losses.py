@@ -105,11 +105,12 @@ LOSSES = (
           gives(_negated),
           _ALGORITHMS + "test_the_kl_of_its_tokens_is_taken_from_the_reward_of_a_sample",
           "Samples would be rewarded for leaving the reference."),
-    Fault("long-responses-rewarded", "mindspeed_rl.algorithms.overlong:overlong_penalty",
+    Fault("long-responses-rewarded", "mindspeed_rl.rl.advantages:length_penalty",
           gives(_negated),
-          "tests/unit/rl/test_dynamic_sampling.py::test_soft_overlong_punishment",
+          "tests/unit/rl/test_dynamic_sampling.py::"
+          "test_long_responses_are_punished_before_the_baseline",
           "Responses would grow to the limit."),
     Fault("value-loss-not-bounded", "mindspeed_rl.algorithms.value_loss:value_loss",
-          takes(settings=lambda s: replace(s, clip=0.0)), _VALUE,
+          takes(clip=lambda _: 0.0), _VALUE,
           "--value-clip would do nothing."),
 )  # fmt: skip

@@ -175,8 +175,6 @@ def plant(fault: Fault, module: ModuleType, report: Callable[[str], None]) -> No
 
 def _planted(fault: Fault, original: Any, report: Callable[[str], None]) -> Any:
     """The replacement, of the same kind, that tells when it is called."""
-    if isinstance(original, property):
-        return property(_planted(fault, original.fget, report))
     if isinstance(original, (staticmethod, classmethod)):
         return type(original)(_planted(fault, original.__func__, report))
     if not callable(original):

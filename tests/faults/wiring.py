@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from faults.planting import Fault, gives, takes, then
@@ -127,9 +128,9 @@ WIRING = (
           _BUILDING + "test_schedules_end_with_the_updates_of_the_run",
           "With k updates a step the rate reaches --min-lr after 1/k of the run."),
     Fault("critic-with-the-learning-rate-of-the-policy",
-          "mindspeed_rl.rl.build_models:value_engine",
-          lambda original: (lambda job, role, layout, train, num_updates: original(job, role,
-          layout, job.config.train, num_updates)),
+          "mindspeed_rl.rl.build_models:new_engine",
+          lambda original: (lambda job, role, layout, train, num_updates, **rest: original(job,
+          role, layout, job.config.train, num_updates, **rest)),
           _BUILDING + "test_the_critic_has_a_learning_rate_of_its_own",
           "--critic-lr would do nothing."),
     Fault("prompts-in-the-same-order-for-every-seed",
@@ -184,12 +185,12 @@ WIRING = (
           "tests/unit/rl/test_step.py::test_each_clip_flag_bounds_its_own_side",
           "Clip-higher would bound the wrong side."),
     Fault("covariance-seed-does-not-follow-the-update",
-          "mindspeed_rl.rl.update:covariance_settings",
+          "mindspeed_rl.rl.update:selection_seed",
           takes(update=lambda _: 0), _SETTINGS + "test_every_update_selects_with_a_seed_of_its_own",
           "Every update would hold back tokens at the same places."),
     Fault("critic-clips-by-the-policys-epsilon",
-          "mindspeed_rl.rl.critic:value_loss_settings",
-          lambda original: (lambda config: replace(original(config),
+          "mindspeed_rl.rl.critic:critic_loss",
+          lambda original: (lambda config: partial(original(config),
           clip=config.surrogate.eps_upper)),
           _SETTINGS + "test_the_critic_has_a_clip_of_its_own",
           "--value-clip would do nothing."),

@@ -16,7 +16,6 @@ from hypothesis import example, given, settings
 from reshard_figures import (
     busiest_bytes,
     critical_bytes,
-    missing_elements,
     node_floors,
     rank_floor,
     round_traffic,
@@ -98,16 +97,6 @@ def test_ranks_receive_exactly_what_they_lack(case: Case) -> None:
         plans = (plan_reshard(source, target, r, case.ranks_per_node, relay=True) for r in node)
         by_rank = (rank_traffic(plan, bytes_of, case.ranks_per_node) for plan in plans)
         assert sum(t.inter_node_receive_bytes for t in by_rank) == floors[number], node
-
-
-def test_overlapping_rectangles_count_once() -> None:
-    """Hand-counted: a 4 x 4 square, twice, and its neighbour, less a middle and a column."""
-    square, neighbour = Box((0, 0), (4, 4)), Box((0, 2), (4, 4))
-    middle, column = Box((1, 1), (2, 2)), Box((0, 2), (9, 1))
-    assert missing_elements((square, square, neighbour), ()) == 24
-    assert missing_elements((square,), (middle, column)) == 16 - 4 - 2
-    assert missing_elements((square,), (Box((4, 0), (4, 4)),)) == 16
-    assert missing_elements((square,), (square,)) == 0
 
 
 # --- who sends ---------------------------------------------------------------------------------

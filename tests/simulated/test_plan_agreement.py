@@ -43,18 +43,3 @@ def test_ranks_with_another_plan_are_named_on_all_ranks(changes: dict[str, Any],
     told = LocalWorld(4).run(one_rank)
     assert len(set(told)) == 1
     assert f"ranks [{odd}] of 4 have another plan than the rest" in told[0]
-
-
-def test_equal_plans_are_compared_once() -> None:
-    def one_rank(rank: int, transport: LocalTransport) -> int:
-        source, target = layouts_of(CASE)
-        resharder = plan(rank, transport)
-        sides = (
-            {n: torch.zeros(s) for n, s in x.local_shapes(rank).items()} for x in (source, target)
-        )
-        read, write = sides
-        for _ in range(3):
-            resharder.run(read, write)
-        return transport.num_gathers
-
-    assert LocalWorld(4).run(one_rank) == [1] * 4

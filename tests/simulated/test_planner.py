@@ -139,22 +139,15 @@ def test_the_digest_follows_everything_a_plan_depends_on() -> None:
     changes = [
         replace(GQA, vocab=68),
         replace(GQA, engine_tp=2),
-        replace(GQA, pp=1, dp=4),
-        replace(GQA, tied=True),
         replace(GQA, ranks_per_node=8),
-        replace(GQA, num_layers=6),
         replace(GQA, qk_norm=True),
         replace(GQA, layer_list=(3, 1)),
         replace(GQA, num_layers=3, noop=(0,)),
         replace(GQA, num_layers=3, noop=(3,)),
         MOE,
-        replace(MOE, ep=1),
         replace(MOE, etp=1),
         replace(MOE, engine_ep=True),
-        replace(MOE, engine_dp=1),
-        replace(MOE, expert_multiple=1),
         replace(MOE, transposed=True),
-        replace(MOE, whole_shared=True),
     ]
     assert len({digest(case) for case in [GQA, *changes]}) == 1 + len(changes)
 
@@ -171,7 +164,7 @@ def test_layouts_of_different_models_are_refused() -> None:
 
 @pytest.mark.parametrize("case", [TIED, MOE, LATENT], ids=["dense", "sliced", "whole"])
 def test_a_stream_delivers_every_tensor_of_the_checkpoint(case: Case) -> None:
-    """Whole, to all ranks, staged within the bucket."""
+    """Whole, to all ranks."""
     bucket_bytes = 5 << 10
     hf = hf_arrays(case)
     source, _ = layouts_of(case)
@@ -189,7 +182,6 @@ def test_a_stream_delivers_every_tensor_of_the_checkpoint(case: Case) -> None:
         delivered: dict[str, torch.Tensor] = {}
         stream.run(tensors(megatron_params(case, hf, rank)), delivered.__setitem__)
         assert stream.resharder.schedule.num_rounds > 3
-        assert 0 < stream.resharder.staging_bytes() <= bucket_bytes
         assert delivered.keys() == hf.keys()
         for name, tensor in delivered.items():
             np.testing.assert_array_equal(tensor.numpy(), hf[name], name)

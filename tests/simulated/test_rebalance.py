@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import random
-from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,21 +13,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl.core.types import Completion
-from mindspeed_rl.rollout import rebalance_plan
-from mindspeed_rl.rollout.rebalance import Progress, Rebalancer, RebalanceRules
+from mindspeed_rl.rollout.rebalance import Rebalancer, RebalanceRules
 from mindspeed_rl.rollout.rebalance_plan import (
     Load,
     Move,
     Replica,
-    Segment,
     StepCost,
     next_steps,
     plan_moves,
     run_segment,
 )
 from mindspeed_rl.rollout.requests import GenerationRequest
-from mindspeed_rl.rollout.step_loop import StepStats, run_steps
+from mindspeed_rl.rollout.stats import StepStats
 from mindspeed_rl.rollout.vllm.open_requests import OpenRequests
+from mindspeed_rl.rollout.vllm.step_loop import run_steps
 
 VERSION = 3
 COST = StepCost(ridge_tokens=64)
@@ -129,19 +126,20 @@ class World:
             self.rebalance_point()
         return done
 
-    def random_moves(
-        self, groups: Sequence[Sequence[Progress]], whims: random.Random
-    ) -> list[Move]:
+    def random_moves(self, groups: Sequence[Sequence[Load]], whims: random.Random) -> list[Move]:
         found = []
-        for source, progress in enumerate(groups):
+        for source, loads in enumerate(groups):
             targets = [i for i in range(len(groups)) if i != source]
-            for one in progress:
+            for one in loads:
                 if whims.random() < 0.4:
                     found.append(Move(one.sample_id, source, whims.choice(targets)))
         return found
 
     def rebalance_point(self) -> None:
-        groups = [r.progress() for r in self.open]
+        groups = [
+            requests.loads(side.expected)
+            for requests, side in zip(self.open, self.sides, strict=True)
+        ]
         plans = [side.plan(groups) for side in self.sides]
         assert all(plan == plans[0] for plan in plans)
         moves = plans[0].moves if self.whims is None else self.random_moves(groups, self.whims)
@@ -331,18 +329,3 @@ def test_engines_reach_a_rebalance_point_at_the_same_time() -> None:
     assert times[1] == pytest.approx(times[0], rel=0.05) and times[1] <= times[0]
     assert next_steps(replicas, cost, 20, range(1, 3)) == steps[1], "an engine steps as one"
     assert next_steps([done], cost, 20, range(1)) == 20
-
-
-def test_steps_are_searched_for_the_own_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One simulation per replica of the run; the search, which takes many, is of its own ones."""
-    runs: list[int] = []
-
-    def counted(replica: Replica, cost: StepCost, max_steps: float = math.inf) -> Segment:
-        runs.append(replica.loads[0].sample_id)
-        return run_segment(replica, cost, max_steps)
-
-    monkeypatch.setattr(rebalance_plan, "run_segment", counted)
-    replicas = [Replica((load(i, 400),), 9, 10**9) for i in range(8)]
-    next_steps(replicas, COST, 20, range(2, 4))
-    found = Counter(runs)
-    assert all((found[i] == 1) == (i not in (2, 3)) for i in range(8))

@@ -46,25 +46,6 @@ def assign_one(
 @example((range(3),), (range(7),), 100, 1, False)  # one node, sizes that do not divide
 @example((range(3, 4),), (range(3, 4),), 8, 5, True)
 @example((range(3, 4),), (range(17, 18),), 8, 5, True)
-def test_both_views_tell_the_same(
-    sources: tuple[range, ...],
-    destinations: tuple[range, ...],
-    node: int,
-    rotation: int,
-    relay: bool,
-) -> None:
-    """What a sender serves is the inverse of what the receivers chose."""
-    assigned = assign_one(sources, destinations, node, rotation, relay)
-    chosen = {d: assigned.source_of(d) for d in ranks_of(destinations)}
-    for src in {rank for ranks in sources for rank in ranks} | set(chosen):
-        served = [(d, hop) for d, (s, hop) in chosen.items() if s == src and hop]
-        assert assigned.served_by(src) == served
-    counts = Counter(s for s, hop in chosen.values() if hop == 1)
-    assert assigned.most_sent == max(counts.values(), default=0)
-
-
-@given(SEVERAL, SEVERAL, NODES, TURNS, st.booleans())
-@settings(max_examples=600, deadline=None)
 def test_the_choice_prefers_itself_then_its_node(
     sources: tuple[range, ...],
     destinations: tuple[range, ...],
@@ -170,6 +151,5 @@ def test_leaders_of_a_node_take_turns() -> None:
     leaders = set()
     for rotation in range(8):
         assigned = assign_one((range(2),), (range(8, 16),), 8, rotation, relay=True)
-        assert assigned.fan_out == 8
         leaders |= {d for d in range(8, 16) if assigned.source_of(d)[1] == 1}
     assert leaders == set(range(8, 16))

@@ -269,24 +269,15 @@ def private_uses(module: Module) -> Iterator[str]:
     An approximation: what this file names itself (functions, classes, attributes of self, slots)
     is its own, whatever object it is read from.
     """
-    own = {
-        node.name
-        for node in ast.walk(module.tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-    }
-    own |= {
-        node.attr
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    }
-    own |= {
-        node.target.id
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
+    own = set()
+    for node in ast.walk(module.tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                own.add(name)
+            case ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                own.add(name)
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                own.add(name)
     documented = {("os", "_exit")}
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.Attribute) or not _is_private(node.attr):

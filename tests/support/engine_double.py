@@ -92,9 +92,6 @@ class ToyBackend:
     def settings(self, options: Mapping[str, object]) -> dict[str, Any]:
         return dict(options)
 
-    def cache_settings(self, kv_cache_bytes: int, dtype: str) -> dict[str, Any]:
-        return {}
-
     def prepare(self) -> None:
         return None
 
@@ -114,18 +111,13 @@ class ToyPort:
         self.prompts[key] = tuple(token_ids)
         return key
 
-    def abort(self, keys: list[str]) -> None:
-        raise NotImplementedError
-
-    def stream(self, name: str) -> None:
-        raise NotImplementedError
-
 
 class EngineDouble(VllmEngine):
     """One rank of an engine of one rank.
 
     Attributes:
         toy: its LLM.
+        arguments: what ``vllm.LLM`` would be built with.
         finish_reasons: by sample id, where not ``"stop"``.
     """
 
@@ -141,7 +133,8 @@ class EngineDouble(VllmEngine):
     def _backend(self, *about: Any) -> ToyBackend:
         return ToyBackend()
 
-    def _build(self, model_dir: str, settings: dict[str, Any]) -> ToyLLM:
+    def _build(self, model_dir: str, arguments: dict[str, Any]) -> ToyLLM:
+        self.arguments = arguments
         shapes = dict(self._layout.local_shapes(0))
         if self._missing:
             del shapes[self._missing]

@@ -14,18 +14,7 @@ from types import SimpleNamespace
 
 import torch
 
-from mindspeed_rl.platforms.cpu import CpuPlatform
-
 GARBAGE = 0xC7
-
-
-class FakeNpu(CpuPlatform):
-    """A CPU by the name of an NPU."""
-
-    name = "npu"
-
-    def release_cached_memory(self) -> None:
-        """Nothing is cached here."""
 
 
 @dataclass
@@ -35,7 +24,6 @@ class Allocation:
     handle: tuple[int, int, int, int]
     tag: str
     keeps: torch.Tensor
-    cpu_backup_tensor: torch.Tensor | None = None
     mapped: bool = True
 
 
@@ -81,11 +69,8 @@ class FakePool:
         return 107001
 
     def wake_up(self, tags: Sequence[str]) -> None:
-        """Map, restore what was saved."""
-        for ptr, data in self.pointer_to_data.items():
+        """Map what has one of the tags."""
+        for data in self.pointer_to_data.values():
             if data.tag in tags:
                 assert not data.mapped, "mapped twice"
                 data.mapped = True
-                if (saved := data.cpu_backup_tensor) is not None:
-                    ctypes.memmove(ptr, saved.data_ptr(), data.handle[1])
-                    data.cpu_backup_tensor = None

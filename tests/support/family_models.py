@@ -145,8 +145,15 @@ class FamilyReference:
     entropies: list[torch.Tensor]
     gradients: dict[str, torch.Tensor]
 
+    @property
+    def loss(self) -> float:
+        """Token-mean negative log-likelihood of all samples."""
+        return -float(torch.cat(self.logprobs).mean())
 
-def family_reference(folder: Path, samples: Sequence[TrainSample]) -> FamilyReference:
+
+def family_reference(
+    folder: Path, samples: Sequence[TrainSample], temperature: float = 1.0
+) -> FamilyReference:
     """transformers on each sample alone, unpadded; gradients in fp64, by checkpoint names."""
     from transformers import AutoModelForCausalLM
 
@@ -157,7 +164,7 @@ def family_reference(folder: Path, samples: Sequence[TrainSample]) -> FamilyRefe
     logprobs, entropies = [], []
     for sample in samples:
         logits = model(sample.token_ids[None]).logits[0][sample.num_prompt_tokens - 1 : -1]
-        row = logits.log_softmax(-1)
+        row = (logits / temperature).log_softmax(-1)
         response = sample.token_ids[sample.num_prompt_tokens :, None]
         logprobs.append(row.gather(-1, response)[:, 0])
         entropies.append(-(row.exp() * row).sum(-1).detach().float())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,23 +31,15 @@ class Rollout:
 
     Attributes:
         tp: tensor-parallel ranks of an engine.
-        dp: its data-parallel ranks, which share the experts.
-        whole_experts: expert parallelism over both, instead of slices of every expert.
+        whole_experts: expert parallelism over them, instead of slices of every expert.
         transposed: experts as vLLM-Ascend stores them.
-        whole_shared: shared experts whole on every rank, as vLLM keeps them.
-        multiple: channels of a slice of an expert are padded to it.
         transport: of the executor.
-        relay: into each node once.
     """
 
     tp: int
-    dp: int = 1
     whole_experts: bool = False
     transposed: bool = False
-    whole_shared: bool = False
-    multiple: int = 1
     transport: str = "all-to-all"
-    relay: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +50,11 @@ class Moved:
         wrong: after each sync, parameters whose bits are not the oracle's.
         num_params: engine parameters of the rank.
         num_rounds: of one sync.
-        staging: what a sync says that it allocates, and on CPU the peak of what it did.
     """
 
     wrong: list[list[str]]
     num_params: int
     num_rounds: int
-    staging: tuple[int, int]
 
 
 def family_reshard_world(
@@ -91,21 +80,13 @@ def three_syncs(
     source: Any, world: World, read: Mapping[str, torch.Tensor], folder: str, rollout: Rollout
 ) -> Moved:
     """Collective: the world. The trainer's weights double between syncs, and are put back."""
-    from support.tensor_tracker import TensorTracker
-
     from mindspeed_rl.core.layout import EngineLayout
     from mindspeed_rl.rollout.vllm.layout import VllmLayout
     from mindspeed_rl.weights.executor import Resharder
     from mindspeed_rl.weights.transports import make_transport
 
-    grid = EngineLayout(world.size, rollout.tp, rollout.dp, rollout.whole_experts)
-    target = VllmLayout(
-        source.spec,
-        grid,
-        expert_multiple=rollout.multiple,
-        transposed_experts=rollout.transposed,
-        whole_shared_experts=rollout.whole_shared,
-    )
+    grid = EngineLayout(world.size, rollout.tp, 1, rollout.whole_experts)
+    target = VllmLayout(source.spec, grid, transposed_experts=rollout.transposed)
     device = next(iter(read.values())).device
     resharder = Resharder(
         source,
@@ -115,32 +96,24 @@ def three_syncs(
         transport=make_transport(rollout.transport, world.size, device),
         dtype=torch.float32,
         bucket_bytes=BUCKET_BYTES,
-        relay=rollout.relay,
     )
     engine = {
         "engine_tp": rollout.tp,
-        "engine_dp": rollout.dp,
         "engine_ep": rollout.whole_experts,
         "transposed": rollout.transposed,
-        "whole_shared": rollout.whole_shared,
-        "expert_multiple": rollout.multiple,
     }
     write = {
         name: torch.full(shape, _UNTOUCHED, dtype=torch.int32, device=device).view(torch.float32)
         for name, shape in target.local_shapes(world.rank).items()
     }
-    wrong, peak_bytes = [], 0
+    wrong = []
     for sync in range(NUM_SYNCS):
-        tracker = TensorTracker()
-        with tracker if device.type == "cpu" else nullcontext():
-            resharder.run(read, write)
-        peak_bytes = max(peak_bytes, tracker.peak_bytes)
+        resharder.run(read, write)
         expected = oracle_bits(folder, world.rank, torch.float32, 2.0**sync, **engine)
         wrong.append(differing(write, expected))
         for parameter in read.values():
             parameter.data *= 2.0 if sync < NUM_SYNCS - 1 else 0.5 ** (NUM_SYNCS - 1)
-    staging = resharder.staging_bytes(), peak_bytes
-    return Moved(wrong, len(write), len(resharder.rounds), staging)
+    return Moved(wrong, len(write), len(resharder.rounds))
 
 
 def oracle_bits(

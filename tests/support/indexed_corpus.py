@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,12 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 import torch
 
 from mindspeed_rl.config import PretrainRunConfig
 from mindspeed_rl.config.arguments import parse
-from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.planning.run_plan import check_pretrain
@@ -68,14 +65,3 @@ def pretrain_world(world: World, argv: Sequence[str], output: str) -> PretrainRe
             record = json.loads(line)
             losses[record["step"]] = record["loss"]
     return PretrainResult(losses, rows)
-
-
-def missing_helpers(world: World, folder: str) -> str:
-    """Rank function: what is told without megatron-core's helpers, where make is in ``folder``."""
-    from mindspeed_rl.trainer import indexed_data
-
-    os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
-    indexed_data._HELPERS = "megatron.core.datasets.missing"
-    with pytest.raises(UsageError) as told:
-        indexed_data._provide_helpers(world.local_rank)
-    return str(told.value)

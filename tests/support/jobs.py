@@ -49,7 +49,7 @@ class TorchrunJob:
         target: a script, or ``-m`` and a module.
         flags: of the entry.
         num_ranks: per agent.
-        port: of the store.
+        port: of the store; by default a free one.
         num_nodes: agents.
         environment: added to this process's.
         node_flags: further flags of each agent's ranks.
@@ -62,12 +62,12 @@ class TorchrunJob:
         flags: Sequence[str],
         *,
         num_ranks: int = 2,
-        port: int,
+        port: int | None = None,
         num_nodes: int = 1,
         environment: Mapping[str, str] | None = None,
         node_flags: Sequence[Sequence[str]] = (),
     ) -> None:
-        self.marker = uuid.uuid4().hex
+        self.marker, port = uuid.uuid4().hex, port or free_port()
         self._logs = [folder / f"{self.marker}.{node}.log" for node in range(num_nodes)]
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         variables = os.environ | {"PYTHONPATH": path} | dict(environment or {})

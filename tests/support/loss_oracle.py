@@ -1,8 +1,8 @@
 """Policy losses once more: numpy, fp64, one sequence after the other, straight from the sources.
 
-Nothing of the product is used. ``log p`` is passed twice: the loss differentiates the first and
-holds the second fixed wherever the source stops the gradient, so that central differences over the
-first give the gradient.
+Nothing of the product but the settings is used. ``log p`` is passed twice: the loss differentiates
+the first and holds the second fixed wherever the source stops the gradient, so that central
+differences over the first give the gradient.
 """
 
 from __future__ import annotations
@@ -13,22 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mindspeed_rl.algorithms.policy_losses import SurrogateSettings
+
 Row = NDArray[np.float64]
 LIMIT = 20.0  # nats, of every log-ratio that is exponentiated
-
-
-@dataclass(frozen=True, slots=True)
-class Knobs:
-    """Settings of all losses."""
-
-    low: float = 0.2
-    high: float = 0.28
-    dual: float = 0.0
-    cap: float = 20.0
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
-    beta: float = 0.05
-    coef: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +33,18 @@ def ratio(now: Row, old: Row) -> Row:
     return np.exp(np.clip(now - old, -LIMIT, LIMIT))
 
 
-def _clip_loss(r: Row, a: Row, k: Knobs) -> Row:
-    return np.maximum(-r * a, -np.clip(r, 1 - k.low, 1 + k.high) * a)
+def _clip_loss(r: Row, a: Row, k: SurrogateSettings) -> Row:
+    return np.maximum(-r * a, -np.clip(r, 1 - k.eps_lower, 1 + k.eps_upper) * a)
 
 
-def ppo(now: Row, fixed: Row, s: Sequence1, k: Knobs) -> Row:
+def ppo(now: Row, fixed: Row, s: Sequence1, k: SurrogateSettings) -> Row:
     loss = _clip_loss(ratio(now, s.old), s.advantage, k)
-    if k.dual:
-        loss = np.where(s.advantage < 0, np.minimum(loss, -k.dual * s.advantage), loss)
+    if k.clip_ratio_c:
+        loss = np.where(s.advantage < 0, np.minimum(loss, -k.clip_ratio_c * s.advantage), loss)
     return loss
 
 
-def gspo(now: Row, fixed: Row, s: Sequence1, k: Knobs) -> Row:
+def gspo(now: Row, fixed: Row, s: Sequence1, k: SurrogateSettings) -> Row:
     """The sequence's own objective; its gradient is exact, not that of the per-token form."""
     if not now.size:
         return now
@@ -64,57 +52,57 @@ def gspo(now: Row, fixed: Row, s: Sequence1, k: Knobs) -> Row:
     return np.full_like(now, _clip_loss(whole, s.advantage[0], k))
 
 
-def geo_mean(now: Row, fixed: Row, s: Sequence1, k: Knobs) -> Row:
+def geo_mean(now: Row, fixed: Row, s: Sequence1, k: SurrogateSettings) -> Row:
     if not now.size:
         return now
     d, a = now - s.old, s.advantage[0]
-    kept = np.minimum(d, k.high) if a > 0 else np.maximum(d, -k.low)
+    kept = np.minimum(d, k.eps_upper) if a > 0 else np.maximum(d, -k.eps_lower)
     return np.full_like(now, -a * np.exp(np.clip(np.mean(kept), -LIMIT, LIMIT)))
 
 
-def cispo(now: Row, fixed: Row, s: Sequence1, k: Knobs) -> Row:
-    return -np.clip(ratio(fixed, s.old), 1 - k.low, 1 + k.high) * s.advantage * now
+def cispo(now: Row, fixed: Row, s: Sequence1, k: SurrogateSettings) -> Row:
+    return -np.clip(ratio(fixed, s.old), 1 - k.eps_lower, 1 + k.eps_upper) * s.advantage * now
 
 
-def gpg(now: Row, fixed: Row, s: Sequence1, k: Knobs) -> Row:
+def gpg(now: Row, fixed: Row, s: Sequence1, k: SurrogateSettings) -> Row:
     return -s.advantage * now
 
 
-def sapo(now: Row, fixed: Row, s: Sequence1, k: Knobs) -> Row:
-    tau = np.where(s.advantage > 0, k.tau_pos, k.tau_neg)
+def sapo(now: Row, fixed: Row, s: Sequence1, k: SurrogateSettings) -> Row:
+    tau = np.where(s.advantage > 0, k.sapo_tau_pos, k.sapo_tau_neg)
     with np.errstate(over="ignore"):  # e^-x of a very small gate
         return -s.advantage * 4 / tau / (1 + np.exp(-tau * (ratio(now, s.old) - 1)))
 
 
-def dppo_tv(now: Row, fixed: Row, s: Sequence1, k: Knobs) -> Row:
+def dppo_tv(now: Row, fixed: Row, s: Sequence1, k: SurrogateSettings) -> Row:
     change = np.exp(fixed) - np.exp(s.old)
-    fine = np.where(s.advantage > 0, change <= k.high, change >= -k.low)
-    return -np.minimum(ratio(fixed, s.old), k.cap) * s.advantage * now * fine
+    fine = np.where(s.advantage > 0, change <= k.eps_upper, change >= -k.eps_lower)
+    return -np.minimum(ratio(fixed, s.old), k.ratio_cap) * s.advantage * now * fine
 
 
-def dppo_kl(now: Row, fixed: Row, s: Sequence1, k: Knobs) -> Row:
+def dppo_kl(now: Row, fixed: Row, s: Sequence1, k: SurrogateSettings) -> Row:
     p, q = np.exp(fixed), np.exp(s.old)
     kl = q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
-    up = (kl <= k.high) | (p <= q)
-    down = (kl <= k.low) | (p >= q)
+    up = (kl <= k.eps_upper) | (p <= q)
+    down = (kl <= k.eps_lower) | (p >= q)
     fine = np.where(s.advantage > 0, up, down)
-    return -np.minimum(ratio(fixed, s.old), k.cap) * s.advantage * now * fine
+    return -np.minimum(ratio(fixed, s.old), k.ratio_cap) * s.advantage * now * fine
 
 
-def dro(now: Row, fixed: Row, s: Sequence1, k: Knobs) -> Row:
-    return -(s.advantage * now - k.beta / 2 * (now - s.old) ** 2)
+def dro(now: Row, fixed: Row, s: Sequence1, k: SurrogateSettings) -> Row:
+    return -(s.advantage * now - k.dro_beta / 2 * (now - s.old) ** 2)
 
 
-def clip_cov(now: Row, fixed: Row, s: Sequence1, k: Knobs) -> Row:
+def clip_cov(now: Row, fixed: Row, s: Sequence1, k: SurrogateSettings) -> Row:
     return np.where(s.selected, 0.0, ppo(now, fixed, s, k))
 
 
-def kl_cov(now: Row, fixed: Row, s: Sequence1, k: Knobs) -> Row:
+def kl_cov(now: Row, fixed: Row, s: Sequence1, k: SurrogateSettings) -> Row:
     d = np.clip(now - s.old, -LIMIT, LIMIT)
-    return -np.exp(d) * s.advantage + k.coef * np.abs(d) * s.selected
+    return -np.exp(d) * s.advantage + k.kl_cov_coef * np.abs(d) * s.selected
 
 
-LOSSES: dict[str, Callable[[Row, Row, Sequence1, Knobs], Row]] = {
+LOSSES: dict[str, Callable[[Row, Row, Sequence1, SurrogateSettings], Row]] = {
     f.__name__: f
     for f in (ppo, gspo, geo_mean, cispo, gpg, sapo, dppo_tv, dppo_kl, dro, clip_cov, kl_cov)
 }
@@ -139,7 +127,7 @@ def aggregate(rows: Sequence[Row], mode: str, longest: int) -> float:
 
 
 def loss_and_gradient(
-    name: str, step: Sequence[Sequence1], k: Knobs, mode: str, longest: int
+    name: str, step: Sequence[Sequence1], k: SurrogateSettings, mode: str, longest: int
 ) -> tuple[float, list[Row]]:
     """Value, and gradient with respect to every log p by central differences."""
     fixed = [s.now for s in step]

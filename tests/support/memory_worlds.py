@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from support.handover import hand_over
-from support.table_engine import CompareWeights, CopyWeights, TableEngine, first_table
 from support.training_worlds import make_job
 
 from mindspeed_rl.algorithms.losses import supervised_loss
-from mindspeed_rl.colocation.scheduler import ColocationPlan, DeviceScheduler
-from mindspeed_rl.core.memory import FIXED_MODES, MemoryOwner, MemoryPhase, OffloadMode
+from mindspeed_rl.core.memory import MemoryOwner, MemoryPhase
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.platforms.storages import num_bytes, storages_of
 from mindspeed_rl.samples.packing import TrainSample
-from mindspeed_rl.weights.sync import WeightSync
 
 if TYPE_CHECKING:
     from mindspeed_rl.trainer.train_engine import TrainEngine
@@ -40,15 +35,6 @@ def as_predicted(num_bytes: Mapping[str, int]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryCase:
-    """One model with flags of its own."""
-
-    name: str
-    model: str
-    flags: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Measured:
     """A case on one rank, bytes.
 
@@ -57,31 +43,26 @@ class Measured:
         predicted: the same owners.
         optimizer_at_start: measured before the first update.
         predicted_at_start: the same.
-        borders: ``mode/state`` -> bytes by owner, measured and predicted.
     """
 
     owners: dict[str, int]
     predicted: dict[str, int]
     optimizer_at_start: int
     predicted_at_start: int
-    borders: dict[str, tuple[dict[str, int], dict[str, int]]]
 
 
 def measure_world(
-    world: World, layout: Sequence[str], cases: Sequence[MemoryCase]
+    world: World, cases: Mapping[str, tuple[str, Sequence[str]]]
 ) -> dict[str, Measured]:
-    """Rank function: build every case, measure, predict."""
+    """Rank function: build every case, a model with flags, in one layout; measure, predict."""
     from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
 
     results: dict[str, Measured] = {}
-    for case in cases:
-        job = make_job(world, case.model, [*layout, *case.flags])
+    for name, (model, flags) in cases.items():
+        job = make_job(world, model, flags)
         if not results:
             initialize_parallel(job)
-        engine = build_engine(job, "policy", 1)
-        measured = _measure(job, engine)
-        reference = build_engine(job, "reference", 0)
-        results[case.name] = replace(measured, borders=walk_borders(job, engine, reference))
+        results[name] = _measure(job, build_engine(job, "policy", 1))
     return results
 
 
@@ -108,46 +89,7 @@ def _measure(job: Any, engine: TrainEngine) -> Measured:
         },
         optimizer_at_start=at_start,
         predicted_at_start=table[MemoryPhase.LOAD].get(MemoryOwner.OPTIMIZER, 0),
-        borders={},
     )
-
-
-def walk_borders(
-    job: Any, policy: TrainEngine, reference: TrainEngine
-) -> dict[str, tuple[dict[str, int], dict[str, int]]]:
-    """There and back in every offload mode, the engine a double; bytes at every border."""
-    from mindspeed_rl.trainer.resident_memory import trainer_memory
-
-    groups = trainer_memory(policy, reference)
-    found: dict[str, tuple[dict[str, int], dict[str, int]]] = {}
-    for mode in FIXED_MODES:
-        prediction = MemoryPrediction(job.config, job.plan, offload=mode)
-
-        def look(
-            state: str, mode: OffloadMode = mode, prediction: MemoryPrediction = prediction
-        ) -> None:
-            measured = _owners(policy) | {
-                MemoryOwner.REFERENCE.value: _bytes(
-                    [p.data for module in reference.modules for p in module.parameters()]
-                )
-            }
-            expected = prediction.border(job.world.rank, state)
-            found[f"{mode.value}/{state}"] = (measured, {o: expected.get(o, 0) for o in measured})
-
-        sharing = ColocationPlan(groups, mode, at_border=look)
-        sharing.leave_all()
-        table = {"table": first_table()}
-        sync = WeightSync(
-            cast(Any, CopyWeights()), cast(Any, CompareWeights()), lambda table=table: table, 0
-        )
-        engine = TableEngine()
-        phases = DeviceScheduler(engine, lambda name: nullcontext(), sharing)
-        phases.to_train()
-        hand_over(phases, sync, engine, 0)
-        phases.to_train()
-        for group in groups.values():
-            group.restore()
-    return found
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -27,24 +27,18 @@ PYTHON = re.compile(r"^```python\n(# (?P<path>[\w./]+\.py)\n.*?)^```", re.MULTIL
 BLOCK = re.compile(r"^(?P<indent> *)```bash\n(?P<body>.*?)^ *```", re.MULTILINE | re.DOTALL)
 _MARK = "<!-- executed -->"
 
-# Blocks that tests/unit/repository/test_docs_run.py does not run: how they begin, what executes
-# them if anything does, and why it is not that test.
-NOT_RUN = (
-    ("bash pretrain_scripts/quickstart.sh", "tests/e2e/test_quickstart.py", "minutes"),
-    ("TORCH_INDEX_URL=", "tests/e2e/test_quickstart.py", "the same; the index: test_setup_env.py"),
-    ("bash tests/run_tests.sh", ".ci/run", "the suite itself"),
-    (
-        "bash pretrain_scripts/setup_env.sh --dev",
-        "tests/run_tests.sh",
-        "part of the suite",
-    ),
-    ("bash pretrain_scripts/setup_env.sh ", "tests/run_tests.sh", "installs"),
-    ("tests/ascend/run.sh", "tests/run_tests.sh", "installs; with MindSpeed only by hand"),
-    ("python -m pytest", "tests/run_tests.sh", "parts of the suite"),
-    ("python tools/bench/reshard.py", "", "minutes that need a quiet machine, by hand"),
-    ("IMAGE=", "", "docker, and a device"),
-    ("git clone --depth 1", "", "compiles a package of others with CANN"),
-)
+# Blocks that tests/unit/repository/test_docs_run.py does not run: how they begin, and why.
+NOT_RUN = {
+    "bash pretrain_scripts/quickstart.sh": "minutes; tests/e2e/test_quickstart.py runs it",
+    "TORCH_INDEX_URL=": "the same; the index: test_setup_env.py",
+    "bash tests/run_tests.sh": "the suite itself",
+    "bash pretrain_scripts/setup_env.sh ": "installs; tests/run_tests.sh runs it",
+    "tests/ascend/run.sh": "part of the suite; with MindSpeed only by hand",
+    "python -m pytest": "parts of the suite",
+    "python tools/bench/reshard.py": "minutes that need a quiet machine, by hand",
+    "IMAGE=": "docker, and a device",
+    "git clone --depth 1": "compiles a package of others with CANN",
+}
 
 
 @dataclass(frozen=True)
@@ -59,13 +53,6 @@ class Block:
     @property
     def name(self) -> str:
         return f"{self.page}:{self.line}"
-
-    @property
-    def scripts(self) -> set[str]:
-        """Names of the scripts that it starts; pytest counts as one."""
-        lines = (re.sub(r"(^|\s)#.*", "", line) for line in self.text.splitlines())
-        found = (re.search(r"[\w/]+\.(?:sh|py)\b|\bpytest\b", line) for line in lines)
-        return {one[0].rpartition("/")[2] for one in found if one}
 
     @property
     def quick(self) -> bool:
@@ -86,7 +73,7 @@ def blocks() -> Iterator[Block]:
             indent = len(found["indent"])
             body = "".join(line[indent:] for line in found["body"].splitlines(keepends=True))
             line = text[: found.start()].count("\n") + 1
-            left_out = body.startswith(tuple(begins for begins, _, _ in NOT_RUN))
+            left_out = body.startswith(tuple(NOT_RUN))
             run = Run.NEVER if left_out else Run.FILLED_IN
             run = Run.AS_IT_STANDS if before == _MARK else run
             yield Block(path.name, line, body, run)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from support.published import PUBLISHED
 
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.arguments import parse
+
 WORLD = 32
 EXPERT_RUN = tuple(
     f"""
@@ -17,3 +20,8 @@ EXPERT_RUN = tuple(
 )
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform",
              "--recompute-num-layers", "1")  # fmt: skip
+
+
+def expert_config(*flags: str) -> RLRunConfig:
+    """The run with further flags."""
+    return parse(RLRunConfig, [*EXPERT_RUN, *flags], "test").config

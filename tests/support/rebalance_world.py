@@ -15,7 +15,7 @@ from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.rollout.rebalance import Rebalancer, RebalanceRules
 from mindspeed_rl.rollout.rebalance_plan import StepCost
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, request_seed
-from mindspeed_rl.rollout.step_loop import StepStats
+from mindspeed_rl.rollout.stats import StepStats
 from mindspeed_rl.rollout.vllm.open_requests import OpenRequests
 
 COUNTS = (20, 2)
@@ -25,13 +25,13 @@ MODES = ("off", "waiting", "all")
 
 
 class Shaker:
-    """In place of a rebalancer: gives requests of this engine up and adds them again, at random.
+    """In place of a rebalancer: stops requests of this engine and adds them again, at random.
 
     Args:
-        streams: their random streams go on; without, they begin again.
+        streams: whether their random streams continue or start again.
 
     Attributes:
-        begun: requests with tokens that were given up.
+        num_running_moved: stopped requests that had tokens.
     """
 
     rules = SimpleNamespace(running=True)
@@ -44,9 +44,10 @@ class Shaker:
 
     def rebalance_point(self, requests: OpenRequests, stats: StepStats) -> bool:
         """Half of the requests. Local."""
-        chosen = [p for p in requests.progress() if self._draw.random() < 0.5]
-        self.num_running_moved += sum(p.computed for p in chosen)
-        taken = requests.take([p.sample_id for p in chosen])
+        loads = requests.loads(lambda _, done: done)
+        chosen = [load for load in loads if self._draw.random() < 0.5]
+        self.num_running_moved += sum(load.computed for load in chosen)
+        taken = requests.take([load.sample_id for load in chosen])
         requests.add(r if self._streams else replace(r, stream=None) for r in taken)
         return len(requests) > 0
 
@@ -58,7 +59,7 @@ class Run:
     Attributes:
         completions: that ended here.
         stats: what was stepped and moved.
-        begun: requests with tokens that were given up and added again.
+        num_running_moved: of a :class:`Shaker`.
     """
 
     completions: dict[int, Completion]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from mindspeed_rl.config.rewards import RewardConfig
 from mindspeed_rl.rewards import RewardPool, RewardRequest, RewardSettings
@@ -36,26 +37,16 @@ def worker_pids(pool: RewardPool) -> tuple[int, ...]:
 
 
 def children() -> set[int]:
-    result = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text()
-            except (FileNotFoundError, ProcessLookupError):  # ended since the listing
-                continue
-            if int(stat.rpartition(")")[2].split()[1]) == os.getpid():
-                result.add(int(entry.name))
-    return result
+    return {process.pid for process in psutil.Process().children()}
 
 
 def is_running(pid: int) -> bool:
     """Whether any thread of a process is left: the first may end before the others."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        num_threads = len(list(Path(f"/proc/{pid}/task").iterdir()))
-    except (FileNotFoundError, ProcessLookupError):
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
+    except psutil.NoSuchProcess:
         return False
-    return stat.rpartition(")")[2].split()[0] != "Z" or num_threads > 1
 
 
 def wait_for(condition: Callable[[], bool], limit_s: float) -> bool:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +28,6 @@ from support.table_engine import (
     response_of,
 )
 
-from mindspeed_rl.algorithms.types import MeanTerm
 from mindspeed_rl.colocation.memory_ledger import MemoryLedger
 from mindspeed_rl.colocation.scheduler import DeviceScheduler
 from mindspeed_rl.config import RLRunConfig
@@ -38,10 +37,10 @@ from mindspeed_rl.core.types import Completion, Prompt
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.job import Job
+from mindspeed_rl.metrics.jsonl import JsonlWriter
 from mindspeed_rl.metrics.loggers import RunLogger
-from mindspeed_rl.metrics.metric_set import Max, Mean, Metric, MetricSet, Total
+from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet, Total
 from mindspeed_rl.metrics.profiler import StepProfiler
-from mindspeed_rl.metrics.rollout_dump import RolloutDump
 from mindspeed_rl.metrics.timers import PhaseTimer
 from mindspeed_rl.planning.run_plan import check_rl
 from mindspeed_rl.platforms.cpu import CpuPlatform
@@ -63,7 +62,7 @@ from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import ResponseTensors
 from mindspeed_rl.trainer.heads import policy_inputs, value_inputs
 from mindspeed_rl.trainer.packed_attention import make_packed_row
-from mindspeed_rl.trainer.train_engine import UpdateStats
+from mindspeed_rl.trainer.train_engine import UpdateStats, collect_metrics
 from mindspeed_rl.weights.sync import WeightSync
 
 NUM_PROMPTS = 12
@@ -127,23 +126,15 @@ class TablePolicy:
     def forward_backward(self, batches: Sequence[MicroBatch], loss: Any) -> MetricSet:
         """The gradient of the summed losses, and the metrics of all micro-batches."""
         self.table.grad = None
-        metrics = MetricSet()
-        for micro in batches:
-            outputs = loss(self._loss_inputs(micro))
-            outputs.loss.backward()
-            found: dict[str, Metric] = {
-                name: Mean(float(term.sum), float(term.weight))
-                if isinstance(term, MeanTerm)
-                else Max(float(term.value))
-                for name, term in outputs.terms.items()
-            }
-            metrics = metrics.merge(found)
-        return metrics
+        outputs = [loss(self._loss_inputs(micro)) for micro in batches]
+        for output in outputs:
+            output.loss.backward()
+        return collect_metrics(outputs)
 
     def _loss_inputs(self, micro: MicroBatch) -> Any:
         logprobs = self._logprobs(micro)
         entropy = torch.zeros_like(logprobs)
-        return policy_inputs(micro, logprobs, entropy, self.all_reduce_cp)
+        return policy_inputs(micro, (logprobs, entropy), self.all_reduce_cp)
 
     def all_reduce_cp(self, values: torch.Tensor) -> torch.Tensor:
         """One rank."""
@@ -170,7 +161,7 @@ class TableCritic(TablePolicy):
         return self.logprobs(batches)
 
     def _loss_inputs(self, micro: MicroBatch) -> Any:
-        return value_inputs(micro, self._logprobs(micro), self.all_reduce_cp)
+        return value_inputs(micro, (self._logprobs(micro),), self.all_reduce_cp)
 
 
 class TableScorer(TablePolicy):
@@ -217,15 +208,6 @@ class Characters:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """One character per token."""
         return "".join(chr(i) for i in ids if i != STOP or not skip_special_tokens)
-
-
-class NoWatchdog:
-    """Phases without a deadline."""
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Nothing watches."""
-        yield
 
 
 @dataclass
@@ -418,11 +400,12 @@ def make_run(
     parsed = parse(RLRunConfig, (defaults + flags).split(), "test")
     config, world = parsed.config, world or World(0, 1, 0, 1)
     plan = check_rl(config, world.size)
-    job = Job(config, plan, world, CpuPlatform(), cast(Any, NoWatchdog()), ())
+    nobody = cast(Any, SimpleNamespace(phase=lambda name: nullcontext()))  # watches the phases
+    job = Job(config, plan, world, CpuPlatform(), nobody, ())
     policy, engine = TablePolicy(first_table()), TableEngine()
     output = Path(config.logging.output_dir)
     profiler = StepProfiler(config.profiler, job.platform, job.world.rank, output)
-    timer = PhaseTimer(clock=clock, mark=profiler.phase)
+    timer = PhaseTimer(job.platform, clock, mark=profiler.phase)
     scheduler = DeviceScheduler(cast(Any, engine), timer)
     scheduler.to_train()
     tokenizer, cache = cast(Any, Characters()), TensorCache(job.platform.device)
@@ -452,9 +435,7 @@ def make_run(
             profiler=profiler,
             ledger=MemoryLedger({}, job.platform.memory, None, 0),
             logger=RunLogger(output, world.rank == 0),
-            dump=RolloutDump(
-                output / "rollouts.jsonl", config.logging.log_rollouts, world.rank == 0
-            ),
+            dump=JsonlWriter(output / "rollouts.jsonl"),
         ),
     )
     return TableRun(parts, RunState(kl_beta=config.rl.grpo_kl_beta))

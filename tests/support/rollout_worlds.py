@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from support.handover import hand_over
@@ -24,6 +25,7 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.job import Job
+from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.platforms.storages import as_bytes
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, request_seed
@@ -121,9 +123,9 @@ def engine_world(
     for _ in range(2):
         for storage, _ in both.engine._cache._storages:
             as_bytes(storage).fill_(1)  # pages that nobody touches are not there to be freed
-        before = resident_bytes()
+        before = psutil.Process().memory_info().rss
         both.phases.to_train()
-        facts.freed_bytes.append(before - resident_bytes())
+        facts.freed_bytes.append(before - psutil.Process().memory_info().rss)
         both.to_rollout(13)
     both.engine.begin_update()
     facts.refusals["update begun"] = refusal(both, version=13)
@@ -205,12 +207,8 @@ def check_sampling(both: Both, facts: EngineFacts) -> None:
     cut = NUM_REQUESTS // 3 if both.job.plan.engine.num_replicas > 1 else NUM_REQUESTS
     mine = everything[:cut] if replica == 0 else everything[cut:]
     with noted_changes(facts.changed_by_generate):
-        completions = list(engine.generate(mine, SAMPLED, 0).values())
-    gathered: list[dict[int, Completion]] = [{}] * both.job.world.size
-    dist.all_gather_object(
-        gathered, {r.sample_id: c for r, c in zip(mine, completions, strict=True)}
-    )
-    union = {i: c for part in gathered for i, c in part.items()}
+        completions = engine.generate(mine, SAMPLED, 0)
+    union = {i: c for part in gather_objects(completions) for i, c in part.items()}
     facts.samples = [union[i] for i in range(NUM_REQUESTS)]
     singles = [engine.generate([r], SAMPLED, 0)[r.sample_id] for r in reversed(everything)]
     facts.other_batches = singles[::-1]
@@ -225,17 +223,13 @@ def disagreement(both: Both) -> str:
     mine = requests()[:3]
     if plan.tp_rank(rank) == 1:
         mine[1] = replace(mine[1], token_ids=(*mine[1].token_ids[:-1], 9))
-    try:
-        both.engine.generate(mine, SAMPLED, 0)
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+    return refusal(both, 0, mine)
 
 
-def refusal(both: Both, version: int) -> str:
+def refusal(both: Both, version: int, asked: Sequence[GenerationRequest] = ()) -> str:
     """The error of generating for a trainer of ``version``."""
     try:
-        both.engine.generate(requests()[:1], SAMPLED, version)
+        both.engine.generate(asked or requests()[:1], SAMPLED, version)
     except RuntimeError as error:
         return str(error)
     return "no error"
@@ -342,9 +336,7 @@ def trainer_logprobs(
         if tensor is not None
         for i, sample_id in enumerate(b.sample_ids)
     }
-    gathered: list[dict[int, torch.Tensor]] = [{}] * both.job.world.size
-    dist.all_gather_object(gathered, mine)
-    union = {i: t for part in gathered for i, t in part.items()}
+    union = {i: t for part in gather_objects(mine) for i, t in part.items()}
     return [union[i] for i in range(len(samples))]
 
 
@@ -390,12 +382,6 @@ def _process_state() -> dict[str, object]:
         "default dtype": torch.get_default_dtype(),
         "world size": dist.get_world_size(),
     }
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def shared_memory() -> tuple[str, list[str]]:

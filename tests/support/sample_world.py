@@ -11,7 +11,7 @@ from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS, Column
 from mindspeed_rl.samples.device_cache import TensorCache
-from mindspeed_rl.samples.exchange import Redistribution, num_words
+from mindspeed_rl.samples.exchange import Redistribution, sample_words
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 from mindspeed_rl.samples.routes import AXES, Hop, OwnerRanks, plan_hops
 
@@ -110,7 +110,8 @@ class Case:
                 assert torch.equal(found, expected), (rank, i, column.name)
 
     def words(self, items: Sequence[int]) -> int:
-        return sum(num_words(COLUMNS, self.lengths[i]) for i in items)
+        words = sample_words(COLUMNS, self.samples)
+        return sum(words[i] for i in items)
 
 
 def simulate(case: Case) -> dict[str, int]:

@@ -19,7 +19,6 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +39,6 @@ class RankError(AssertionError):
     def __init__(self, message: str, returncodes: Sequence[int | None]) -> None:
         super().__init__(message)
         self.returncodes = tuple(returncodes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """What a rank is told first. Its arguments are a file of their own: reading them may import
-    torch, before which the environment must be set.
-    """
-
-    module: str
-    function: str
-    timeout_s: float
 
 
 def run_ranks(
@@ -81,8 +69,9 @@ def run_ranks(
     """
     folder = Path(work_dir) / f"ranks-{uuid.uuid4().hex[:8]}"
     folder.mkdir(parents=True)
-    task = _Task(function.__module__, function.__qualname__, timeout_s)
+    task = (function.__module__, function.__qualname__, timeout_s)
     (folder / "task.pkl").write_bytes(pickle.dumps(task))
+    # a file of their own: reading them may import torch, before which the environment must be set
     (folder / "args.pkl").write_bytes(pickle.dumps(tuple(args)))
     processes = [_start(folder, r, num_ranks, server or _SERVER) for r in range(num_ranks)]
     end_ranks(function.__name__, folder, processes, timeout_s)
@@ -202,9 +191,9 @@ def _story(folder: Path, rank: int, code: int | None) -> str:
 
 def _run_task(folder: Path) -> None:
     """Body of a rank."""
-    task: _Task = pickle.loads((folder / "task.pkl").read_bytes())
+    module, name, timeout_s = pickle.loads((folder / "task.pkl").read_bytes())
     faulthandler.enable()
-    faulthandler.dump_traceback_later(task.timeout_s, exit=True)
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
     from mindspeed_rl.launch import bootstrap
 
     bootstrap.set_defaults("cpu", os.environ)
@@ -216,11 +205,11 @@ def _run_task(folder: Path) -> None:
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     store = FileStore(str(folder / "store"), world.size)
-    limit = timedelta(seconds=task.timeout_s)
+    limit = timedelta(seconds=timeout_s)
     dist.init_process_group(
         "gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit
     )
-    function = getattr(importlib.import_module(task.module), task.function)
+    function = getattr(importlib.import_module(module), name)
     args = pickle.loads((folder / "args.pkl").read_bytes())
     result = pickle.dumps(function(world, *args))
     (folder / f"rank{world.rank}.result").write_bytes(result)

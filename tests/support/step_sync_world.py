@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, request_seed
-from mindspeed_rl.rollout.step_loop import StepStats
+from mindspeed_rl.rollout.stats import StepStats
 
 LOADS = (7, 0, 1, 3)
 SETTINGS = SamplingSettings(1.0, max_response_tokens=10, stop_token_ids=(1,))

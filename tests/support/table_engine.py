@@ -11,8 +11,8 @@ import torch.distributed as dist
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.rollout.engine import EngineState, InferenceEngine, OnStep
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
-from mindspeed_rl.rollout.step_loop import StepStats
-from mindspeed_rl.weights.traffic import SyncTraffic
+from mindspeed_rl.rollout.stats import StepStats
+from mindspeed_rl.weights.traffic import RankTraffic
 from mindspeed_rl.weights.verify import Difference
 
 VOCAB = 64
@@ -136,12 +136,11 @@ def response_of(sample_id: int) -> tuple[int, ...]:
 class CopyWeights:
     """A weight path of one rank and one parameter."""
 
-    name = "direct"
+    name, traffic = "direct", RankTraffic(0, 0, 0, 4 * VOCAB, 0, 0, 0)
 
-    def move(self, read: Mapping[str, torch.Tensor], engine: InferenceEngine) -> SyncTraffic:
+    def move(self, read: Mapping[str, torch.Tensor], engine: InferenceEngine) -> None:
         """Copy."""
         engine.weight_views()["table"].copy_(read["table"])
-        return SyncTraffic(0, 0, read["table"].nbytes)
 
 
 class CompareWeights:

@@ -28,11 +28,11 @@ from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
+from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.planning.run_plan import RLPlan, check_rl
 from mindspeed_rl.platforms.registry import select_platform
 from mindspeed_rl.samples.packing import TrainSample
-from mindspeed_rl.weights.executor import Resharder
-from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
+from mindspeed_rl.weights.stream import TensorStream
 from mindspeed_rl.weights.transports import AllToAllTransport
 
 if TYPE_CHECKING:
@@ -96,26 +96,6 @@ class WorldResult:
     unshimmed_modules: list[str]
     num_megatron_modules: int
     cuda_available: bool
-    deallocates_pipeline_outputs: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """What transformers says about the samples.
-
-    Attributes:
-        samples: the samples with behaviour log-probs.
-        logprobs: [response] fp32 per sample, by (model, temperature).
-        entropies: the same.
-        sft_loss: token-mean negative log-likelihood of all samples.
-        sft_gradients: of it, by HF name, in fp64.
-    """
-
-    samples: list[TrainSample]
-    logprobs: dict[tuple[str, float], list[torch.Tensor]]
-    entropies: dict[tuple[str, float], list[torch.Tensor]]
-    sft_loss: float
-    sft_gradients: dict[str, torch.Tensor]
 
 
 def make_samples(vocab_size: int, seed: int = 0) -> list[TrainSample]:
@@ -195,22 +175,15 @@ def train_world(
     from mindspeed_rl.rl.build_models import build_engine
 
     results: dict[str, CaseResult] = {}
-    deallocates = False
     for case in cases:
         job = start_job(world, case.model or model, [*layout, *case.flags])
         updates = max(1, case.num_steps)
         engine = build_engine(job, "policy", updates, job.config.rl.rl_default_temperature)
         results[case.name] = run_case(job, engine, case, samples)
-        deallocates |= engine.modules[0].config.deallocate_pipeline_outputs
     if world.rank:
         return None
-    return WorldResult(
-        results,
-        unshimmed_modules(),
-        len(megatron_modules()),
-        torch.cuda.is_available(),
-        deallocates,
-    )
+    num_modules = len(megatron_modules())
+    return WorldResult(results, unshimmed_modules(), num_modules, torch.cuda.is_available())
 
 
 def megatron_modules() -> dict[str, ModuleType]:
@@ -247,8 +220,8 @@ def run_case(
     gradients = in_hf_coordinates(job, _reduced_gradients(job, engine))
     logprobs, entropies = ([pair[i] for pair in seen] for i in (0, 1))
     first_pass = (logprobs, entropies, [t for t in annotated if t is not None])
-    per_sample = (_by_sample(engine, batches, tensors, len(samples)) for tensors in first_pass)
-    by_sample = dict(zip(("logprobs", "entropies", "annotated"), per_sample, strict=True))
+    per_sample = (by_sample(engine, batches, tensors, len(samples)) for tensors in first_pass)
+    values = dict(zip(("logprobs", "entropies", "annotated"), per_sample, strict=True))
     grad_norms = []
     for step in range(case.num_steps):
         if step:
@@ -260,7 +233,7 @@ def run_case(
         weights=weights,
         metrics=_merged(metrics),
         grad_norms=grad_norms,
-        **by_sample,
+        **values,
     )
 
 
@@ -285,21 +258,18 @@ def in_hf_coordinates(
     job: Job[RLRunConfig, RLPlan], params: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Whole tensors by HF name on rank 0, fp32; empty elsewhere. Collective: the world."""
-    source, rank = job.plan.megatron, job.world.rank
-    target = HfFileLayout(source.hf_shapes)
-    resharder = Resharder(
-        source,
-        target,
+    rank, size = job.world.rank, job.world.size
+    stream = TensorStream(
+        job.plan.megatron,
+        range(1),
         rank=rank,
-        ranks_per_node=job.world.size,
-        transport=AllToAllTransport(job.world.size, job.platform.device, None),
+        ranks_per_node=size,
+        transport=AllToAllTransport(size, job.platform.device, None),
         dtype=torch.float32,
         bucket_bytes=1 << 20,
     )
-    nan, device = float("nan"), job.platform.device
-    shapes = target.local_shapes(rank)
-    whole = {name: torch.full(shape, nan, device=device) for name, shape in shapes.items()}
-    resharder.run(params, whole)
+    whole: dict[str, torch.Tensor] = {}
+    stream.run(params, None if rank else whole.__setitem__)
     return {name: tensor.cpu() for name, tensor in whole.items()}
 
 
@@ -320,9 +290,7 @@ def _reduced_gradients(
         for model in engine.models:
             _gather_shares(model.buffers, dense)
             _gather_shares(model.expert_parallel_buffers, experts)
-    weights = engine.named_parameters()
-    # router biases are not trained
-    return {n: getattr(p, "main_grad", torch.zeros_like(p)) for n, p in weights.items()}
+    return engine.gradients()
 
 
 def _gather_shares(buffers: Sequence[Any], group: dist.ProcessGroup) -> None:
@@ -333,26 +301,25 @@ def _gather_shares(buffers: Sequence[Any], group: dist.ProcessGroup) -> None:
             dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
 
 
-def _by_sample(
+def by_sample(
     engine: TrainEngine,
     batches: Sequence[MicroBatch],
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor | None],
     num_samples: int,
 ) -> list[torch.Tensor]:
     """[N] per micro-batch -> one tensor per sample, gathered from the last stage of all ranks."""
     mine: dict[tuple[int, int], torch.Tensor] = {}
     if engine.is_last_stage:
         for prepared, tensor in zip(batches, tensors, strict=True):
+            assert tensor is not None
             for i, sample_id in enumerate(prepared.sample_ids):
                 own = prepared.sequence_of == i
                 # a context-parallel rank has some of a sample's tokens, possibly none
                 places = prepared.positions[prepared.loss_mask][own].tolist()
                 for place, value in zip(places, tensor[own].cpu(), strict=True):
                     mine[sample_id, place] = value
-    everyone: list[dict[tuple[int, int], torch.Tensor]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
     merged: dict[tuple[int, int], torch.Tensor] = {}
-    for part in everyone:
+    for part in gather_objects(mine):
         for token, value in part.items():
             known = merged.setdefault(token, value)
             assert torch.equal(known, value), f"ranks differ in token {token}"
@@ -364,9 +331,7 @@ def _by_sample(
 
 def _merged(metrics: MetricSet) -> dict[str, float]:
     """The metrics of all ranks as numbers; ranks without the loss have none to give."""
-    everyone: list[MetricSet] = [MetricSet()] * dist.get_world_size()
-    dist.all_gather_object(everyone, metrics)
-    merged = functools.reduce(MetricSet.merge, everyone)
+    merged = functools.reduce(MetricSet.merge, gather_objects(metrics))
     return {
         name: metric.value for name, metric in merged.items() if isinstance(metric, (Mean, Max))
     }

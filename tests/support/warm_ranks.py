@@ -28,11 +28,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
-LIBRARIES = (
+TRAINER_LIBRARIES = (
     "numpy", "safetensors.torch", "torch.distributed", "transformers",
     "megatron.core.distributed", "megatron.core.optimizer", "megatron.core.models.gpt",
     "megatron.core.pipeline_parallel",
-    # what vllm imports, which itself looks at the environment and is left to the ranks
+)  # fmt: skip
+# What vllm imports, which itself looks at the environment and is left to the ranks.
+_ENGINE_LIBRARIES = (
     "openai", "fastapi", "aiohttp", "xgrammar", "zmq", "prometheus_client", "scipy.stats",
 )  # fmt: skip
 _POLL_S = 0.02
@@ -169,7 +171,7 @@ def main() -> None:
     from mindspeed_rl.launch import bootstrap
 
     bootstrap.prepare_environment("cpu", os.environ)
-    for name in LIBRARIES:
+    for name in TRAINER_LIBRARIES + _ENGINE_LIBRARIES:
         importlib.import_module(name)
     task = serve()
     if task is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from compare_runs import measures_machine
 from make_task_data import generate_task, write_jsonl
 from make_tiny_model import write_tiny_model
-from support.jobs import DRIVER, Ended, TorchrunJob, free_port, planted
+from support.jobs import DRIVER, Ended, TorchrunJob, planted
 
 TRAIN_RL = ("-m", "mindspeed_rl.train_rl")
 COMMON = (
@@ -48,6 +49,14 @@ def rows_of(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
+def comparable_rows(output: Path, left_out: Collection[str] = ()) -> list[dict[str, Any]]:
+    """The metrics of a run, without those that measure the machine instead of the run."""
+    return [
+        {n: v for n, v in row.items() if n not in left_out and not measures_machine(n)}
+        for row in rows_of(output)
+    ]
+
+
 def run_entry(
     folder: Path,
     flags: Sequence[str],
@@ -67,7 +76,6 @@ def run_entry(
         target,
         flags,
         num_ranks=num_ranks,
-        port=free_port(),
         environment=planted(fault, entry),
     ) as job:
         ended = job.end(limit_s)

@@ -164,29 +164,27 @@ def differing(layout: ShardLayout, rank: int, params: Params) -> list[str]:
 
 
 class Direct:
-    """The product's reshard; its transport counts the received bytes."""
+    """The product's reshard."""
 
     def __init__(
         self, source: MegatronLayout, target: ShardLayout, read: Params, write: Params, bucket: int
     ) -> None:
         world = source.parallel.world
-        self._transport = make_transport("p2p", world, torch.device("cpu"))
         self._weights = read, write
         self._resharder = Resharder(
             source,
             target,
             rank=dist.get_rank(),
             ranks_per_node=world,
-            transport=self._transport,
+            transport=make_transport("p2p", world, torch.device("cpu")),
             dtype=DTYPE,
             bucket_bytes=bucket,
         )
 
     def run(self) -> int:
         """Reshard once and return the bytes that this rank received. Collective: the world."""
-        before = self._transport.received_bytes
         self._resharder.run(*self._weights)
-        return self._transport.received_bytes - before
+        return self._resharder.traffic.receive_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,8 @@ from typing import Any
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.blocks import DENSE_MLP, EMBEDDING, EXPERTS, GROUPED_ATTENTION, HEAD
-from mindspeed_rl.models.hf_config import (
-    decoder_fields,
-    dense_layers,
-    first_of,
-    grouped_query_attention,
-)
+from mindspeed_rl.models.config_values import read
+from mindspeed_rl.models.hf_config import decoder_fields, dense_layers, grouped_query_attention
 from mindspeed_rl.models.layers import LayerSpec, MoE
 from mindspeed_rl.models.rules import WeightTable
 from mindspeed_rl.models.spec import ModelSpec
@@ -28,13 +24,13 @@ def spec_from_hf(config: Mapping[str, Any]) -> ModelSpec:
     """The spec of a Qwen3-MoE ``config.json``."""
     fields = decoder_fields(config)
     attention = grouped_query_attention(config, qk_norm=True)
-    every = int(config.get("decoder_sparse_step") or 1)
-    dense = set(config.get("mlp_only_layers") or ())
+    every = read(config, int, "decoder_sparse_step", default=1) or 1
+    dense = read(config, list, "mlp_only_layers", default=[])
     moe = MoE(
-        num_experts=int(first_of(config, "num_experts", "num_local_experts")),
-        top_k=int(config["num_experts_per_tok"]),
-        expert_ffn_size=int(config["moe_intermediate_size"]),
-        normalize_top_k=bool(config.get("norm_topk_prob", False)),
+        num_experts=read(config, int, "num_experts", "num_local_experts"),
+        top_k=read(config, int, "num_experts_per_tok"),
+        expert_ffn_size=read(config, int, "moe_intermediate_size"),
+        normalize_top_k=read(config, bool, "norm_topk_prob", default=False),
     )
     if moe.top_k == 1 and moe.normalize_top_k:
         raise UsageError(

@@ -6,14 +6,13 @@ import math
 import re
 
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.rewards.answers import UNSIGNED_NUMBER
+from mindspeed_rl.rewards.answers import NUMBER
 from mindspeed_rl.rewards.types import BuiltInReward, RewardRequest
 
 TOLERANCE_KEY = "tolerance"
 DEFAULT_TOLERANCE = 1e-6
 
-# A minus after a digit, a letter or a closing bracket is a subtraction, not a sign.
-_NUMBER = re.compile(rf"(?:(?<![\w.)\]}}])-)?{UNSIGNED_NUMBER}(?:[eE][-+]?[0-9]+)?")
+_NUMBER = re.compile(rf"{NUMBER}(?:[eE][-+]?[0-9]+)?")
 
 
 def numeric_match_reward(request: RewardRequest) -> float:

@@ -36,18 +36,15 @@ class RemoteReward:
         concurrency: Number of requests in flight.
     """
 
-    def __init__(self, flags: RewardConfig, backoff_s: float = REMOTE_BACKOFF_S) -> None:
+    def __init__(self, flags: RewardConfig) -> None:
         self._url = flags.reward_remote_url
         if not self._url.startswith(("http://", "https://")):
             raise UsageError(
                 f"--reward-url {self._url!r}: the reward 'remote' needs the http:// or "
                 "https:// address that samples are posted to"
             )
-        self._timeout_s, self._retries = (
-            flags.reward_remote_url_timeout_s,
-            flags.reward_remote_url_retries,
-        )
-        self._backoff_s = backoff_s
+        self._timeout_s = flags.reward_remote_url_timeout_s
+        self._retries = flags.reward_remote_url_retries
         self.concurrency = flags.reward_remote_url_concurrency
         self._threads = ThreadPoolExecutor(self.concurrency, "remote-reward")
         self._asked: dict[int, Future[Any]] = {}
@@ -73,7 +70,7 @@ class RemoteReward:
         for attempt in range(self._retries + 1):
             if attempt:
                 # Random pauses, so that workers that failed together do not retry together.
-                time.sleep(self._backoff_s * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
+                time.sleep(REMOTE_BACKOFF_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
             try:
                 return self._post(body)
             except urllib.error.HTTPError as error:

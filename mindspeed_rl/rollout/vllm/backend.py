@@ -12,16 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mindspeed_rl.rollout.step_loop import RankAgreement
-
-# The share of a device that must be free when an engine starts. vLLM checks its own default (0.92)
-# even when the size of the cache is given, and the trainer holds memory at that time.
-MEMORY_SHARE = 0.01
-
-
-def fixed_cache(num_bytes: int) -> dict[str, Any]:
-    """Return arguments of ``vllm.LLM`` for a cache of a given size beside a trainer. Pure."""
-    return {"kv_cache_memory_bytes": num_bytes, "gpu_memory_utilization": MEMORY_SHARE}
+from mindspeed_rl.rollout.vllm.patches.step_sync import StepSync
 
 
 class DerivedWeights(Protocol):
@@ -96,11 +87,7 @@ class Backend(Protocol):
         """
         ...
 
-    def cache_settings(self, kv_cache_bytes: int, dtype: str) -> dict[str, Any]:
-        """Return the size of the key/value cache as an argument of ``vllm.LLM``."""
-        ...
-
-    def prepare(self) -> RankAgreement | None:
+    def prepare(self) -> StepSync | None:
         """Patch vLLM before the engine is built. Collective: the world.
 
         Returns:

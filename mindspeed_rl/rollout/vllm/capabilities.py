@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from types import MappingProxyType
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.versions import pins
@@ -48,27 +47,25 @@ class EngineCapabilities:
     latent_sizes: tuple[int, ...] = ()
 
 
-CAPABILITIES: Mapping[str, EngineCapabilities] = MappingProxyType(
-    {
-        "cpu": EngineCapabilities(
-            expert_multiple=32,
-            packed_sync=True,
-            streams=True,
-            routed_experts=True,
-            head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
-            latent_sizes=(576,),
-        ),
-        # model_settings chooses the Triton kernel, which alone keeps experts as they are loaded.
-        "cuda": EngineCapabilities(),
-        "npu": EngineCapabilities(
-            whole_shared_experts=False,
-            transposed_experts=True,
-            expert_module="mlp.experts",
-            packed_sync=True,
-            streams=True,
-        ),
-    }
-)
+CAPABILITIES: Mapping[str, EngineCapabilities] = {
+    "cpu": EngineCapabilities(
+        expert_multiple=32,
+        packed_sync=True,
+        streams=True,
+        routed_experts=True,
+        head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
+        latent_sizes=(576,),
+    ),
+    # model_settings chooses the Triton kernel, which alone keeps experts as they are loaded.
+    "cuda": EngineCapabilities(),
+    "npu": EngineCapabilities(
+        whole_shared_experts=False,
+        transposed_experts=True,
+        expert_module="mlp.experts",
+        packed_sync=True,
+        streams=True,
+    ),
+}
 
 
 def check_installed_engine(platform: str) -> None:

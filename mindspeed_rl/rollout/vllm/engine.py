@@ -25,7 +25,7 @@ from mindspeed_rl.rollout.graph_sizes import decode_batches
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.rebalance import Rebalancer
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, requests_digest
-from mindspeed_rl.rollout.step_loop import StepStats, run_steps
+from mindspeed_rl.rollout.stats import StepStats
 from mindspeed_rl.rollout.vllm.backend import Backend
 from mindspeed_rl.rollout.vllm.open_requests import OpenRequests
 from mindspeed_rl.rollout.vllm.patches import sampling_stream
@@ -33,6 +33,7 @@ from mindspeed_rl.rollout.vllm.patches.derived_state import DERIVED_PARAMS
 from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.rollout.vllm.process_state import preserved_environment, preserved_rng
 from mindspeed_rl.rollout.vllm.requests import VllmPort, score_params, token_scores
+from mindspeed_rl.rollout.vllm.step_loop import run_steps
 
 
 class VllmEngine:
@@ -63,6 +64,10 @@ class VllmEngine:
         backend = self._backend(settings, platform)
         arguments: dict[str, Any] = {
             "dtype": settings.dtype,
+            "kv_cache_memory_bytes": settings.kv_cache_bytes,
+            # vLLM wants its default share of the device (0.92) to be free at the start even when
+            # the size of the cache is given, and the trainer holds memory then.
+            "gpu_memory_utilization": 0.01,
             "enforce_eager": True,
             "max_model_len": settings.max_model_len,
             "seed": settings.seed,
@@ -78,9 +83,8 @@ class VllmEngine:
         }
         if settings.scores_entropy:
             arguments["max_logprobs"] = -1  # whole distributions
-        arguments |= backend.cache_settings(settings.kv_cache_bytes, settings.dtype)
         arguments |= backend.settings(settings.options)
-        with preserved_rng(platform), preserved_environment("VLLM_", "ASCEND_"):
+        with preserved_rng(platform), preserved_environment():
             self._agreement = backend.prepare()
             self._llm = self._build(settings.model_dir, arguments)
             parts = backend.parts(self._llm)
@@ -345,10 +349,7 @@ class VllmEngine:
 
     def _steps(self, max_steps: int | None = None) -> Iterator[list[Any]]:
         """Yield the outputs of each step of the engine, so that callers can work between steps."""
-        follows = max_steps is not None
-        return run_steps(
-            self._engine, self._agreement, self._interval, self.stats, max_steps, follows
-        )
+        return run_steps(self._engine, self._agreement, self._interval, self.stats, max_steps)
 
 
 def _check_agreement(digest: bytes, engine: EngineLayout, rank: int) -> None:

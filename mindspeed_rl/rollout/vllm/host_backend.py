@@ -12,11 +12,18 @@ import torch.distributed as dist
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.rollout.provider import EngineSettings
-from mindspeed_rl.rollout.step_loop import RankAgreement
-from mindspeed_rl.rollout.vllm.backend import EngineParts, fixed_cache
+from mindspeed_rl.rollout.vllm.backend import EngineParts
 from mindspeed_rl.rollout.vllm.capabilities import CAPABILITIES, check_model_support
 from mindspeed_rl.rollout.vllm.engine_memory import ZeroedMemory, kv_tensors
+from mindspeed_rl.rollout.vllm.patches import (
+    expert_parallel,
+    plain_linear,
+    portable_kernels,
+    shared_memory_names,
+    step_sync,
+)
 from mindspeed_rl.rollout.vllm.patches.derived_state import DerivedState
+from mindspeed_rl.rollout.vllm.patches.step_sync import StepSync
 from mindspeed_rl.rollout.vllm.requests import model_settings
 
 # Flags of the engine's execution that work on every platform.
@@ -62,19 +69,8 @@ class HostBackend:
             )
         return own | dict(options)
 
-    def cache_settings(self, kv_cache_bytes: int, dtype: str) -> dict[str, Any]:
-        return fixed_cache(kv_cache_bytes)
-
-    def prepare(self) -> RankAgreement | None:
+    def prepare(self) -> StepSync | None:
         """Patch kernels, expert parallelism and names of shared memory on CPU, and step sync."""
-        from mindspeed_rl.rollout.vllm.patches import (
-            expert_parallel,
-            plain_linear,
-            portable_kernels,
-            shared_memory_names,
-            step_sync,
-        )
-
         check_model_support(self._platform.name, self._layout.spec)
         engine, packs = self._layout.engine, CAPABILITIES[self._platform.name].packed_sync
         if self._platform.name == "cpu":
@@ -94,8 +90,6 @@ class HostBackend:
         return step_sync.apply(self._platform.name) if packed else None
 
     def parts(self, llm: Any) -> EngineParts:
-        from mindspeed_rl.rollout.vllm.patches import shared_memory_names
-
         if self._platform.name == "cpu" and self._layout.engine.tp > 1:
             dist.barrier()
             shared_memory_names.unlink()

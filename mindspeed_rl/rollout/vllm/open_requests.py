@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from mindspeed_rl.core.types import Completion
-from mindspeed_rl.rollout.rebalance import Progress
+from mindspeed_rl.rollout.rebalance import ExpectedLength
+from mindspeed_rl.rollout.rebalance_plan import Load
 from mindspeed_rl.rollout.requests import GenerationRequest
 from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.rollout.vllm.requests import VllmPort, completion, sampled_logprobs
@@ -80,14 +81,15 @@ class OpenRequests:
             )
         return found
 
-    def progress(self) -> list[Progress]:
-        """Return the progress of every unfinished request, in the order of their start."""
+    def loads(self, expected: ExpectedLength) -> list[Load]:
+        """Return what is left of every unfinished request, in the order of their start."""
         found = []
         for sample_id, request in self._open.items():
             here = self._latest.get(sample_id)
             generated = len(request.prefix_tokens) + (0 if here is None else len(here.token_ids))
             context = len(request.token_ids) + generated
-            found.append(Progress(sample_id, context, generated, here is not None))
+            remaining = max(1, expected(sample_id, generated) - generated)
+            found.append(Load(sample_id, context, remaining, computed=here is not None))
         return found
 
     def take(self, sample_ids: Sequence[int]) -> list[GenerationRequest]:

@@ -107,8 +107,8 @@ class VllmPort:
         params.seed, params.max_tokens = seed, max_tokens
         if stream is not None:
             params.extra_args = {STREAM: stream}
-        name = self._engine.add_request(key, tokens_input(prompt_token_ids=token_ids), params)
-        return str(name or key)  # older versions return nothing and keep the key
+        prompt = tokens_input(prompt_token_ids=token_ids)
+        return str(self._engine.add_request(key, prompt, params))
 
     def abort(self, keys: list[str]) -> None:
         self._engine.abort_request(keys)

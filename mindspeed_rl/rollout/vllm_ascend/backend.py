@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -18,9 +17,10 @@ from mindspeed_rl.platforms.npu_allocator import set_expandable_segments, swaps_
 from mindspeed_rl.platforms.npu_changes import ProcessChanges
 from mindspeed_rl.platforms.storages import as_bytes, storages_of
 from mindspeed_rl.rollout.provider import EngineSettings
-from mindspeed_rl.rollout.step_loop import RankAgreement
-from mindspeed_rl.rollout.vllm.backend import EngineParts, fixed_cache
+from mindspeed_rl.rollout.vllm.backend import EngineParts
 from mindspeed_rl.rollout.vllm.engine_memory import kv_tensors
+from mindspeed_rl.rollout.vllm.patches import step_sync
+from mindspeed_rl.rollout.vllm.patches.step_sync import StepSync
 from mindspeed_rl.rollout.vllm.requests import model_settings
 from mindspeed_rl.rollout.vllm_ascend.arguments import ENVIRONMENT, ascend_arguments
 from mindspeed_rl.rollout.vllm_ascend.experts import AscendWeights
@@ -39,21 +39,12 @@ class AscendBackend:
     Args:
         settings: Layout, model directory and flags of the engine's execution are read.
         platform: Platform of the device.
-        modules: Returns a module of vLLM or vLLM-Ascend by its name.
-        format_of: Returns the memory format of a tensor on the device, as a number of CANN.
 
     Raises:
         UsageError: The model cannot be updated.
     """
 
-    def __init__(
-        self,
-        settings: EngineSettings,
-        platform: Platform,
-        modules: Callable[[str], Any] = importlib.import_module,
-        format_of: Callable[[torch.Tensor], int] = memory_format,
-    ) -> None:
-        self._modules, self._format_of = modules, format_of
+    def __init__(self, settings: EngineSettings, platform: Platform) -> None:
         tuning = settings.tuning
         self._platform, self._layout, self._tuning = platform, settings.layout, tuning
         sizes = settings.graph_sizes if tuning.rollout_graph_mode != "eager" else ()
@@ -72,13 +63,8 @@ class AscendBackend:
         _refuse_keys(options.get(_ADDITIONAL))
         return _merged(own, options, "--vllm")
 
-    def cache_settings(self, kv_cache_bytes: int, dtype: str) -> dict[str, Any]:
-        return fixed_cache(kv_cache_bytes)
-
-    def prepare(self) -> RankAgreement | None:
+    def prepare(self) -> StepSync | None:
         """Set the environment and patch vLLM; the pool is filled without expandable segments."""
-        from mindspeed_rl.rollout.vllm.patches import step_sync
-
         self._changes = ProcessChanges()
         os.environ.update(ENVIRONMENT)
         if swaps_segments():
@@ -95,6 +81,8 @@ class AscendBackend:
             RuntimeError: The engine keeps weights in the NZ format, or cannot report log-probs of
                 the distribution from which it samples.
         """
+        import vllm_ascend.device_allocator.camem as camem
+
         engine = llm.llm_engine
         worker = engine.model_executor.driver_worker.worker
         self._changes.undo()
@@ -102,7 +90,6 @@ class AscendBackend:
         model = worker.get_model()
         weight_format = self._refuse_nz(model)
         process = self._processing(model, engine.vllm_config)
-        camem = self._modules("vllm_ascend.device_allocator.camem")
         swap = swaps_segments()
 
         def pool_in_use(in_use: bool) -> None:
@@ -115,7 +102,8 @@ class AscendBackend:
             worker.wake_up,
             self._platform,
             save=True,
-            lost=lambda: written_by_updates(model),
+            # An update writes or derives every parameter.
+            lost=lambda: [param.data for param in model.parameters()],
             pool_in_use=pool_in_use,
         )
         whole = [as_bytes(s) for s in storages_of(kv_tensors(worker.model_runner))]
@@ -126,13 +114,13 @@ class AscendBackend:
         return EngineParts(model, derived, weights, cache, True, weight_format)
 
     def _processing(self, model: torch.nn.Module, vllm_config: Any) -> Callable[[], None]:
-        configs = self._modules("vllm.config")
-        utils = self._modules("vllm.model_executor.model_loader.utils")
+        import vllm.model_executor.model_loader.utils as loading
+        from vllm.config import set_current_vllm_config
 
         def process() -> None:
-            with configs.set_current_vllm_config(vllm_config):
+            with set_current_vllm_config(vllm_config):
                 # Looked up at every call, because vLLM-Ascend replaces the function.
-                utils.process_weights_after_loading(
+                loading.process_weights_after_loading(
                     model, vllm_config.model_config, self._platform.device
                 )
 
@@ -148,14 +136,16 @@ class AscendBackend:
             RuntimeError: The configuration, the variable that updates read, or the format that
                 torch_npu reports for a parameter is NZ.
         """
-        configured = self._modules("vllm_ascend.ascend_config").get_ascend_config()
-        variables = self._modules("vllm_ascend.envs")
+        import vllm_ascend.envs as envs
+        from vllm_ascend.ascend_config import get_ascend_config
+
+        configured = get_ascend_config()
         modes = {
             "weight_nz_mode": getattr(configured, "weight_nz_mode", 0),
-            "VLLM_ASCEND_ENABLE_NZ": getattr(variables, "VLLM_ASCEND_ENABLE_NZ", 0),
+            "VLLM_ASCEND_ENABLE_NZ": getattr(envs, "VLLM_ASCEND_ENABLE_NZ", 0),
             "enable_fused_mc2": getattr(configured, "enable_fused_mc2", 0),
         }
-        formats = {name: self._format_of(param) for name, param in model.named_parameters()}
+        formats = {name: memory_format(param) for name, param in model.named_parameters()}
         found = [f"{name} = {mode}" for name, mode in modes.items() if mode]
         found += [f"{name} has format {n}" for name, n in formats.items() if n == _NZ]
         if found:
@@ -169,11 +159,6 @@ class AscendBackend:
             f"engine weights: not in NZ; formats of the {len(formats)} parameters: {numbers}; "
             f"{switches}"
         )
-
-
-def written_by_updates(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return all parameters: an update writes or derives every one of them."""
-    return [param.data for param in model.parameters()]
 
 
 _REFUSED_KEYS: Mapping[str, str] = {

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,41 +22,23 @@ _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 _MAPPED_BY_US = " mapped by mindspeed_rl"
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A range of memory.
-
-    Attributes:
-        start: Address of its first byte.
-        size: Size in bytes.
-    """
-
-    start: int
-    size: int
-
-    @property
-    def end(self) -> int:
-        """First address behind the range."""
-        return self.start + self.size
-
-
-def outside(whole: Span, spans: Iterable[Span]) -> list[Span]:
+def outside(whole: range, spans: Iterable[range]) -> list[range]:
     """Return the parts of ``whole``, ascending, in none of ``spans``, which may overlap. Pure."""
     found, at = [], whole.start
-    for span in (*sorted(spans, key=lambda span: span.start), Span(whole.end, 0)):
-        start = min(span.start, whole.end)
+    for span in (*sorted(spans, key=lambda span: span.start), range(whole.stop, whole.stop)):
+        start = min(span.start, whole.stop)
         if at < start:
-            found.append(Span(at, start - at))
-        at = max(at, span.end)
+            found.append(range(at, start))
+        at = max(at, span.stop)
     return found
 
 
-def span_of(tensor: torch.Tensor) -> Span | None:
-    """Return the memory of a tensor; ``None`` if it is empty or has gaps, which others may use."""
+def span_of(tensor: torch.Tensor) -> range | None:
+    """Return the addresses of a tensor; ``None`` if it is empty or has gaps, maybe of others."""
     reach = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     if not tensor.numel() or reach != tensor.numel():
         return None
-    return Span(tensor.data_ptr(), reach * tensor.element_size())
+    return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
 
 
 class PoolMemory:
@@ -92,7 +73,7 @@ class PoolMemory:
         self._platform, self._save, self._lost = platform, save, lost
         self._pool_in_use = pool_in_use
         self._buffers: dict[int, torch.Tensor] = {}
-        self._spans: dict[int, list[Span]] = {}
+        self._spans: dict[int, list[range]] = {}
         self._cleared: list[torch.Tensor] = []
         # Allocations that are not mapped, and those whose contents are on the host alone. A dict
         # instead of a set lets one statement both change a mapping and record it.
@@ -124,7 +105,7 @@ class PoolMemory:
         cleared = list(self._lost())
         lost = [span for tensor in cleared if (span := span_of(tensor))]
         for ptr, data in here.items() if self._save else ():
-            self._keep(ptr, outside(Span(ptr, data.handle[1]), lost))
+            self._keep(ptr, outside(range(ptr, ptr + data.handle[1]), lost))
         self._cleared = cleared
         try:
             self._unmap(here)
@@ -171,20 +152,20 @@ class PoolMemory:
             tensor.zero_()
         self._unfilled.clear()
 
-    def _keep(self, ptr: int, spans: list[Span]) -> None:
+    def _keep(self, ptr: int, spans: list[range]) -> None:
         """Copy parts of an allocation to the host, into a buffer that is allocated once."""
-        size = sum(span.size for span in spans)
+        size = sum(map(len, spans))
         buffer = self._buffers.get(ptr)
         if buffer is None or buffer.numel() != size:
             buffer = self._buffers[ptr] = self._platform.host_buffer(size)
         self._spans[ptr] = spans
         for at, span in _places(spans):
-            self._copy(buffer.data_ptr() + at, span.start, span.size, _DEVICE_TO_HOST)
+            self._copy(buffer.data_ptr() + at, span.start, len(span), _DEVICE_TO_HOST)
 
     def _restore(self, ptr: int) -> None:
         for at, span in _places(self._spans.get(ptr, [])):
             host = self._buffers[ptr].data_ptr() + at
-            self._copy(span.start, host, span.size, _HOST_TO_DEVICE)
+            self._copy(span.start, host, len(span), _HOST_TO_DEVICE)
 
     def _copy(self, to: int, source: int, size: int, kind: int) -> None:
         status = self._camem.memcpy(to, size, source, size, kind)
@@ -208,9 +189,9 @@ class PoolMemory:
                 data.tag = self._tag
 
 
-def _places(spans: Iterable[Span]) -> Iterator[tuple[int, Span]]:
+def _places(spans: Iterable[range]) -> Iterator[tuple[int, range]]:
     """Yield each span with its offset in a host buffer that holds them one after the other."""
     at = 0
     for span in spans:
         yield at, span
-        at += span.size
+        at += len(span)

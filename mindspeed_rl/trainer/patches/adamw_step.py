@@ -4,9 +4,6 @@ Why: it copies every entry of a parameter's optimizer state from the checkpoint.
 which is used without Transformer Engine and Apex, keeps its step count there, too; the checkpoint
 has one step for all parameters and restores it on another path. Without this patch the load ends in
 ``KeyError: 'step'``.
-Upstream: megatron/core/optimizer/distrib_optimizer.py, _set_main_param_and_optimizer_states.
-Versions: megatron-core 0.16.1.
-Remove when: megatron-core leaves ``step`` out of that copy.
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 Why: the token dispatcher turns its split sizes into numpy arrays while it moves them from the
 device; on CPU it moves nothing, so all_to_all_single gets tensors as sizes (TypeError).
-Upstream: megatron/core/transformer/moe/moe_utils.py, maybe_move_tensor_to_cpu.
-Versions: megatron-core 0.16.1.
-Remove when: the function honours ``as_numpy`` for host tensors.
 """
 
 from __future__ import annotations

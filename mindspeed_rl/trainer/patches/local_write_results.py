@@ -4,9 +4,6 @@ Why: megatron-core takes the queue from a manager process that it spawns at the 
 process imports the entry module again (8 s), and outlives a rank that is killed. Only asynchronous
 saves need the manager. This project's are synchronous: the function that fills the queue runs in
 this process and its own writers report to it through another queue.
-Upstream: megatron/core/dist_checkpointing/strategies/filesystem_async.py.
-Versions: megatron-core 0.16.1.
-Remove when: megatron-core saves synchronously without a manager.
 """
 
 from __future__ import annotations

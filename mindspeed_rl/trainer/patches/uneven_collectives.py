@@ -2,9 +2,6 @@
 
 Why: gloo's all-gather and reduce-scatter need equal sizes on all ranks; the numbers of an expert's
 tokens differ between the ranks that share it.
-Upstream: megatron/core/tensor_parallel/mappings.py.
-Versions: megatron-core 0.16.1.
-Remove when: gloo takes unequal sizes.
 """
 
 from __future__ import annotations

@@ -196,9 +196,8 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class RowPlacement:
-    """A row at one global layer and expert: its local name and the ranks of its shares."""
+    """The place of a row at one layer and expert: its local name and the ranks of its shares."""
 
-    row: WeightRow
     param: str
     shares: tuple[Placed, ...]
     is_replica: bool = False

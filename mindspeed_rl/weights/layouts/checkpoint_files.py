@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.core.stages import LayerPlace, StageLayout
 from mindspeed_rl.models.blocks import EMBED_NAME
-from mindspeed_rl.models.file_names import FileNames
+from mindspeed_rl.models.param_names import ParamNames
 from mindspeed_rl.models.rules import Vocab, WeightRow
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.weights.layouts.base import RowPlacement
@@ -31,21 +31,14 @@ class CheckpointLayout(MegatronLayout):
     """A training layout with the parameter names of a checkpoint.
 
     Attributes:
-        names: Dialect of the names.
         slots: Local numbers of the layers of each chunk, in the order of the model; MindSpeed
             counts empty layers. Empty: from 0 on.
         extends_ep: Whether tensor-parallel ranks extend expert parallelism, which file names do not
             count.
     """
 
-    names: FileNames = field(default_factory=FileNames)
     slots: tuple[tuple[int, ...], ...] = ()
     extends_ep: bool = False
-
-    @property
-    def rows(self) -> tuple[WeightRow, ...]:
-        """The rows of the model in the dialect."""
-        return self.names.rows(self.spec)
 
     @cached_property
     def present_rows(self) -> tuple[WeightRow, ...]:
@@ -53,9 +46,6 @@ class CheckpointLayout(MegatronLayout):
         if self.parallel.pp > 1:
             return self.rows
         return tuple(r for r in self.rows if not (self._is_tied(r) or _repeats_embedding(r)))
-
-    def _pattern(self, row: WeightRow, layer: int) -> str:
-        return self.names.param(row.param, self.spec, layer)
 
     def _place_of(self, row: WeightRow, layer: int) -> LayerPlace:
         place = super()._place_of(row, layer)
@@ -66,8 +56,7 @@ class CheckpointLayout(MegatronLayout):
 
     def places(self, row: WeightRow, layer: int, expert: int) -> Iterator[RowPlacement]:
         for place in super().places(row, layer, expert):
-            is_replica = place.is_replica or _repeats_embedding(row)
-            yield RowPlacement(place.row, place.param, place.shares, is_replica)
+            yield replace(place, is_replica=place.is_replica or _repeats_embedding(row))
 
     # --- files ---
 
@@ -130,8 +119,8 @@ def classic_grid(
     return ParallelLayout.build(world=stages.pp * ranks, stages=stages, tp=tp, ep=ep, etp=etp)
 
 
-def whole_layout(spec: ModelSpec, names: FileNames, padded_vocab: int) -> CheckpointLayout:
+def whole_layout(spec: ModelSpec, names: ParamNames, padded_vocab: int) -> CheckpointLayout:
     """Return the layout of one rank that holds everything, as a distributed checkpoint does."""
     stages = StageLayout(1, (spec.num_layers,))
     grid = ParallelLayout.build(world=1, stages=stages)
-    return CheckpointLayout(spec, grid, padded_vocab, names=names)
+    return CheckpointLayout(spec, grid, padded_vocab, names)

@@ -10,8 +10,7 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.core.stages import LayerPlace
 from mindspeed_rl.models.expert_rules import ExpertRow
-from mindspeed_rl.models.module_names import LOCAL, ModuleNames
-from mindspeed_rl.models.registry import weight_table
+from mindspeed_rl.models.param_names import LOCAL, ParamNames
 from mindspeed_rl.models.rules import Share, WeightRow
 from mindspeed_rl.weights.layouts.base import (
     Placed,
@@ -39,7 +38,7 @@ class MegatronLayout(TableLayout):
 
     parallel: ParallelLayout
     vocab_divisor: int = 128
-    modules: ModuleNames = LOCAL
+    modules: ParamNames = LOCAL
 
     def __post_init__(self) -> None:
         rows, parallel = self.rows, self.parallel
@@ -54,8 +53,8 @@ class MegatronLayout(TableLayout):
 
     @property
     def rows(self) -> tuple[WeightRow, ...]:
-        """The trainer's rows of the model."""
-        return weight_table(self.spec.family).trainer_rows(self.spec)
+        """The rows of the model under these names."""
+        return self.modules.rows(self.spec)
 
     @property
     def vocab_multiple(self) -> int:
@@ -85,10 +84,6 @@ class MegatronLayout(TableLayout):
             return LayerPlace(stages.pp - 1, stages.vpp - 1, layer - self.spec.num_layers)
         return stages.place_of(layer)
 
-    def _pattern(self, row: WeightRow, layer: int) -> str:
-        """Return the parameter name of a row at a layer, without the layer number."""
-        return self.modules.param(row.param, self.spec, layer)
-
     def pipeline_stage_of(self, row: WeightRow, layer: int) -> int:
         return self._place_of(row, layer).stage
 
@@ -96,7 +91,8 @@ class MegatronLayout(TableLayout):
         parallel = self.parallel
         place = self._place_of(row, layer)
         prefix = chunk_prefix(place.chunk, parallel.stages.vpp)
-        name = prefix + layer_name(self._pattern(row, layer), place.local)
+        pattern = self.modules.param(row.param, self.spec, layer)
+        name = prefix + layer_name(pattern, place.local)
         if isinstance(row, ExpertRow):
             per_rank = self.experts_per_rank
             ep, local = divmod(expert, per_rank)
@@ -107,14 +103,14 @@ class MegatronLayout(TableLayout):
                 )
                 for etp in range(parallel.etp)
             )
-            yield RowPlacement(row, expert_name(name, local), shares)
+            yield RowPlacement(expert_name(name, local), shares)
             return
         multiple = self.vocab_multiple if row.stage in ("first", "last") else 1
         shares = tuple(
             Placed(Share(tp, parallel.tp, multiple=multiple), parallel.replicas(tp, place.stage))
             for tp in range(parallel.tp)
         )
-        yield RowPlacement(row, name, shares, is_replica=self._is_tied(row))
+        yield RowPlacement(name, shares, is_replica=self._is_tied(row))
 
     def held_by(self, rank: int) -> Iterator[tuple[WeightRow, int, int]]:
         parallel, stages = self.parallel, self.parallel.stages

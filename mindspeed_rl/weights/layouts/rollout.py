@@ -106,7 +106,7 @@ class RolloutLayout(TableLayout):
             )
             for tp in range(engine.tp)
         )
-        yield RowPlacement(row, name, shares)
+        yield RowPlacement(name, shares)
 
     def keeps_whole(self, row: WeightRow) -> bool:
         """Tell whether tensor-parallel ranks keep a row whole that they could cut."""
@@ -123,7 +123,7 @@ class RolloutLayout(TableLayout):
                 )
                 for tp in range(engine.expert_tp)
             )
-            yield RowPlacement(row, expert_name(name, local), shares, is_replica=copy > 0)
+            yield RowPlacement(expert_name(name, local), shares, is_replica=copy > 0)
 
     def held_by(self, rank: int) -> Iterator[tuple[WeightRow, int, int]]:
         engine, spec = self.engine, self.spec

@@ -236,7 +236,7 @@ def lookup(sources: Sources, module: str, path: str) -> Symbol | None:
         return Symbol("extension")  # compiled: its sources say nothing
     while parts and sources.module(f"{module}.{parts[0]}") is not None:
         module = f"{module}.{parts.pop(0)}"
-    if not parts:
+    if not parts or parts[0] == "__path__":
         return Symbol("module") if sources.module(module) is not None else None
     symbol = sources.symbol(module, parts[0])
     if symbol is None or len(parts) == 1 or symbol.kind == "value":

@@ -133,13 +133,13 @@ class _File:
                 yield self._at(node, module, alias.name)
 
     def _by_name(self, node: ast.AST) -> Iterator[Use]:
-        """``import_module("vllm.config")``, and what stands in for it in our classes."""
+        """``import_module("vllm.config")``."""
         if not isinstance(node, ast.Call) or len(node.args) != 1:
             return
         loader = ast.unparse(node.func).rpartition(".")[2]
         argument = node.args[0]
         if (
-            loader in ("import_module", "_modules")
+            loader == "import_module"
             and isinstance(argument, ast.Constant)
             and str(argument.value).partition(".")[0] in TOPS
         ):

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.shared_sums import Reduce, alone, on_ranks
 
 from mindspeed_rl.algorithms.advantages import ESTIMATORS, AdvantageSettings, GroupRewards, teaches
@@ -80,8 +77,6 @@ def test_remax_subtracts_the_greedy_reward() -> None:
     rows = [[1.0, 0.0], [0.5, NAN], [1.0, 2.0]]
     found = values_of("remax", step_of(rows, greedy=[0.25, 1.0, NAN]))
     assert found.tolist() == [[0.75, -0.25], [-0.5, 0.0], [0.0, 0.0]]
-    with pytest.raises(RuntimeError, match="remax needs the rewards"):
-        values_of("remax", step_of(rows))
 
 
 def test_plain_rewards_and_abstentions() -> None:
@@ -119,20 +114,6 @@ def test_a_large_common_reward_does_not_cancel(name: str) -> None:
     large = values_of(name, step_of([[1e6 + 1, 1e6 - 1]], [[1, 3]], dtype=torch.float32))
     small = values_of(name, step_of([[1.0, -1.0]], [[1, 3]], dtype=torch.float32))
     torch.testing.assert_close(large, small)
-
-
-@given(
-    st.lists(st.lists(st.floats(-10, 10, width=32), min_size=4, max_size=4), min_size=1, max_size=5)
-)
-@settings(deadline=None)
-@pytest.mark.parametrize("name", [n for n in RELATIVE if n != "gpg"])
-def test_groups_do_not_see_each_other(name: str, rewards: list[list[float]]) -> None:
-    estimator = partial(values_of, name)
-    together = estimator(step_of(rewards, dtype=torch.float32))
-    parts = [estimator(step_of([row], dtype=torch.float32)) for row in rewards]
-    torch.testing.assert_close(together, torch.cat(parts), rtol=0, atol=0)
-    assert together.isfinite().all()
-    assert (together.sum(1).abs() < 1e-3).all(), "lengths are equal, so every baseline is the mean"
 
 
 # --- tokens ------------------------------------------------------------------------------------

@@ -94,12 +94,8 @@ def test_every_setting_has_a_reader(catalogue: Catalogue[Any], settings: type[An
     assert not unread
 
 
-def test_a_false_declaration_is_an_error_at_once() -> None:
-    catalogue = Catalogue("--flag", Choice, AdvantageSettings)
-    catalogue.declare("first", name="one", reads=("gamma",))(abs)
+def test_a_name_is_taken_once() -> None:
+    catalogue = Catalogue("--flag", Choice)
+    catalogue.declare("first", name="one")(abs)
     with pytest.raises(ValueError, match="--flag one is declared twice"):
         catalogue.declare("second", name="one")(abs)
-    with pytest.raises(ValueError, match=r"--flag abs reads .*gama"):
-        catalogue.declare("third", reads=("gama",))(abs)
-    assert list(catalogue) == ["one"] and catalogue.readers("gamma") == ("one",)
-    assert catalogue["one"].formula is abs

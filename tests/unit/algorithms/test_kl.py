@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -38,23 +36,6 @@ def test_value_and_gradient(estimator: str) -> None:
     np.testing.assert_allclose(gradient.numpy(), SLOPES[slope], rtol=1e-9, atol=1e-12)
 
 
-def test_unbiased_estimators_average_to_the_kl() -> None:
-    """Over all outcomes of a distribution k1 and k3 are KL(p || q), and k2's slope is its slope."""
-    generator = torch.Generator().manual_seed(0)
-    logits, other = torch.randn(2, 6, dtype=torch.float64, generator=generator)
-    logits.requires_grad_()
-    p, q = logits.log_softmax(0), other.log_softmax(0)
-    kl = (p.exp() * (p - q)).sum()
-    for estimator in ("k1", "k3"):
-        mean = (p.exp() * kl_estimate(p, q, estimator)).sum()
-        torch.testing.assert_close(mean, kl)
-    (wanted,) = torch.autograd.grad(kl, logits, retain_graph=True)
-    for estimator in ("k2", "k3+"):
-        sampled = (p.detach().exp() * kl_estimate(p, q, estimator)).sum()
-        (found,) = torch.autograd.grad(sampled, logits, retain_graph=True)
-        torch.testing.assert_close(found, wanted)
-
-
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 @pytest.mark.parametrize("nats", [-300.0, 300.0])
 def test_far_apart_stays_finite(estimator: str, nats: float) -> None:
@@ -71,16 +52,6 @@ def test_far_apart_stays_finite(estimator: str, nats: float) -> None:
 def test_adapted_coefficient(kl: float, factor: float) -> None:
     found = adapted_coefficient(0.05, kl, target=0.1, horizon=1000, num_samples=256)
     assert found == pytest.approx(0.05 * factor, rel=1e-9)
-
-
-def test_the_coefficient_settles_at_its_target() -> None:
-    """A policy whose KL is 1 / coefficient ends at the target."""
-    coefficient = 1.0
-    for _ in range(400):
-        coefficient = adapted_coefficient(
-            coefficient, 1 / coefficient, target=0.1, horizon=1000, num_samples=200
-        )
-    assert math.isclose(1 / coefficient, 0.1, rel_tol=1e-2)
 
 
 @pytest.mark.parametrize("num_samples", [1000, 65536])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 import pytest
 import torch
 from support.shared_sums import means
@@ -16,7 +13,6 @@ from mindspeed_rl.algorithms.types import (
     LossInputs,
     Sequences,
 )
-from mindspeed_rl.trainer.logprobs import selected_logprobs
 
 TOKENS = Denominators(tokens=10, sequences=4)
 
@@ -62,11 +58,6 @@ def test_kl_and_entropy_share_the_aggregation(mode: str) -> None:
     torch.testing.assert_close(entropy, torch.full((3,), -0.25 * weight))
 
 
-def test_a_kl_term_needs_a_reference() -> None:
-    with pytest.raises(RuntimeError, match="kl_beta is set but there are no reference"):
-        policy_loss(inputs([1.0], [1.0]), LossSettings(kl_beta=0.1), TOKENS)
-
-
 def test_supervised_loss() -> None:
     data = inputs([1.0, 1.0], [0.0, 0.0])
     outputs = supervised_loss(data, 10)
@@ -74,41 +65,3 @@ def test_supervised_loss() -> None:
     (gradient,) = torch.autograd.grad(outputs.loss, data.logprobs)
     torch.testing.assert_close(gradient, torch.full((2,), -0.1))
     assert means(outputs.terms)["loss"] == pytest.approx(1.25)
-
-
-def test_padding_that_is_not_a_number_does_not_reach_loss_or_gradient() -> None:
-    """NaN at untrained positions, and rows of the vocabulary that no token has: -inf or anything.
-
-    The trained positions are picked before their logits exist, and padded rows are left out.
-    """
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(6, 8, generator=generator)
-    hidden[[1, 4]] = math.nan
-    hidden.requires_grad_()
-    mask = torch.tensor([True, False, True, True, False, True])
-    weight = torch.randn(16, 8, generator=generator)
-    weight[11:] = math.inf
-    weight.requires_grad_()
-
-    def gradients(rows: torch.Tensor, table: torch.Tensor) -> list[torch.Tensor]:
-        targets = torch.tensor([3, 10, 0, 7])
-        logp, entropy = selected_logprobs(
-            rows, table, targets, temperature=1.0, vocab_size=11, tp_rank=0, group=None, chunk=3
-        )
-        data = replace(
-            inputs([1.0] * 4, [1.0, -1.0, 2.0, 0.5]), logprobs=logp, entropy=entropy,
-            old_logprobs=None, ref_logprobs=torch.full((4,), -2.0),
-        )  # fmt: skip
-        settings = LossSettings(kl_beta=0.1, entropy_weight=0.1)
-        loss = policy_loss(data, settings, TOKENS).loss
-        return [loss.detach(), *torch.autograd.grad(loss, [rows, table])]
-
-    loss, by_row, by_weight = gradients(hidden[mask].detach().requires_grad_(), weight)
-    clean = weight[:11].detach().requires_grad_()
-    wanted, wanted_row, wanted_weight = gradients(hidden[mask].detach().requires_grad_(), clean)
-    torch.testing.assert_close(loss, wanted, rtol=0, atol=0)
-    torch.testing.assert_close(by_row, wanted_row, rtol=0, atol=0)
-    torch.testing.assert_close(by_weight[:11], wanted_weight, rtol=0, atol=0)
-    assert by_weight[11:].eq(0).all()
-    (through,) = torch.autograd.grad((hidden[mask] * by_row).sum(), hidden)
-    assert through[mask].isfinite().all() and through[~mask].eq(0).all()

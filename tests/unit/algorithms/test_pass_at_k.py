@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from mindspeed_rl.algorithms.pass_at_k import mean_pass_at_k, pass_at_k, reported_k
+from mindspeed_rl.algorithms.pass_at_k import pass_at_k, reported_k
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 7])
@@ -21,7 +21,6 @@ def test_it_is_the_share_of_subsets_with_a_right_sample(num_samples: int) -> Non
 
 def test_large_numbers_stay_exact() -> None:
     assert pass_at_k(4096, 1, 1) == pytest.approx(1 / 4096, rel=1e-9)
-    assert mean_pass_at_k(4, [0, 4, 1], 2) == pytest.approx((0.0 + 1.0 + 0.5) / 3)
 
 
 def test_powers_of_two_and_all() -> None:

@@ -11,6 +11,7 @@ import torch
 from support.shared_sums import Reduce, means, on_ranks
 
 from mindspeed_rl.algorithms.correction import (
+    CORRECTION_LEVELS,
     CorrectionSettings,
     correct,
     derived_mismatch,
@@ -23,7 +24,6 @@ from mindspeed_rl.algorithms.types import (
     MaxTerm,
     Sequences,
 )
-from mindspeed_rl.config.algorithms import CORRECTION_LEVELS
 
 LENGTHS = (4, 1, 0, 6, 3)
 COUNTS = torch.tensor(LENGTHS)
@@ -56,7 +56,7 @@ def expected(s: CorrectionSettings) -> np.ndarray:
     trainer, engine = (t.numpy() for t in tokens())
     d = trainer - engine
     weights = np.ones(14)
-    if s.mode != "none":
+    if s.weighted:
         rho = np.exp(over(d, s.level))
         if s.mode == "truncate":
             weights = np.minimum(rho, s.upper)
@@ -69,7 +69,7 @@ def expected(s: CorrectionSettings) -> np.ndarray:
 
 
 @pytest.mark.parametrize("level", CORRECTION_LEVELS)
-@pytest.mark.parametrize("mode", ["none", "truncate", "mask"])
+@pytest.mark.parametrize("mode", ["", "truncate", "mask"])
 @pytest.mark.parametrize(
     ("rejection", "threshold"), [("none", 0.0), ("k1", 0.3), ("k2", 0.05), ("k3", 0.05)]
 )
@@ -77,11 +77,13 @@ def test_weights(level: str, mode: str, rejection: str, threshold: float) -> Non
     """Every combination, whole and with the tokens scattered over three ranks."""
     trainer, engine = tokens()
     for other in CORRECTION_LEVELS:
-        settings = CorrectionSettings(mode, level, 1.15, 0.8, rejection, other, threshold)
+        settings = CorrectionSettings(
+            bool(mode), mode, level, 1.15, 0.8, rejection, other, threshold
+        )
         wanted = expected(settings)
         found = correct(trainer, engine, sequences(), settings)
         np.testing.assert_allclose(found.weights.numpy(), wanted, rtol=1e-12)
-        if mode != "none":
+        if mode:
             assert len(set(wanted.round(9))) > 1, "the case must exercise the bounds"
     place = torch.arange(14) % 3
 
@@ -96,9 +98,7 @@ def test_weights(level: str, mode: str, rejection: str, threshold: float) -> Non
 
 def test_reports_say_how_much_was_changed() -> None:
     trainer, engine = tokens()
-    settings = CorrectionSettings(
-        "truncate", "token", 1.15, rejection="k2", rejection_level="token"
-    )
+    settings = CorrectionSettings(True, upper=1.15, rejection="k2", rejection_level="token")
     terms = correct(trainer, engine, sequences(), settings).terms
     found = means(terms)
     d = (trainer - engine).numpy()
@@ -134,7 +134,7 @@ def test_weights_multiply_the_policy_loss_alone(on_policy: bool) -> None:
     trainer, _ = tokens()
     inputs = loss_inputs(None if on_policy else trainer)
     inputs = replace(inputs, ref_logprobs=trainer + 0.1)
-    correction = CorrectionSettings("mask", "token", 1.15, 0.8)
+    correction = CorrectionSettings(True, "mask", "token", 1.15, 0.8)
     settings = LossSettings(kl_beta=0.5, kl_estimator="k2", correction=correction)
     loss = policy_loss(inputs, settings, Denominators(14, 4)).loss
     (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
@@ -169,9 +169,3 @@ def test_mismatch_terms() -> None:
     empty = mismatch_terms(torch.zeros(0), torch.zeros(0))["mismatch/max_abs_logprob"]
     assert isinstance(empty, MaxTerm) and float(empty.value) == -math.inf
     assert derived_mismatch({"mismatch/chi2": math.nan}) == {}
-
-
-def test_no_mismatch_is_a_full_sample() -> None:
-    equal = torch.tensor([-1.0, -2.0])
-    terms = mismatch_terms(equal, equal)
-    assert derived_mismatch(means(terms))["mismatch/ess"] == 1.0

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.shared_sums import Reduce, alone, on_ranks
 
+from mindspeed_rl.algorithms.policy_losses import Selection, SurrogateSettings
 from mindspeed_rl.algorithms.selection import (
-    CovarianceSettings,
     StepTokens,
     largest_keys,
     select_by_covariance,
@@ -21,8 +21,17 @@ from mindspeed_rl.algorithms.selection import (
 )
 
 NUM = 400
-LARGEST = CovarianceSettings(ratio=0.05, largest=True)
-RANDOM = CovarianceSettings(ratio=0.05, largest=False, lower=0.1, upper=2.0, seed=7)
+SETTINGS = SurrogateSettings(cov_ratio=0.05, clip_cov_lower=0.1, clip_cov_upper=2.0)
+
+
+def select(
+    step: StepTokens,
+    selection: Selection,
+    reduce: Reduce = alone,
+    settings: SurrogateSettings = SETTINGS,
+    seed: int = 7,
+) -> list[torch.Tensor]:
+    return select_by_covariance(step, selection, settings, seed, reduce)
 
 
 def columns() -> dict[str, torch.Tensor]:
@@ -46,35 +55,35 @@ def covariances() -> np.ndarray:
 
 
 def test_the_largest_covariances_are_selected() -> None:
-    (found,) = select_by_covariance(tokens(torch.arange(NUM)), LARGEST, alone)
+    (found,) = select(tokens(torch.arange(NUM)), "largest")
     assert set(found.nonzero()[:, 0].tolist()) == set(np.argsort(covariances())[-20:].tolist())
 
 
 def test_random_ones_are_within_the_bounds_and_not_clipped_anyway() -> None:
-    (found,) = select_by_covariance(tokens(torch.arange(NUM)), RANDOM, alone)
+    (found,) = select(tokens(torch.arange(NUM)), "random")
     ratio, a = columns()["log_ratio"].exp().numpy(), columns()["advantages"].numpy()
     clipped = ((ratio > 1.2) & (a > 0)) | ((ratio < 0.8) & (a < 0))
     allowed = (covariances() > 0.1) & (covariances() < 2.0) & ~clipped
     assert found.sum() == 20 < allowed.sum()
     assert allowed[found.numpy()].all()
-    (other,) = select_by_covariance(tokens(torch.arange(NUM)), replace(RANDOM, seed=8), alone)
+    (other,) = select(tokens(torch.arange(NUM)), "random", seed=8)
     assert not torch.equal(found, other)
-    narrow = replace(RANDOM, lower=1.9, upper=2.0)
-    (few,) = select_by_covariance(tokens(torch.arange(NUM)), narrow, alone)
+    narrow = replace(SETTINGS, clip_cov_lower=1.9)
+    (few,) = select(tokens(torch.arange(NUM)), "random", settings=narrow)
     inside = (covariances() > 1.9) & (covariances() < 2.0) & ~clipped
     assert few.tolist() == inside.tolist() and inside.sum() < 20
 
 
-@pytest.mark.parametrize("choice", [LARGEST, RANDOM], ids=["largest", "random"])
-def test_any_cut_selects_the_same_tokens(choice: CovarianceSettings) -> None:
-    (whole,) = select_by_covariance(tokens(torch.arange(NUM)), choice, alone)
+@pytest.mark.parametrize("choice", ["largest", "random"])
+def test_any_cut_selects_the_same_tokens(choice: Selection) -> None:
+    (whole,) = select(tokens(torch.arange(NUM)), choice)
     generator = torch.Generator().manual_seed(1)
     place = torch.randint(0, 9, (NUM,), generator=generator)  # 3 ranks x 3 micro-batches
     place[place == 8] = 0  # one of them is empty
 
     def work(rank: int, reduce: Reduce) -> list[torch.Tensor]:
         parts = [(place == 3 * rank + i).nonzero()[:, 0] for i in range(3)]
-        return select_by_covariance(tokens(*parts), choice, reduce)
+        return select(tokens(*parts), choice, reduce)
 
     for rank, parts in enumerate(on_ranks(3, work)):
         for i, part in enumerate(parts):
@@ -82,7 +91,9 @@ def test_any_cut_selects_the_same_tokens(choice: CovarianceSettings) -> None:
 
 
 def test_at_least_one_token_is_selected() -> None:
-    (found,) = select_by_covariance(tokens(torch.arange(NUM)), replace(LARGEST, ratio=0.0), alone)
+    (found,) = select(
+        tokens(torch.arange(NUM)), "largest", settings=replace(SETTINGS, cov_ratio=0.0)
+    )
     assert found.sum() == 1 and found[covariances().argmax()]
 
 
@@ -107,7 +118,7 @@ def test_equal_covariances_are_told_apart_by_their_place() -> None:
 
     def chosen(order: torch.Tensor) -> set[int]:
         step = StepTokens(**{name: [c[order]] for name, c in table.items()})
-        (found,) = select_by_covariance(step, LARGEST, alone)
+        (found,) = select(step, "largest")
         return set(order[found].tolist())
 
     assert len(chosen(torch.arange(NUM))) == 20

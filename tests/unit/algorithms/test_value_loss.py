@@ -10,11 +10,7 @@ import torch
 from support.shared_sums import Reduce, alone, means, on_ranks
 
 from mindspeed_rl.algorithms.types import Denominators, Sequences, ValueInputs
-from mindspeed_rl.algorithms.value_loss import (
-    ValueLossSettings,
-    explained_variance,
-    value_loss,
-)
+from mindspeed_rl.algorithms.value_loss import explained_variance, value_loss
 
 LENGTHS = (3, 2, 0, 1)
 OWNERS = [i for i, n in enumerate(LENGTHS) for _ in range(n)]
@@ -50,11 +46,10 @@ def by_hand(clip: float, mode: str, i: int) -> tuple[float, float]:
 @pytest.mark.parametrize("cut", [[range(6)], [range(2), range(2, 6)], [[i] for i in range(6)]])
 def test_value_and_gradient(clip: float, mode: str, cut: list[list[int]]) -> None:
     """Also of any cut into micro-batches: the denominators are those of the step."""
-    settings = ValueLossSettings(clip, mode)
     loss, slopes = 0.0, []
     for part in cut:
         given = inputs(list(part))
-        found = value_loss(given, settings, Denominators.of(LENGTHS))
+        found = value_loss(given, Denominators.of(LENGTHS), clip=clip, aggregation=mode)
         (slope,) = torch.autograd.grad(found.loss, given.values)
         loss += float(found.loss)
         slopes += slope.tolist()
@@ -65,7 +60,7 @@ def test_value_and_gradient(clip: float, mode: str, cut: list[list[int]]) -> Non
 
 
 def test_metrics_are_means_over_tokens_with_a_target() -> None:
-    found = value_loss(inputs(list(range(6))), ValueLossSettings(CLIP), Denominators.of(LENGTHS))
+    found = value_loss(inputs(list(range(6))), Denominators.of(LENGTHS), clip=CLIP)
     known = [i for i in range(6) if i != 3]
     assert means(found.terms) == pytest.approx(
         {
@@ -78,7 +73,7 @@ def test_metrics_are_means_over_tokens_with_a_target() -> None:
 
 
 def test_nothing_to_learn_from_is_0() -> None:
-    found = value_loss(inputs([]), ValueLossSettings(CLIP), Denominators(0, 0))
+    found = value_loss(inputs([]), Denominators(0, 0), clip=CLIP)
     assert float(found.loss) == 0.0
 
 

@@ -6,15 +6,16 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.conversions import edit_config, hf_tensors
 from support.family_models import FAMILY_CASES, write_family_model
+from support.peak_memory import peak_of
 
 from mindspeed_rl.checkpoint.hf import check_tie, load_hf, read_tensor, weight_files
 from mindspeed_rl.checkpoint.names import check_names, mtp_tensors, nearest_name
@@ -24,11 +25,11 @@ from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.models.hf_files import INDEX
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import read_hf_config
+from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 FP8 = torch.float8_e4m3fn
 MTP = "model.layers.4.eh_proj.weight"
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="session")
@@ -47,28 +48,15 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def shard(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+def shard(folder: Path, weights: dict[str, torch.Tensor], count: int = 2) -> None:
     (folder / "model.safetensors").unlink(missing_ok=True)
-    names = sorted(weights)
-    halves = (names[: len(names) // 2], names[len(names) // 2 :])
-    weight_map = {}
-    for number, half in enumerate(halves, start=1):
-        file = f"model-{number:05d}-of-00002.safetensors"
-        save_file({name: weights[name] for name in half}, folder / file)
-        weight_map |= dict.fromkeys(half, file)
+    names, weight_map = sorted(weights), {}
+    for number in range(count):
+        file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+        part = names[len(names) * number // count : len(names) * (number + 1) // count]
+        save_file({name: weights[name] for name in part}, folder / file)
+        weight_map |= dict.fromkeys(part, file)
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
-def edit_config(folder: Path, **changes: object) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
-
-
-def all_weights(folder: Path) -> dict[str, torch.Tensor]:
-    weights: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        weights |= load_file(file)
-    return weights
 
 
 def layout_of(folder: Path) -> MegatronLayout:
@@ -97,7 +85,7 @@ def test_only_layers_of_the_model_are_loaded(deepseek: Path) -> None:
     assert not any(p.isnan().any() for p in params.values())
     kept = read_tensor(files[MTP], MTP)
     assert kept.dtype == torch.bfloat16
-    assert torch.equal(kept, all_weights(deepseek)[MTP])
+    assert torch.equal(kept, hf_tensors(deepseek)[MTP])
 
 
 def test_layers_behind_the_last_need_the_config_to_say_so(deepseek: Path, tmp_path: Path) -> None:
@@ -125,7 +113,7 @@ def edit_index(folder: Path, **placed: str) -> None:
 
 
 def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    weights = all_weights(folder)
+    weights = hf_tensors(folder)
     change(weights)
     shard(folder, weights)
 
@@ -167,13 +155,6 @@ def test_broken_checkpoints_are_told(deepseek: Path, tmp_path: Path, damage: str
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_a_layout_that_does_not_divide_is_refused_before_loading(deepseek: Path) -> None:
-    spec = spec_from_hf_config(read_hf_config(deepseek))
-    parallel = ParallelLayout.build(world=3, stages=even_stages(spec.num_layers), tp=3)
-    with pytest.raises(ValueError, match="--tensor-model-parallel-size"):
-        MegatronLayout(spec, parallel, 8)
-
-
 def test_weights_are_cast_to_the_parameter(deepseek: Path) -> None:
     exact, rounded = load(deepseek), load(deepseek, torch.bfloat16)
     assert all(torch.equal(rounded[name], p.to(torch.bfloat16)) for name, p in exact.items())
@@ -189,62 +170,23 @@ def test_names_are_checked_with_counts_and_the_nearest() -> None:
     assert nearest_name("norm.weight", [*known, "model.norm.weight"]) == "model.norm.weight"
 
 
-MEASURE = """
-import sys, threading, time
-import torch
-from safetensors.torch import load_file
-from mindspeed_rl.checkpoint.hf import load_hf
-from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
-
-folder, num_tensors, whole = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "whole"
-shapes = {f"w{i}": (1024, 1024) for i in range(num_tensors)}
-params = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-for param in params.values():
-    param.fill_(1)  # the pages exist now
-
-def anonymous_bytes():
-    with open("/proc/self/status") as status:
-        line = next(line for line in status if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
-
-peak, running = 0, True
-
-def watch():
-    global peak
-    while running:
-        peak = max(peak, anonymous_bytes())
-        time.sleep(0.0005)
-
-thread = threading.Thread(target=watch)
-before = anonymous_bytes()
-thread.start()
-if whole:
-    weights = load_file(folder + "/model.safetensors")
-    copies = {name: tensor.clone() for name, tensor in weights.items()}
-    at_least = anonymous_bytes()  # the other thread may not have had its turn
-else:
-    at_least = 0
-    load_hf(folder, HfFileLayout(shapes), 0, params)
-running = False
-thread.join()
-print(max(peak, at_least) - before)
-"""
-
-
 def test_loading_keeps_one_rectangle_in_memory(tmp_path: Path) -> None:
-    """24 tensors of 4 MiB in fp32: a copy of the model would be 96 MiB."""
-    save_file(
-        {f"w{i}": torch.full((1024, 1024), float(i)) for i in range(24)},
-        tmp_path / "model.safetensors",
-    )
+    """24 files of 4 MiB: the model has 96 MiB."""
+    shapes = {f"w{i}": (1024, 1024) for i in range(24)}
+    shard(tmp_path, {name: torch.ones(shape) for name, shape in shapes.items()}, len(shapes))
+    params = {name: torch.ones(shape) for name, shape in shapes.items()}
 
-    def measured(how: str) -> int:
-        command = [sys.executable, "-c", MEASURE, str(tmp_path), "24", how]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-        return int(done.stdout)
+    def load(names: Collection[str]) -> None:
+        left_out = shapes.keys() - names
+        layout = HfFileLayout({name: shapes[name] for name in names})
+        load_hf(tmp_path, layout, 0, {name: params[name] for name in names}, left_out)
 
-    assert measured("whole") > 90 << 20, "the measurement sees a copy of the model"
-    assert measured("streamed") < 12 << 20
+    def copy_all() -> None:
+        _ = [tensor.clone() for tensor in hf_tensors(tmp_path).values()]
+
+    first = partial(load, ["w0"])
+    assert peak_of(copy_all, first) > 90 << 20, "a copy of the model is seen"
+    assert peak_of(partial(load, list(shapes)), first) < 12 << 20
 
 
 def test_a_head_of_its_own_beside_a_tied_config_is_refused(
@@ -255,11 +197,8 @@ def test_a_head_of_its_own_beside_a_tied_config_is_refused(
     shutil.copytree(tied_model, folder)
     weights = load_file(folder / "model.safetensors")
     embedding = weights["model.embed_tokens.weight"]
-    for head, fits in ((embedding.clone(), True), (embedding + 1.0, False)):
-        save_file(weights | {"lm_head.weight": head}, folder / "model.safetensors")
-        files = weight_files(folder)
-        if fits:
-            check_tie("model", files, weights)
-            continue
-        with pytest.raises(ValueError, match="tie_word_embeddings"):
-            check_tie("model", files, weights)
+    save_file(weights | {"lm_head.weight": embedding.clone()}, folder / "model.safetensors")
+    check_tie("model", weight_files(folder), weights)
+    save_file(weights | {"lm_head.weight": embedding + 1.0}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        check_tie("model", weight_files(folder), weights)

@@ -11,7 +11,7 @@ from support.queued_copies import GARBAGE, QueuedCopies
 from mindspeed_rl.colocation.host_pool import HostPool
 from mindspeed_rl.colocation.storage_group import StorageGroup
 from mindspeed_rl.platforms.cpu import CpuPlatform
-from mindspeed_rl.platforms.storages import not_among, num_bytes, storages_of
+from mindspeed_rl.platforms.storages import num_bytes, storages_of
 
 PLATFORM = CpuPlatform()
 
@@ -66,9 +66,8 @@ def test_host_memory_is_taken_once() -> None:
     first = pool.region("optimizer", 100)
     assert pool.region("optimizer", 80).data_ptr() == first.data_ptr()
     assert pool.region("parameters", 10).data_ptr() != first.data_ptr()
-    assert pool.num_bytes == 110
-    pool.region("optimizer", 120)
-    assert pool.num_bytes == 130
+    grown = pool.region("optimizer", 120)
+    assert pool.region("optimizer", 100).data_ptr() == grown.data_ptr()
 
 
 def test_memory_in_use_is_not_released() -> None:
@@ -170,9 +169,3 @@ def test_what_is_only_read_is_copied_to_the_host_once() -> None:
     group.restore()
     assert torch.equal(tensor, torch.arange(6.0) + 1)
     assert platform.num_copies == 1 + 3 + 2
-
-
-def test_tensors_are_told_apart_by_storage() -> None:
-    buffer = torch.zeros(8)
-    own = torch.zeros(2)
-    assert [t is own for t in not_among([buffer[2:4], own], [buffer])] == [True]

@@ -27,7 +27,7 @@ from mindspeed_rl.rollout.vllm import engine as vllm_engine
 from mindspeed_rl.rollout.vllm import engine_memory
 from mindspeed_rl.weights import sync as weight_sync
 from mindspeed_rl.weights.sync import WeightSync
-from mindspeed_rl.weights.traffic import SyncTraffic
+from mindspeed_rl.weights.traffic import RankTraffic
 
 FILES = (
     group_module,
@@ -48,12 +48,11 @@ VISITORS = (MemoryOwner.REFERENCE, MemoryOwner.CRITIC)  # together, or not at al
 class Fill:
     """A weight path: every parameter of the engine gets the trainer's first number."""
 
-    name = "fill"
+    name, traffic = "fill", RankTraffic(0, 0, 0, 0, 0, 0, 0)
 
-    def move(self, read: Mapping[str, torch.Tensor], engine: InferenceEngine) -> SyncTraffic:
+    def move(self, read: Mapping[str, torch.Tensor], engine: InferenceEngine) -> None:
         for view in engine.weight_views().values():
             view.fill_(float(read["w"][0]))
-        return SyncTraffic(0, 0, 0)
 
 
 class NoProof:

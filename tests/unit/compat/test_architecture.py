@@ -4,8 +4,8 @@ import pytest
 from support.mindspeed_scripts import script_flags
 from support.published import published_config
 
-from mindspeed_rl.compat import Disposition, foreign_flags
 from mindspeed_rl.compat.architecture import check_foreign_architecture, value_in
+from mindspeed_rl.compat.foreign_flags import Disposition, foreign_flags
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed_rl.compat import Disposition, classify, foreign_flags, nearest
-from mindspeed_rl.compat.foreign_flags import read_flags
+from mindspeed_rl.compat.classify import classify
+from mindspeed_rl.compat.foreign_flags import Disposition, foreign_flags, read_flags
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import own_flags
 
@@ -28,6 +28,11 @@ def sort(text: str):
     return classify(text.split(), {"--own", "--own-list", "-h"}, SMALL)
 
 
+def classified(*argv: str):
+    """Among all flags of the RL entry."""
+    return classify(argv, OWN, foreign_flags())
+
+
 def pairs(used):
     return [(flag.flag, flag.values) for flag in used]
 
@@ -46,26 +51,29 @@ def test_value_of_a_switch_is_an_error():
 @pytest.mark.parametrize("text", ["--zero true", "--one a true", "--maybe a true", "--one=a true"])
 def test_stray_value_is_unknown(text):
     use = sort(text + " --own 4")
-    assert [(stray.token, stray.nearest) for stray in use.unknown] == [("true", ())]
-    assert use.own_argv == ("--own", "4")
+    assert [(stray.token, stray.nearest) for stray in use.unknown] == [("true", [])]
+    assert use.own == [("--own", ["4"])]
 
 
 def test_own_flags_keep_order_values_and_repeats():
     text = "--own -3 --zero --own-list a b -c --one x --own=7 -h --own"
     use = sort(text)
-    assert " ".join(use.own_argv) == "--own -3 --own-list a b -c --own=7 -h --own"
+    assert use.own == [
+        ("--own", ["-3"]), ("--own-list", ["a", "b", "-c"]), ("--own", ["7"]), ("-h", []),
+        ("--own", []),
+    ]  # fmt: skip
     assert pairs(use.accepted) == [("--zero", ()), ("--one", ("x",))]
 
 
 def test_own_flags_win_over_foreign_ones_and_are_renamed():
     use = classify(["--bad", "5"], {"--bad"}, SMALL)
-    assert use.own_argv == ("--bad", "5") and not use.refused
-    assert sort("--own_list a_b c").own_argv == ("--own-list", "a_b", "c")
-    assert sort("--own_list=a_b").own_argv == ("--own-list=a_b",)
+    assert use.own == [("--bad", ["5"])] and not use.refused
+    assert sort("--own_list a_b c").own == [("--own-list", ["a_b", "c"])]
+    assert sort("--own_list=a_b c").own == [("--own-list", ["a_b", "c"])]
 
 
 def test_underscores_equal_hyphens():
-    use = classify(["--use_flash_attn", "--num_experts=8"], OWN)
+    use = classified("--use_flash_attn", "--num_experts=8")
     assert pairs(use.accepted) == [("--use-flash-attn", ())]
     assert pairs(use.compared) == [("--num-experts", ("8",))]
 
@@ -84,16 +92,17 @@ def test_harmless_values_of_a_refused_flag_are_accepted(value, refused):
 
 
 def test_unknown_flag_names_the_nearest_and_swallows_its_values():
-    use = classify(["--num-expert", "8", "--grpo_group_sise", "4", "--xyzzy-plugh"], OWN)
+    use = classified("--num-expert", "8", "--grpo_group_sise", "4", "--xyzzy-plugh")
     assert [(unknown.token, unknown.nearest[:1]) for unknown in use.unknown] == [
-        ("--num-expert", ("--num-experts",)),
-        ("--grpo_group_sise", ("--grpo-group-size",)),
-        ("--xyzzy-plugh", ()),
+        ("--num-expert", ["--num-experts"]),
+        ("--grpo_group_sise", ["--grpo-group-size"]),
+        ("--xyzzy-plugh", []),
     ]
 
 
 def test_refused_flags_are_not_suggested():
-    assert classify(["--fp161"], {"--bf16"}).unknown[0].nearest == ("--bf16",)
+    use = classify(["--fp161"], {"--bf16"}, foreign_flags())
+    assert use.unknown[0].nearest == ["--bf16"]
 
 
 @pytest.mark.parametrize("text", ["--own-li", "-x --"])
@@ -101,32 +110,19 @@ def test_prefixes_short_options_and_a_double_dash_are_unknown(text):
     assert [unknown.token for unknown in sort(text).unknown] == text.split()
 
 
-def test_nearest_is_bounded_with_the_closest_first():
-    known = ["--save-interval", "--save", "--eval-interval", "--log-interval", "--lr"]
-    assert nearest("--save_intervall", known, n=2) == ("--save-interval", "--eval-interval")
-    assert len(nearest("--save-intervall", known)) == 3
-
-
 def test_the_file_is_read_whole():
     flags = set(foreign_flags().values())
     assert len(flags) > 1000
     for spelling, flag in foreign_flags().items():
         assert spelling in flag.spellings and spelling.startswith("--") and "_" not in spelling
-        assert flag.reason
+        assert flag.reason and flag.nargs in "01?+*"
+        assert not flag.harmless_values or flag.disposition is Disposition.REFUSED
         assert (flag.comparison is None) is (flag.disposition is not Disposition.COMPARED)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('[accepted]\n"free" = "a"\n[refused]\n"bad" = "a"', "--a has two dispositions"),
-        ('[accepted]\n"free" = "a:3"', "no such number of values"),
-        ('[accepted]\n"free" = "a=v"', "only a refused flag has values"),
-    ],
-)
-def test_mistakes_in_the_file_are_found(text, message):
-    with pytest.raises(ValueError, match=message):
-        read_flags(text)
+def test_a_flag_with_two_dispositions_is_refused():
+    with pytest.raises(ValueError, match="--a has two dispositions"):
+        read_flags('[accepted]\n"free" = "a"\n[refused]\n"bad" = "a"')
 
 
 @pytest.mark.parametrize(
@@ -141,7 +137,7 @@ def test_mistakes_in_the_file_are_found(text, message):
         (
             Disposition.REFUSED,
             "--fp16 --rl-inference-pipeline-model-parallel-size --rampup-batch-size "
-            "--retro-add-retriever --lora-r --nproc-per-node",
+            "--retro-add-retriever --lora-r --nproc-per-node --pipeline-model-parallel-layout",
         ),
     ],
 )
@@ -174,23 +170,17 @@ def test_every_token_is_sorted_once_and_in_order(parts):
     argv, own, foreign = [], [], []
     for part in parts:
         if isinstance(part, list):
-            own += ["--hf-checkpoint", *part]
+            own.append(("--hf-checkpoint", part))
             argv += ["--hf-checkpoint", *part]
         else:
             flag, typed, values = part
             argv += typed
             foreign.append((flag.name, tuple(values)))
-    use = classify(argv, OWN)
-    assert list(use.own_argv) == own
-    assert use.unknown == ()
+    use = classified(*argv)
+    assert use.own == own
+    assert use.unknown == []
     found = pairs(use.accepted) + pairs(use.compared) + pairs(use.refused)
     assert sorted(found) == sorted(foreign)
     for kind in (use.accepted, use.compared, use.refused):
         names = pairs(kind)
         assert names == [item for item in foreign if item in names]
-
-
-def test_a_pipeline_layout_is_refused_with_the_flag_to_use():
-    """It was to decide which stage holds which layer; ignored, memory would not be as planned."""
-    (found,) = classify(["--pipeline-model-parallel-layout", "Et*3|(tt|)*2L"], OWN).refused
-    assert "--num-layer-list" in found.reason

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from support.rl_run import make_run
 
-from mindspeed_rl.config.environment import EnvironmentConfig
-from mindspeed_rl.config.launch import LaunchConfig, check_environment_workers, check_launch
+from mindspeed_rl.config.launch import LaunchConfig, check_launch
 from mindspeed_rl.core.errors import UsageError
 
 RAY = LaunchConfig(orchestrator="ray", ray_ranks_per_node=4)
@@ -18,8 +17,6 @@ RAY = LaunchConfig(orchestrator="ray", ray_ranks_per_node=4)
 @pytest.mark.parametrize(
     ("launch", "environ", "flag"),
     [
-        (LaunchConfig(ray_address="auto"), {}, "--ray-address auto"),
-        (LaunchConfig(ray_ranks_per_node=2), {}, "--ray-ranks-per-node 2"),
         (RAY, {"RANK": "0"}, "--orchestrator ray"),
         (replace(RAY, ray_ranks_per_node=0), {}, "--ray-ranks-per-node"),
         (replace(RAY, ray_address="ray://host:1"), {}, "--ray-address ray://host:1"),
@@ -40,16 +37,6 @@ def test_possible_launches() -> None:
     check_launch(several, {"RAY_ADDRESS": "host:6379"}, "entry")
     check_launch(replace(several, ray_address="auto"), {}, "entry")
     assert several.num_ranks == 8
-
-
-def test_environment_workers_need_environments_and_ray() -> None:
-    workers = EnvironmentConfig(rl_environment_ray_workers=2)
-    with pytest.raises(UsageError, match="--rl-environment-ray-workers 2"):
-        check_environment_workers(workers, RAY)
-    named = replace(workers, rl_environment="calculator")
-    with pytest.raises(UsageError, match="--orchestrator ray"):
-        check_environment_workers(named, LaunchConfig())
-    check_environment_workers(named, RAY)
 
 
 def test_rewards_follow_the_ranks_into_ray(tmp_path: Path) -> None:

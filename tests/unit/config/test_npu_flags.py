@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from megatron.core import parallel_state
 from support.published import PUBLISHED
 
-from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config import npu as npu_flags
 from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.kernels import module_names
@@ -19,7 +18,7 @@ from mindspeed_rl.config.npu import REFUSED, check_npu, group_buffers, npu_setup
 from mindspeed_rl.core import installed
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.groups import MEGATRON_GROUPS
-from mindspeed_rl.models.module_names import GROUPED, LOCAL, TRANSFORMER_ENGINE
+from mindspeed_rl.models.param_names import GROUPED, LOCAL, TRANSFORMER_ENGINE
 from mindspeed_rl.planning.budget import machine_on
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.suggestions import plan_of
@@ -139,8 +138,3 @@ def test_modules_follow_flags_and_what_is_installed(
     monkeypatch.setattr(installed, "find_spec", lambda name: name if name in packages else None)
     config, _ = parsed(*flags.split())
     assert module_names(config.model, platform) == expected
-
-
-def test_supervised_runs_have_the_flags_too() -> None:
-    config = parse(PretrainRunConfig, ["--hf-checkpoint", "x", "--swap-optimizer"], "test").config
-    assert replace(config.ascend, swap_optimizer=False) == type(config.ascend)()

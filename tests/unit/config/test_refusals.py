@@ -91,6 +91,7 @@ REFUSED = {
         --rl-routing-replay rollout --rl-environment calculator -> not with --rl-environment
         --partial-rollout-tokens 3 -> --partial-rollout-tokens 3 carries tokens of older
         --rl-resample-factor 2 --old-logprob rollout -> factor 2 has no effect without
+        --rl-environment calculator --rl-environment-ray-workers 2 -> without --orchestrator ray
         --rl-clip-ratio-c 0.5 -> --rl-clip-ratio-c 0.5 & above 1
         --rl-clip-ratio-c 1 -> --rl-clip-ratio-c 1 & above 1
         --rl-policy-loss sapo --rl-sapo-tau-pos 0 -> --rl-sapo-tau-pos & more than 0
@@ -151,7 +152,7 @@ REFUSED = {
         --rl-environment /no/file.py:Mine -> --rl-environment /no/file.py:Mine & no Python file
         --rl-eval-samples 4 --rl-eval-temperature 0 -> --rl-eval-temperature 0
         --rl-eval-data a=x a=y -> --rl-eval-data a=y & NAME=FILE
-        --save-interval 5 -> --save-interval 5 without --save
+        --save-interval 5 -> --save-interval 5 has no effect without --save & add
         --lr-warmup-iters 2 --lr-warmup-fraction 0.1 -> --lr-warmup-iters & exclude each other
         --recompute-granularity full -> --recompute-method & --recompute-num-layers
         --recompute-method block -> --recompute-method & granularity none & full
@@ -188,6 +189,7 @@ REFUSED = {
         --sft-data= --data-path nowhere -> --data-path without --stage pretrain & --sft-data
         --sft-data= --data-path nowhere --stage pretrain --seq-length 8 -> --data-path & nowhere.idx
         --seq-length 4096 -> --seq-length 4096 & 256
+        --recompute-num-layers 1 -> --recompute-num-layers 1 & granularity none & full
         --keep-mtp -> --keep-mtp & multi-token-prediction
     """,
     "npu": """
@@ -207,7 +209,6 @@ REFUSED = {
         --save DIR/file/deeper/x -> --save & file is not a directory
         --export-hf DIR/file/deeper/x -> --export-hf & file is not a directory
         --load DIR/nowhere -> --load & nowhere: no such directory
-        --save-interval 5 -> --save-interval 5 without --save
     """,
     "score": """
         --output o.npz -> --tokens

@@ -22,7 +22,6 @@ from support.conversions import (
     hf_tensors,
     hf_to_mg,
     mg_to_hf,
-    write_model,
 )
 
 from mindspeed_rl.convert import command
@@ -34,11 +33,6 @@ from mindspeed_rl.core.errors import UsageError
 
 TP2 = ("--target-tensor-parallel-size", "2")
 FOUR = (*TP2, "--target-pipeline-parallel-size", "2")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model("deepseek", tmp_path_factory.mktemp("models") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -209,8 +203,6 @@ def test_mtp_with_an_embedding_of_its_own_is_refused(model: Path, tmp_path: Path
         "--moe-tp-extend-ep --expert-tensor-parallel-size 4",
         "--qlora-nf4",
         "--schedules-method dualpipev",
-        "--workers -1",
-        "--max-shard-size-gb 0",
         "--save-dir MODEL",
         "--load-dir /nowhere",
         "--save-dir=",

@@ -12,18 +12,13 @@ from unittest import mock
 
 import pytest
 import torch
-from support.conversions import file_bytes, hf_to_mg, write_model
+from support.conversions import file_bytes, hf_to_mg
 from support.full_disk import largest_file
 
-from mindspeed_rl.convert import run
+from mindspeed_rl.convert import command, run
 
 TP2 = ("--target-tensor-parallel-size", "2")
 FOUR = (*TP2, "--target-pipeline-parallel-size", "2")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model("deepseek", tmp_path_factory.mktemp("models") / "model")
 
 
 def convert_until_killed(model: Path, target: Path, event: str, number: int) -> bool:
@@ -118,9 +113,14 @@ def test_finished_files_are_not_written_again(model: Path, tmp_path: Path) -> No
     interrupted(model, target, len(torch.load(first, weights_only=False)["model"]) + 3)
     kept = finished_files(target)
     inodes = {path.relative_to(leftovers(target)[0]): path.stat().st_ino for path in kept}
-    said = hf_to_mg(model, target, FOUR)
+    with mock.patch.object(command, "tqdm") as tqdm:
+        said = hf_to_mg(model, target, FOUR)
     assert len(kept) == 1 and any(line.startswith("resumed: ") for line in said)
     assert {path: (target / path).stat().st_ino for path in inodes} == inodes
+    updates = tqdm.return_value.__enter__.return_value.update.call_args_list
+    first, *others = [call.args[0] for call in updates]
+    assert first > 0 and first + sum(others) == tqdm.call_args.kwargs["total"]
+    assert tqdm.call_args.kwargs["disable"] is True, "conversions of tests have --no-progress"
     assert file_bytes(target) == file_bytes(tmp_path / "whole")
 
 

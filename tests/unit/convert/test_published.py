@@ -23,7 +23,6 @@ from support.conversions import (
 )
 
 from mindspeed_rl.convert.options import parse_options
-from mindspeed_rl.core.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[3]
 V1_QWEN25 = """--use-mcore-models --model-type GPT --load-model-type hf --save-model-type mg
@@ -105,11 +104,6 @@ def test_documented_commands_are_understood(page: str) -> None:
     for command in commands:
         options = parse_options(command.split())
         assert options.checkpoint.load_dir and options.checkpoint.save_dir
-
-
-def test_a_misspelt_flag_is_an_error() -> None:
-    with pytest.raises(UsageError, match="--target-tensor-parallel"):
-        parse_options(["--load-dir", "a", "--save-dir", "b", "--target-tensor-parallel", "2"])
 
 
 @pytest.mark.slow

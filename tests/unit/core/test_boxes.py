@@ -57,16 +57,6 @@ def test_slices_select_the_positions(box: Box) -> None:
     assert box.num_elements == int(hit.sum())
 
 
-@given(boxes(num_dims=1))
-@settings(deadline=None)
-def test_one_dimension(box: Box) -> None:
-    assert len(positions(box)) == box.num_elements
-
-
-def test_touching_boxes_do_not_overlap() -> None:
-    assert Box((0,), (3,)).intersect(Box((3,), (2,))) is None
-
-
 def test_whole_and_with_dim() -> None:
     whole = Box.whole((4, 6))
     assert whole == Box((0, 0), (4, 6))

@@ -14,43 +14,6 @@ from mindspeed_rl.parallel.groups import rank_lists
 from mindspeed_rl.weights.layouts.base import merge_owner_ranks
 
 sizes = st.integers(1, 4)
-layouts = st.builds(
-    lambda tp, cp, dp, pp: ParallelLayout.build(
-        world=tp * cp * dp * pp, stages=even_stages(2 * pp, pp), tp=tp, cp=cp
-    ),
-    *[sizes] * 4,
-)
-
-
-@given(layouts)
-@settings(deadline=None)
-def test_coords_and_rank_are_inverse(layout: ParallelLayout) -> None:
-    everything = [layout.coords(rank) for rank in range(layout.world)]
-    assert len(set(everything)) == layout.world
-    assert [layout.rank(coords) for coords in everything] == list(range(layout.world))
-
-
-@given(layouts)
-@settings(deadline=None)
-def test_replicas_hold_the_same_parameters(layout: ParallelLayout) -> None:
-    """All of (cp, dp) at one (tp, pp), and nobody else."""
-    for tp in range(layout.tp):
-        for pp in range(layout.pp):
-            same = [r for r in range(layout.world) if _place(layout.coords(r)) == (tp, pp)]
-            assert list(layout.replicas(tp, pp)) == same
-
-
-def _place(coords: Coords) -> tuple[int, int]:
-    return coords.tp, coords.pp
-
-
-@given(layouts)
-@settings(deadline=None)
-def test_groups_partition_the_world(layout: ParallelLayout) -> None:
-    for axis, groups in rank_lists(layout).items():
-        assert sorted(r for ranks in groups for r in ranks) == list(range(layout.world))
-        size = layout.expert_dp if axis == "edp" else getattr(layout, axis)
-        assert {len(ranks) for ranks in groups} == {size}
 
 
 def test_rank_order_is_megatrons_default() -> None:
@@ -131,13 +94,6 @@ def test_impossible_grids_are_refused(sizes: dict[str, int], message: str) -> No
         ParallelLayout.build(
             world=sizes.pop("world"), stages=even_stages(4, sizes.pop("pp", 1)), **sizes
         )
-
-
-@pytest.mark.parametrize("rank", [-1, 4])
-def test_ranks_outside_the_world_are_refused(rank: int) -> None:
-    layout = ParallelLayout.build(world=4, stages=even_stages(1))
-    with pytest.raises(IndexError, match=f"rank {rank} is not in a world of 4"):
-        layout.coords(rank)
 
 
 @given(st.integers(1, 4), st.integers(1, 5))

@@ -11,7 +11,7 @@ from make_task_data import generate_task, write_jsonl
 from make_tiny_model import build_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from mindspeed_rl.data import load_prompts
+from mindspeed_rl.data.prompts import load_prompts
 
 USER, ASSISTANT, SYSTEM = 2, 3, 4
 VOCAB_SIZE = 261
@@ -99,13 +99,6 @@ def test_template_does_not_add_special_tokens_twice(load):
     assert load(rows, tokenizer, apply_chat_template=False)[0].token_ids == (0, seven)
 
 
-def test_chat_template_kwargs_reach_the_template(load):
-    tokenizer = build_tokenizer(["a"], VOCAB_SIZE)
-    tokenizer.chat_template = "{{ messages[0]['content'] }}{{ '!' if thinking else '?' }}"
-    dataset = load([row("7")], tokenizer, chat_template_kwargs={"thinking": True})
-    assert tokenizer.decode(dataset[0].token_ids) == "7!"
-
-
 @pytest.mark.parametrize(("max_prompt_length", "kept"), [(5, ["123"]), (6, ["123", "1234"])])
 def test_length_filter_at_the_boundary_is_counted(load, max_prompt_length, kept):
     # A prompt of exactly max_prompt_length tokens (content + 2 roles) stays.
@@ -121,8 +114,6 @@ def test_length_filter_at_the_boundary_is_counted(load, max_prompt_length, kept)
 def test_nothing_left_is_an_error(load):
     with pytest.raises(ValueError, match=r"rows\.jsonl: no prompt is left: 2 .*-length 3 tokens"):
         load([row("12"), row("13")], max_prompt_length=3)
-    with pytest.raises(ValueError, match=r"rows\.jsonl: the file has no rows; write it again"):
-        load([])
     with pytest.raises(ValueError, match="--max-prompt-length 0: give at least 1"):
         load([row()], max_prompt_length=0)
 

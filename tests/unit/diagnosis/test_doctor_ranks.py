@@ -69,16 +69,14 @@ def test_ranks_that_do_not_meet_are_red_with_what_to_do() -> None:
 def test_without_torch_groups_are_not_tried() -> None:
     done = run_doctor(
         "import sys\n"
-        "class Blocker:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.partition('.')[0] == 'torch':\n"
-        "            raise ImportError('no torch here')\n"
-        "sys.meta_path.insert(0, Blocker())\n"
+        "sys.modules['torch'] = None\n"
         "from mindspeed_rl.doctor import main\n"
         "sys.exit(main(['--platform', 'cpu']))\n"
     )
     assert done.returncode == 1, done.stderr
-    assert "RED   not tried: no torch here\n        fix: mend the rows of packages" in done.stdout
+    assert re.search(
+        "RED   not tried: .*torch.*\n        fix: mend the rows of packages", done.stdout
+    )
 
 
 def test_red_rows_of_other_nodes_are_told_once_with_their_hosts() -> None:

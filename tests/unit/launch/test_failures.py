@@ -16,6 +16,7 @@ import torch.distributed as dist
 from support.jobs import free_port
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from mindspeed_rl.launch import watchdog
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.failure_store import (
     FailureStore,
@@ -114,25 +115,35 @@ class FakeClock:
 
     now = 0.0
 
-    def __call__(self) -> float:
+    def monotonic(self) -> float:
         return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    """The clock of the watchdog."""
+    clock = FakeClock()
+    monkeypatch.setattr(watchdog, "time", clock)
+    return clock
 
 
 LIMITS = WatchdogSettings(interval_s=1.0, silence_s=5.0)
 
 
-def heartbeats_of(
-    stores: list[FailureStore], clock: FakeClock, phases: PhaseClock, rank: int = 0
-) -> Heartbeats:
-    return Heartbeats(stores[rank], World(rank, 3, rank, 3), phases, LIMITS, clock)
+@pytest.fixture
+def phases(clock: FakeClock) -> PhaseClock:
+    return PhaseClock(600.0)
+
+
+@pytest.fixture
+def heartbeats(stores: list[FailureStore], phases: PhaseClock) -> Heartbeats:
+    """Those of the first of three ranks."""
+    return Heartbeats(stores[0], World(0, 3, 0, 3), phases, LIMITS)
 
 
 def test_a_heartbeat_is_due_after_an_interval_or_in_another_phase(
-    stores: list[FailureStore],
+    stores: list[FailureStore], clock: FakeClock, phases: PhaseClock, heartbeats: Heartbeats
 ) -> None:
-    clock = FakeClock()
-    phases = PhaseClock(600.0, clock)
-    heartbeats = heartbeats_of(stores, clock, phases)
 
     def told_at(now: float) -> tuple[int, str]:
         clock.now = now
@@ -151,9 +162,9 @@ def test_a_heartbeat_is_due_after_an_interval_or_in_another_phase(
     assert told_at(1.6) == (5, "start") == told_at(2.5)
 
 
-def test_a_published_failure_and_a_silent_peer_end_a_rank(stores: list[FailureStore]) -> None:
-    clock = FakeClock()
-    heartbeats = heartbeats_of(stores, clock, PhaseClock(600.0, clock))
+def test_a_published_failure_and_a_silent_peer_end_a_rank(
+    stores: list[FailureStore], clock: FakeClock, heartbeats: Heartbeats
+) -> None:
     stores[1].beat("generate", 2.0)
     for clock.now in (0.0, 5.0):
         assert heartbeats.tick() is None
@@ -169,17 +180,15 @@ def test_a_published_failure_and_a_silent_peer_end_a_rank(stores: list[FailureSt
     assert heartbeats.tick() == failure(2)
 
 
-def test_a_peer_that_leaves_is_not_silent(stores: list[FailureStore]) -> None:
-    clock = FakeClock()
-    heartbeats = heartbeats_of(stores, clock, PhaseClock(600.0, clock))
+def test_a_peer_that_leaves_is_not_silent(
+    stores: list[FailureStore], clock: FakeClock, heartbeats: Heartbeats
+) -> None:
     stores[1].beat("exit", 0.0, leaving=True)
     for clock.now in (0.0, 50.0, 100.0):
         assert heartbeats.tick() is None
 
 
-def test_a_phase_over_its_limit_names_its_flag() -> None:
-    clock = FakeClock()
-    phases = PhaseClock(600.0, clock)
+def test_a_phase_over_its_limit_names_its_flag(clock: FakeClock, phases: PhaseClock) -> None:
     with phases.phase(JOIN, 120.0):
         clock.now = 120.0
         assert not phases.overdue()

@@ -9,7 +9,8 @@ from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.diagnosis.rows import DoctorRow, Status
 from mindspeed_rl.doctor import layout_rows
 from mindspeed_rl.launch import bootstrap
-from mindspeed_rl.launch.preflight import GroupResult, RankReport, groups_to_check, preflight_rows
+from mindspeed_rl.launch.preflight import GroupResult, RankReport, preflight_rows
+from mindspeed_rl.planning.communicators import RunGroups
 
 
 def reds(rows: list[DoctorRow]) -> list[DoctorRow]:
@@ -27,7 +28,7 @@ def test_groups_of_the_run_and_their_memory_are_told() -> None:
     plan, (row,) = layout_rows(config, bootstrap.World(0, 1, 0, 1))
     assert plan is not None and row.status is Status.NOTE
     assert "tp, " in row.what and "MiB in all (predicted)" in row.what
-    axes = groups_to_check(config, plan, 8)
+    axes = RunGroups.of(config, plan).of_all_ranks()
     assert axes["tp"] == axes["ep"] == axes["rollout tp"] == ((0, 1), (2, 3), (4, 5), (6, 7))
     for name, groups in axes.items():
         members = [rank for group in groups for rank in group]

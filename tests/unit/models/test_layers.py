@@ -26,7 +26,7 @@ from mindspeed_rl.models.blocks import (
     HEAD,
     LATENT_ATTENTION,
 )
-from mindspeed_rl.models.flops import active_by_part, attention_flops
+from mindspeed_rl.models.flops import active_parameters, attention_flops
 from mindspeed_rl.models.layers import (
     DenseMLP,
     GroupedQueryAttention,
@@ -165,12 +165,9 @@ def test_the_engine_has_room_for_its_widest_layer() -> None:
 def test_operations_are_a_sum_over_layers() -> None:
     pairs = 2 * 4 * (6 + 6) + 2 * 4 * (6 + 3) + 2 * 4 * (2 + 2)
     assert attention_flops(KINDS, 10.0) == pairs * 10 / 2
-    active = active_by_part(KINDS)
-    assert active["moe"] == 2 * _EXPERT + _ROUTER
-    few = LayerSpec(WIDE, replace(MOE, top_k=1))
-    assert active_by_part(spec_of(few, few, LayerSpec(WIDE, MOE)))["moe"] == (
-        (1 + 1 + 2) * _EXPERT + 3 * _ROUTER
-    )
+    assert num_parameters(KINDS) - active_parameters(KINDS) == 2 * _EXPERT + VOCAB * HIDDEN
+    few = spec_of(*[LayerSpec(WIDE, replace(MOE, top_k=1))] * 2, LayerSpec(WIDE, MOE))
+    assert num_parameters(few) - active_parameters(few) == (3 + 3 + 2) * _EXPERT + VOCAB * HIDDEN
 
 
 def test_memory_of_a_stage_is_that_of_its_own_layers() -> None:

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.published import published_config
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mindspeed_rl.models.registry import spec_from_hf_config
-from mindspeed_rl.models.rope import rope_of, yarn_mscale
+from mindspeed_rl.models.rope import rope_of
 
 _CONTEXT = "original_max_position_embeddings"
 KINDS: dict[str, dict[str, Any]] = {
@@ -42,14 +41,6 @@ def test_frequencies_are_those_of_transformers(kind: str, head_dim: int, theta: 
     found = torch.tensor(rope.inverse_frequencies(head_dim))
     assert torch.allclose(found, expected, rtol=2e-6, atol=0.0)
     assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
-
-
-def test_spelling_of_transformers_4() -> None:
-    """DeepSeek-V3 as published: ``rope_scaling`` with ``type``, the base beside it."""
-    rope = rope_of(published_config("deepseek-v3"))
-    assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 40.0, 4096)
-    assert rope.attention_factor == 1.0
-    assert rope.softmax_mscale == yarn_mscale(40, 1.0) == pytest.approx(1.368888, abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,11 @@ from typing import Any, cast
 
 import pytest
 import torch
-from support.planned_run import EXPERT_RUN, RECOMPUTE, WORLD
+from support.planned_run import RECOMPUTE, WORLD, expert_config
 from support.published import PUBLISHED
 from support.tiers import slow_but
 
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.dry_run import MACHINES
 from mindspeed_rl.core.memory import LEAVING, MemoryOwner, OffloadMode
 from mindspeed_rl.launch.job import npu_setup_of
@@ -24,7 +23,6 @@ from mindspeed_rl.planning.report import lines
 from mindspeed_rl.planning.suggestions import plan_of
 from mindspeed_rl.platforms.base import DeviceMemory
 from mindspeed_rl.platforms.cuda import CudaPlatform
-from mindspeed_rl.platforms.npu import NpuPlatform
 from mindspeed_rl.rl import build_engine
 from mindspeed_rl.rl.components import Models
 from mindspeed_rl.rollout.engine import EngineState
@@ -36,50 +34,57 @@ GIB = 2**30
 
 
 def config_of(*flags: str) -> RLRunConfig:
-    return parse(RLRunConfig, [*EXPERT_RUN, *RECOMPUTE, *flags], "test").config
+    return expert_config(*RECOMPUTE, *flags)
 
 
-def run_on(
-    platform: str,
-    total_gib: float,
-    config: RLRunConfig,
-    monkeypatch: pytest.MonkeyPatch,
-    taken_gib: int = 0,
-) -> Any:
-    """What a run on a device of this size decides."""
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least of all ranks is that of this one."""
     monkeypatch.setattr(build_engine, "_least", lambda number: number)
-    total = int(total_gib * GIB)
+
+
+def job_on(platform: str, total_gib: int, config: RLRunConfig, taken_gib: int = 0) -> Any:
+    """A job on a device of this size."""
+    total = total_gib * GIB
     device = SimpleNamespace(
         name=platform,
         shares_host_memory=platform == "cpu",
         taken_bytes=taken_gib * GIB,
         memory=lambda: DeviceMemory(0, total, total),
+        release_cached_memory=lambda: None,
+        wait_for_copies=lambda: None,
     )
-    job = SimpleNamespace(config=config, plan=plan_of(config, WORLD), platform=device)
-    return build_engine.predict_run(cast(Any, job))
+    return SimpleNamespace(
+        config=config,
+        plan=plan_of(config, WORLD),
+        platform=device,
+        world=SimpleNamespace(rank=0),
+        log_rank0=lambda *lines: None,
+    )
+
+
+def run_on(platform: str, total_gib: int, config: RLRunConfig, taken_gib: int = 0) -> Any:
+    """What a run on a device of this size decides."""
+    return build_engine.predict_run(job_on(platform, total_gib, config, taken_gib))
 
 
 @pytest.mark.parametrize("memory_gb", slow_but([40, 55, 61, 66, 73, 128], [61]))
 @pytest.mark.parametrize("machine", ["a3", "h200"])
-def test_a_run_decides_what_its_dry_run_said(
-    machine: str, memory_gb: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_decides_what_its_dry_run_said(machine: str, memory_gb: int) -> None:
     config = config_of("--rl-dry-run-machine", machine, "--device-memory-gb", str(memory_gb))
     said = find_out(config, WORLD)
     platform = MACHINES[machine].platform
     # the driver reports another size than the flag allows
-    prediction, why = run_on(platform, 2 * memory_gb, config, monkeypatch)
+    prediction, why = run_on(platform, 2 * memory_gb, config)
     assert prediction == said.prediction
     assert why == said.offload_reason
     assert said.budget_bytes == (memory_gb - 2) * GIB
 
 
-def test_the_choices_differ_with_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choices_differ_with_the_device() -> None:
     """Without the flag the driver's size counts, and every mode is somebody's choice."""
     config = config_of("--rl-dry-run-machine", "h200")
-    found = {
-        size: run_on("cuda", size, config, monkeypatch)[0].offload for size in (10, 56, 62, 141)
-    }
+    found = {size: run_on("cuda", size, config)[0].offload for size in (10, 56, 62, 141)}
     assert list(found.values()) == sorted(found.values(), key=list(OffloadMode).index, reverse=True)
     assert set(found.values()) >= {OffloadMode.NONE, OffloadMode.ALL}
 
@@ -111,47 +116,33 @@ def test_what_is_reserved_is_taken_from_any_device() -> None:
     assert usable_bytes(GIB, machine) == 0
 
 
-def test_what_others_hold_is_taken_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_others_hold_is_taken_from_the_device() -> None:
     """As the driver said when the process came; up to the reserve it was expected."""
     machine = MACHINES["a3"]
     assert usable_bytes(64 * GIB, machine, GIB) == 62 * GIB
     assert usable_bytes(64 * GIB, machine, 20 * GIB) == 44 * GIB
     config = config_of("--rl-dry-run-machine", "h200")
-    alone = run_on("cuda", 70, config, monkeypatch)[0].offload
-    beside = run_on("cuda", 70, config, monkeypatch, taken_gib=15)[0].offload
+    alone = run_on("cuda", 70, config)[0].offload
+    beside = run_on("cuda", 70, config, taken_gib=15)[0].offload
     assert list(OffloadMode).index(beside) > list(OffloadMode).index(alone)
-
-
-class Accelerator:
-    """A device of 64 GiB of which torch's allocator knows 10; 7 are with others."""
-
-    def set_device(self, device: object) -> None:
-        """Nothing to bind."""
-
-    def mem_get_info(self, device: object) -> tuple[int, int]:
-        return 47 * GIB, 64 * GIB
-
-    def memory_reserved(self, device: object) -> int:
-        return 10 * GIB
 
 
 def test_accelerators_are_asked_by_their_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Communicators and the engine's unmapped pool are not what torch's counters say."""
-    for name in ("set_device", "mem_get_info", "memory_reserved"):
-        monkeypatch.setattr(torch.cuda, name, getattr(Accelerator(), name))
-    npu = object.__new__(NpuPlatform)
-    npu._api, npu.device = Accelerator(), torch.device("cpu")
-    for platform in (CudaPlatform(), npu):
-        platform.set_device()
-        assert platform.taken_bytes == 17 * GIB
-        assert platform.memory() == DeviceMemory(17 * GIB, 47 * GIB, 64 * GIB)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (47 * GIB, 64 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 * GIB)
+    platform = CudaPlatform()
+    platform.set_device()
+    assert platform.taken_bytes == 17 * GIB
+    assert platform.memory() == DeviceMemory(17 * GIB, 47 * GIB, 64 * GIB)
 
 
-def test_a_host_without_a_limit_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    prediction, why = run_on("cpu", 16, config_of(), monkeypatch)
+def test_a_host_without_a_limit_moves_nothing() -> None:
+    prediction, why = run_on("cpu", 16, config_of())
     assert prediction.offload is OffloadMode.NONE and "device is the host" in why
     limited = config_of("--device-memory-gb", "8")
-    prediction, why = run_on("cpu", 16, limited, monkeypatch)
+    prediction, why = run_on("cpu", 16, limited)
     assert prediction.offload is OffloadMode.ALL and "exceeds the 7 GiB" in why
 
 
@@ -160,45 +151,25 @@ SWAP = ("--swap-optimizer", "--rl-offload", "all")
 
 def test_a_swapped_optimizer_is_left_to_mindspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an NPU the phases do not move it; everything else leaves as the mode says."""
-    config = config_of(*SWAP)
-    prediction, _ = run_on("npu", 64, config, monkeypatch)
-    assert prediction.swap_parts == 16
+    job = job_on("npu", 64, config_of(*SWAP))
+    assert build_engine.predict_run(job)[0].swap_parts == 16
     everything = dict.fromkeys(LEAVING)
     monkeypatch.setattr(build_engine, "trainer_memory", lambda *engines: dict(everything))
-    monkeypatch.setattr(build_engine, "predict_run", lambda job: (prediction, ""))
-    platform = SimpleNamespace(
-        name="npu",
-        shares_host_memory=False,
-        release_cached_memory=lambda: None,
-        wait_for_copies=lambda: None,
-    )
-    job = SimpleNamespace(config=config, platform=platform, log_rank0=lambda *lines: None)
-    sharing = build_engine.share_memory(cast(Any, job), Models(cast(Any, None)))
+    sharing = build_engine.share_memory(job, Models(cast(Any, None)))
     assert set(everything) - set(sharing.groups) == {
         MemoryOwner.OPTIMIZER,
         MemoryOwner.CRITIC_OPTIMIZER,
     }
 
 
-def test_the_ledger_knows_trainer_engine_and_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ledger_knows_trainer_engine_and_samples() -> None:
     """Samples are counted as they come and go, and no prediction is blamed for them."""
-    monkeypatch.setattr(build_engine, "_least", lambda number: number)
     config = config_of("--platform", "cpu", "--rl-offload", "none")
-    platform = SimpleNamespace(
-        name="cpu",
-        shares_host_memory=True,
-        taken_bytes=0,
-        memory=lambda: DeviceMemory(GIB, GIB, 2 * GIB),
-    )
-    world = SimpleNamespace(rank=0)
-    job = SimpleNamespace(
-        config=config, plan=plan_of(config, WORLD), platform=platform, world=world
-    )
     parameters = SimpleNamespace(num_bytes=lambda: 700)
     engine = SimpleNamespace(state=EngineState.AWAKE, weight_bytes=50, cache_bytes=6)
     cache = TensorCache(torch.device("cpu"))
     ledger = build_engine.open_ledger(
-        cast(Any, job),
+        job_on("cpu", 2, config),
         cast(Any, SimpleNamespace(groups={MemoryOwner.PARAMETERS: parameters})),
         cast(Any, engine),
         cache,

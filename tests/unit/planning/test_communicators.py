@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages
-from mindspeed_rl.planning.communicators import Groups, GroupUse, all_device_groups, device_groups
+from mindspeed_rl.planning.communicators import Groups, RunGroups
 
 sizes = st.sampled_from([1, 2, 3])
 
@@ -17,7 +17,7 @@ def divisors(number: int) -> st.SearchStrategy[int]:
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> tuple[ParallelLayout, EngineLayout | None]:
+def runs(draw: st.DrawFn) -> RunGroups:
     tp, cp, dp, pp = (draw(sizes) for _ in range(4))
     per_stage = tp * cp * dp
     etp = draw(divisors(per_stage))
@@ -28,16 +28,13 @@ def worlds(draw: st.DrawFn) -> tuple[ParallelLayout, EngineLayout | None]:
     engine_tp = draw(divisors(parallel.world))
     engine_dp = draw(divisors(parallel.world // engine_tp))
     engine = EngineLayout(parallel.world, engine_tp, engine_dp, expert_parallel=draw(st.booleans()))
-    return parallel, draw(st.sampled_from([engine, None]))
+    facts = [draw(st.booleans()) for _ in range(5)]
+    return RunGroups(parallel, draw(st.sampled_from([engine, None])), *facts)
 
 
-uses = st.builds(GroupUse, *(st.booleans() for _ in range(5)))
-
-
-def by_definition(
-    rank: int, parallel: ParallelLayout, engine: EngineLayout | None, use: GroupUse
-) -> Groups:
+def by_definition(rank: int, run: RunGroups) -> Groups:
     """Peers are those who stand where this rank stands on the named axes: all ranks are asked."""
+    parallel = run.parallel
     everyone = range(parallel.world)
 
     def dense(*axes: str) -> tuple[int, ...]:
@@ -62,27 +59,27 @@ def by_definition(
         "world": tuple(everyone), "tp": dense("cp", "dp", "pp"), "cp": dense("tp", "dp", "pp"),
         "dp_cp": dense("tp", "pp"), "pp": pipeline,
     }  # fmt: skip
-    if use.sharded_optimizer:
+    if run.sharded_optimizer:
         groups["intra_dist_opt_instance"] = tuple(everyone)
     else:
         groups["mp"] = dense("cp", "dp")
-    if use.tied and rank in ends:
+    if run.tied and rank in ends:
         groups["embd"] = ends
-    if use.experts:
+    if run.experts:
         groups |= {"ep": expert("tp", "dp", "pp"), "ep_tp": expert("ep", "dp", "pp")}
         groups["tp_ep_mp"] = expert("dp", "pp")
-        if use.router_bias:
+        if run.router_bias:
             groups["tp_dp_cp"] = dense("pp")
         if parallel.ep > 1:
             groups["ep_dp"] = expert("tp", "ep", "pp")
-            if not use.sharded_optimizer:
+            if not run.sharded_optimizer:
                 groups["tp_ep_pp"] = expert("dp")
-    if engine is not None:
-        groups |= engine_by_definition(rank, engine, use)
+    if run.engine is not None:
+        groups |= engine_by_definition(rank, run.engine, run.engine_mc2)
     return {name: ranks for name, ranks in groups.items() if len(set(ranks)) > 1}
 
 
-def engine_by_definition(rank: int, engine: EngineLayout, use: GroupUse) -> Groups:
+def engine_by_definition(rank: int, engine: EngineLayout, mc2: bool) -> Groups:
     peers = tuple(r for r in range(engine.world) if engine.replica_of(r) == engine.replica_of(rank))
     groups = {
         "rollout tp": tuple(r for r in peers if engine.group_of(r) == engine.group_of(rank)),
@@ -90,47 +87,27 @@ def engine_by_definition(rank: int, engine: EngineLayout, use: GroupUse) -> Grou
     }
     if engine.expert_parallel:
         groups["rollout ep"] = peers
-        if use.engine_mc2:
+        if mc2:
             groups["rollout mc2"] = peers
     return groups
 
 
-@given(worlds(), uses)
+@given(runs())
 @settings(deadline=None)
-def test_groups_of_a_rank_are_those_of_the_definition(
-    world: tuple[ParallelLayout, EngineLayout | None], use: GroupUse
-) -> None:
-    parallel, engine = world
-    for rank in range(parallel.world):
-        expected = by_definition(rank, parallel, engine, use)
-        assert device_groups(rank, parallel, engine, use) == expected
+def test_groups_of_a_rank_are_those_of_the_definition(run: RunGroups) -> None:
+    for rank in range(run.parallel.world):
+        assert run.of_rank(rank) == by_definition(rank, run)
 
 
-@given(worlds(), uses)
+@given(runs())
 @settings(deadline=None)
-def test_all_groups_are_those_of_every_rank_each_once(
-    world: tuple[ParallelLayout, EngineLayout | None], use: GroupUse
-) -> None:
-    parallel, engine = world
+def test_all_groups_are_those_of_every_rank_each_once(run: RunGroups) -> None:
     expected: dict[str, dict[tuple[int, ...], None]] = {}
-    for rank in range(parallel.world):
-        for name, ranks in device_groups(rank, parallel, engine, use).items():
+    for rank in range(run.parallel.world):
+        for name, ranks in run.of_rank(rank).items():
             expected.setdefault(name, {})[ranks] = None
-    found = all_device_groups(parallel, engine, use)
+    found = run.of_all_ranks()
     assert found == {name: tuple(groups) for name, groups in expected.items()}
     for groups in found.values():
         members = [rank for group in groups for rank in group]
         assert len(members) == len(set(members)), "a rank is in one group of a name"
-
-
-def test_groups_of_4096_ranks_cost_steps_in_proportion_to_them() -> None:
-    """Every group is made once: by its lowest rank, not by each of its members."""
-    parallel = ParallelLayout.build(world=4096, stages=even_stages(16, 16), tp=8, ep=32, etp=1)
-    engine = EngineLayout(4096, 4, 64, expert_parallel=True)
-    found = all_device_groups(parallel, engine, GroupUse(experts=True, router_bias=True))
-    assert {name: (len(groups), len(groups[0])) for name, groups in found.items()} == {
-        "world": (1, 4096), "tp": (512, 8), "dp_cp": (128, 32), "pp": (256, 16), "mp": (32, 128),
-        "ep": (128, 32), "tp_ep_mp": (128, 32), "tp_dp_cp": (16, 256), "ep_dp": (512, 8),
-        "tp_ep_pp": (8, 512), "rollout tp": (1024, 4), "rollout dp": (64, 64),
-        "rollout ep": (16, 256),
-    }  # fmt: skip

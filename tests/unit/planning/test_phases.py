@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.planned_run import EXPERT_RUN, RECOMPUTE, WORLD
+from support.planned_run import RECOMPUTE, WORLD, expert_config
 
-from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.dry_run import MACHINES
 from mindspeed_rl.core.memory import FIXED_MODES, MemoryOwner, MemoryPhase, OffloadMode
 from mindspeed_rl.planning.budget import resolve_offload
@@ -22,7 +20,7 @@ def prediction_of(
     *flags: str, offload: OffloadMode = OffloadMode.NONE, machine: str = "cpu"
 ) -> MemoryPrediction:
     """With full recomputation, or other ``flags`` instead."""
-    config = parse(RLRunConfig, [*EXPERT_RUN, *(flags or RECOMPUTE)], "test").config
+    config = expert_config(*(flags or RECOMPUTE))
     return MemoryPrediction(config, plan_of(config, WORLD), MACHINES[machine], offload)
 
 

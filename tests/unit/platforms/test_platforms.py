@@ -26,16 +26,11 @@ def test_a_process_has_one_platform(monkeypatch: pytest.MonkeyPatch) -> None:
         registry.select_platform("auto")
 
 
-@pytest.fixture
-def restored(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Puts back the methods of tensors."""
-    for name in ("type", "cuda"):
+def test_only_megatron_core_takes_a_host_tensor_for_one_of_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("type", "cuda"):  # are put back after the test
         monkeypatch.setattr(torch.Tensor, name, getattr(torch.Tensor, name))
-    return monkeypatch
-
-
-@pytest.mark.usefixtures("restored")
-def test_only_megatron_core_takes_a_host_tensor_for_one_of_cuda() -> None:
     cpu_install._patch_tensor_methods()
     tensor = torch.zeros(2, dtype=torch.bfloat16)
     inside = types.ModuleType("megatron.core.planted")
@@ -45,11 +40,3 @@ def test_only_megatron_core_takes_a_host_tensor_for_one_of_cuda() -> None:
     if not torch.cuda.is_available():
         with pytest.raises((AssertionError, RuntimeError), match="CUDA"):
             tensor.cuda()
-
-
-def test_a_method_that_says_something_else_is_not_patched(restored: pytest.MonkeyPatch) -> None:
-    restored.setattr(torch.Tensor, "type", lambda tensor: "float32 on cpu")
-    before = torch.Tensor.cuda
-    with pytest.raises(RuntimeError, match="says 'float32 on cpu'"):
-        cpu_install._patch_tensor_methods()
-    assert torch.Tensor.cuda is before

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,15 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.rl_run import make_run
-from support.table_engine import single_rank
 
 from mindspeed_rl.config import ProfilerConfig, RLRunConfig
 from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.diagnostics import check_profiler
 from mindspeed_rl.metrics.profiler import StepProfiler
 from mindspeed_rl.metrics.timers import PhaseTimer
-from mindspeed_rl.platforms.base import ProfileRequest
 from mindspeed_rl.platforms.cpu import CpuPlatform
 
 WINDOW = ProfilerConfig(profile=True, profile_step_start=2, profile_step_end=4)
@@ -66,7 +62,7 @@ def phases_in(file: Path) -> set[str]:
 
 def test_phases_are_ranges_of_the_trace_and_of_no_step_outside(tmp_path: Path) -> None:
     profiler = StepProfiler(WINDOW, CpuPlatform(), 0, tmp_path)
-    timer = PhaseTimer(mark=profiler.phase)
+    timer = PhaseTimer(CpuPlatform(), mark=profiler.phase)
     for step in range(1, 6):
         profiler.begin_step(step)
         with timer("train"), timer(f"part {step}"):
@@ -74,21 +70,6 @@ def test_phases_are_ranges_of_the_trace_and_of_no_step_outside(tmp_path: Path) -
     profiler.close()
     (file,) = (tmp_path / "profile").iterdir()
     assert phases_in(file) == {"train", "part 2", "part 3"}
-
-
-def test_a_run_leaves_a_trace_with_its_phases(tmp_path: Path) -> None:
-    """Of an RL run whose model is a table: its flags, its timer, its rollouts and exchange."""
-    run = make_run(tmp_path, "--profile --profile-step-start 2 --profile-step-end 3")
-    with single_rank():
-        for step in (1, 2, 3):
-            run.parts.telemetry.profiler.begin_step(step)
-            samples = run.generate(step).samples
-            with run.parts.phase("train"):
-                run.build(samples)
-    run.parts.close()
-    (file,) = (tmp_path / "out" / "profile").iterdir()
-    assert file.name == "rank0_steps2-2.pt.trace.json"
-    assert {"generate", "reward", "wait", "exchange", "train"} <= phases_in(file)
 
 
 @pytest.mark.parametrize(
@@ -133,15 +114,6 @@ def test_flags_of_megatron_and_mindspeed_are_taken() -> None:
     assert parsed.ignored == ("--use-pytorch-profiler",)
 
 
-@pytest.fixture
-def spawning() -> Iterator[None]:
-    """A process whose children are spawned."""
-    before = multiprocessing.get_start_method(allow_none=True)
-    multiprocessing.set_start_method("spawn", force=True)
-    yield
-    multiprocessing.set_start_method(before, force=True)
-
-
 def npu_profiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Ours around a torch_npu that analyses in forks and fails without an exception.
 
@@ -170,29 +142,13 @@ def npu_profiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     from mindspeed_rl.platforms.npu_profiler import NpuProfiler
 
     monkeypatch.delitem(sys.modules, ours)
-    return NpuProfiler(ProfileRequest(folder, "rank3", "level2", with_stack=True))
+    return NpuProfiler(ProfilerConfig(profile_level="level2"), folder, "rank3")
 
 
 def test_a_window_of_which_torch_npu_left_no_trace_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spawning: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rank3_1_20261121_ascend_pt" / "ASCEND_PROFILER_OUTPUT").mkdir(parents=True)
     profiler = npu_profiler(tmp_path, monkeypatch)
     with pytest.warns(UserWarning, match="--profile: torch_npu left no trace in"):
         profiler.stop("steps2-3")
-
-
-def test_an_analysis_that_fails_leaves_the_start_of_processes_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spawning: None
-) -> None:
-    """The error is torch_npu's, and fork is not everybody's from then on."""
-    profiler = npu_profiler(tmp_path, monkeypatch)
-
-    def stop() -> None:
-        multiprocessing.set_start_method("fork", force=True)
-        raise OSError("no space left")
-
-    profiler._profiler.stop = stop
-    with pytest.raises(OSError, match="no space left"):
-        profiler.stop("steps2-3")
-    assert multiprocessing.get_start_method() == "spawn"

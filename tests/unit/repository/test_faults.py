@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 from faults import run
-from faults.planting import Fault, gives, plant_when_imported, takes
+from faults.planting import Fault, gives
 from faults.table import FAULTS
 
 _HERE = "tests/unit/repository/test_faults.py::"
-_TARGET = "mindspeed_rl.algorithms.overlong:overlong_penalty"
-_STRONG = _HERE + "test_the_penalty_at_the_limit"
+_TARGET = "mindspeed_rl.algorithms.pass_at_k:pass_at_k"
+_STRONG = _HERE + "test_one_of_two_is_right"
 
 
 def _negated(value: float) -> float:
@@ -41,28 +40,28 @@ ROWS = (
     _row("is-killed"),
     _row("is-too-weakly-tested", test=_HERE + "test_that_looks_at_the_size_alone"),
     _row("is-never-called", test=_HERE + "test_of_something_else"),
-    _row("is-nowhere", "mindspeed_rl.algorithms.overlong:renamed"),
+    _row("is-nowhere", "mindspeed_rl.algorithms.pass_at_k:renamed"),
     _row("raises-itself", change=_raises),
 )
 
 
-def test_the_penalty_at_the_limit() -> None:
-    from mindspeed_rl.algorithms.overlong import overlong_penalty
+def test_one_of_two_is_right() -> None:
+    from mindspeed_rl.algorithms.pass_at_k import pass_at_k
 
-    assert overlong_penalty(10, limit=10, buffer=4, weight=0.5) == -0.5
+    assert pass_at_k(2, 1, 1) == 0.5
 
 
 def test_that_looks_at_the_size_alone() -> None:
-    from mindspeed_rl.algorithms.overlong import overlong_penalty
+    from mindspeed_rl.algorithms.pass_at_k import pass_at_k
 
-    assert abs(overlong_penalty(10, limit=10, buffer=4, weight=0.5)) == 0.5
+    assert abs(pass_at_k(2, 1, 1)) == 0.5
 
 
 def test_of_something_else() -> None:
     """Imports the target, but never calls it."""
-    import mindspeed_rl.algorithms.overlong as module
+    import mindspeed_rl.algorithms.pass_at_k as module
 
-    assert module.overlong_penalty
+    assert module.pass_at_k
 
 
 def test_the_runner_tells_what_became_of_each_fault(
@@ -84,33 +83,6 @@ def test_the_runner_tells_what_became_of_each_fault(
         assert f"{verdict}  {name}\n" in printed
     assert "1 of 5 faults killed" in printed
     assert "renamed does not exist" in printed
-
-
-def test_planting_comes_before_anybody_imports_the_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Methods, static ones, properties and functions, with the arguments of the call."""
-    (tmp_path / "planted_module.py").write_text(
-        "class Shape:\n"
-        "    def area(self, a, b=2):\n        return a * b\n"
-        "    @staticmethod\n    def corners():\n        return 4\n"
-        "    @property\n    def name(self):\n        return 'square'\n"
-    )
-    (tmp_path / "planted_user.py").write_text("from planted_module import Shape\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    finders, lines = list(sys.meta_path), list[str]()
-    changes = {"area": takes(b=lambda b: b + 1), "corners": gives(lambda n: n + 1),
-               "name": gives(str.upper)}  # fmt: skip
-    for name, change in changes.items():
-        fault = _row(name, f"planted_module:Shape.{name}", change=change)
-        plant_when_imported(fault, lines.append)
-        __import__("planted_user")
-    shape = sys.modules["planted_user"].Shape()
-    assert (shape.area(3), shape.corners(), shape.name) == (9, 5, "SQUARE")
-    assert lines.count("planted") == lines.count("reached") == 3
-    sys.meta_path[:] = finders
-    for name in ("planted_module", "planted_user"):
-        del sys.modules[name]
 
 
 def test_names_are_unique_and_tests_exist() -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from support.rewards_support import children, make_pool, settings, wait_for
 
@@ -94,13 +95,7 @@ def test_what_a_program_starts_ends_with_it(code: CodeReward) -> None:
 
 
 def running(name: str) -> bool:
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if name.encode() in file.read_bytes().split(b"\0")[0]:
-                return True
-        except OSError:  # it has just ended
-            continue
-    return False
+    return any((p.info["cmdline"] or [""])[0] == name for p in psutil.process_iter(["cmdline"]))
 
 
 def test_what_is_said_to_be_closed_is_closed(code: CodeReward, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from support.rewards_support import (
     USER_FILE,
@@ -23,7 +24,6 @@ from support.rewards_support import (
     worker_pids,
 )
 
-from mindspeed_rl.rewards import RewardRequest
 from mindspeed_rl.rewards.worker_process import worker_environment
 
 
@@ -156,21 +156,6 @@ def test_a_dead_worker_costs_the_sample_that_killed_it(function: str, code: int)
             assert len(set(worker_pids(pool))) == 2 and all(map(is_running, worker_pids(pool)))
 
 
-def test_a_worker_killed_at_work_costs_its_sample() -> None:
-    """As the kernel's out-of-memory killer does it."""
-    with make_pool(":hangs_on_bad", workers=2, max_error_rate=0.5, timeout_s=60.0) as pool:
-        with pool.scoring() as scoring:
-            for request in make_requests("bad", *["good"] * 11):
-                scoring.add(request)
-            assert wait_for(lambda: scoring.num_done == 11, 20.0)
-            victim = next(pid for pid in worker_pids(pool) if is_busy(pid))
-            os.kill(victim, signal.SIGKILL)
-            results = scoring.finish()
-        assert [r.status for r in results] == ["error"] + ["ok"] * 11
-        assert "exit code -9" in results[0].detail and results[0].reward is None
-        assert victim not in worker_pids(pool) and len(worker_pids(pool)) == 2
-
-
 def test_workers_killed_at_rest_cost_no_sample() -> None:
     with make_pool(":length", workers=2) as pool:
         before = worker_pids(pool)
@@ -183,7 +168,7 @@ def test_workers_killed_at_rest_cost_no_sample() -> None:
 
 def is_busy(pid: int) -> bool:
     """Whether a process runs on a processor: the idle ones sleep."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
+    return psutil.Process(pid).status() == psutil.STATUS_RUNNING
 
 
 def test_a_worker_that_does_not_read_blocks_nobody() -> None:
@@ -194,52 +179,23 @@ def test_a_worker_that_does_not_read_blocks_nobody() -> None:
     assert [(r.status, r.reward) for r in results] == [("timeout", 0.0), ("ok", 1.0)]
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
-def test_timeouts_leak_nothing(count: int) -> None:
-    """Memory, file descriptors and processes are flat over 200 timeouts.
+def test_timeouts_leak_nothing() -> None:
+    """Memory, file descriptors and processes are flat over 40 timeouts.
 
     A leak is a slope: the second half of the timeouts must not add to what the first half left.
     """
-
-    def rss_bytes() -> int:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGESIZE")
-
-    def num_fds() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    children_before = children()
+    this, children_before = psutil.Process(), children()
     with make_pool(":hangs_on_bad", workers=4, timeout_s=0.02) as pool:
         pool.score(make_requests("bad", "bad"))
-        fds_before, used = num_fds(), []
+        fds_before, used = this.num_fds(), []
         for _ in range(4):
-            results = pool.score(make_requests(*["bad"] * (count // 4)))
-            assert [r.status for r in results] == ["timeout"] * (count // 4)
-            used.append(rss_bytes())
+            results = pool.score(make_requests(*["bad"] * 10))
+            assert [r.status for r in results] == ["timeout"] * 10
+            used.append(this.memory_info().rss)
         assert used[3] - used[1] < 1 << 20, used
-        assert num_fds() == fds_before
+        assert this.num_fds() == fds_before
         assert children() - children_before == set(worker_pids(pool))
         assert len(worker_pids(pool)) == 4
-
-
-def test_an_interrupted_call_does_not_leak_into_the_next() -> None:
-    """Answers to an abandoned batch must not be taken for answers to the next."""
-
-    def interrupt(signum: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        with make_pool(":sleeps") as pool:
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-            with pytest.raises(KeyboardInterrupt):
-                pool.score(make_requests("0.5", "0.5"))
-            results = pool.score(
-                [RewardRequest(i, "", "0", "", "stop", 1) for i in range(3)],
-            )
-    finally:
-        signal.signal(signal.SIGALRM, previous)
-    assert [(r.sample_id, r.status) for r in results] == [(0, "ok"), (1, "ok"), (2, "ok")]
 
 
 PARENT = """

@@ -139,14 +139,6 @@ def test_samples_are_scored_as_they_come() -> None:
     assert [r.reward for r in results] == [3.0, 1.0, 2.0]
 
 
-def test_the_limit_of_a_sample_holds_while_nobody_waits() -> None:
-    with make_pool(":hangs_on_bad", timeout_s=1.0) as pool, pool.scoring() as scoring:
-        for request in make_requests("bad", "good"):
-            scoring.add(request)
-        assert wait_until_done(scoring, 2)
-        assert [r.status for r in scoring.finish()] == ["timeout", "ok"]
-
-
 def test_a_scoring_that_is_given_up_leaves_nothing_behind() -> None:
     """An engine that fails in the middle costs the worker that holds its sample, not the next."""
     with make_pool(":hangs_on_bad", timeout_s=60.0) as pool:

@@ -91,14 +91,6 @@ def test_an_actor_that_crashes_at_its_start_is_told_at_once(
         RayRunner(f"{tmp_path}/crash.py:X", tokenizer, 1)
 
 
-def test_failures_above_the_limit_stop_the_run(cluster: Any) -> None:
-    with (
-        RayRewardPool(settings(":raises_on_bad")) as pool,
-        pytest.raises(RewardError, match=r"(?s)--reward-max-error-rate.*cannot score bad"),
-    ):
-        pool.score(make_requests("bad", "good", "bad"))
-
-
 def test_a_batch_that_takes_too_long_times_out(cluster: Any) -> None:
     with RayRewardPool(settings(":hangs_on_bad", timeout_s=60.0), batch_timeout_s=0.5) as pool:
         with pool.scoring() as scoring:

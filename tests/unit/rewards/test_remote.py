@@ -18,6 +18,11 @@ from mindspeed_rl.rewards.builtin.remote import RemoteError, RemoteReward
 Answer = Callable[[dict[str, Any], int], tuple[int, str]]
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mindspeed_rl.rewards.builtin.remote.REMOTE_BACKOFF_S", 0.001)
+
+
 @contextmanager
 def server(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """``answer(sample, how often it was asked for it)`` gives status and body."""
@@ -57,7 +62,7 @@ def remote(url: str, retries: int = 2) -> RemoteReward:
     flags = settings(
         "remote", remote_url=url, remote_url_timeout_s=5.0, remote_url_retries=retries
     ).flags
-    return RemoteReward(flags, backoff_s=0.001)
+    return RemoteReward(flags)
 
 
 def test_the_sample_is_posted_and_its_reward_read() -> None:

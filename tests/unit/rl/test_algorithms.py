@@ -11,21 +11,19 @@ import statistics
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from support.rl_run import COUNTS, REWARDS, TablePolicy, by_sample, make_run, value
 from support.table_engine import VOCAB, first_table, response_of
 
-from mindspeed_rl.algorithms.advantages import ESTIMATORS
+from mindspeed_rl.algorithms.advantages import ESTIMATORS, AdvantageSettings, GroupRewards
 from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES
 from mindspeed_rl.metrics.metric_set import MetricSet
 from mindspeed_rl.rl.advantages import shaped_rewards
 from mindspeed_rl.rl.rollouts import generate_rollouts
-from mindspeed_rl.rl.update import covariance_settings, select_tokens
+from mindspeed_rl.rl.update import select_tokens
 
 NUM_TOKENS = sum(COUNTS)
-MEANS = [1 / 3] * 3 + [2.5 / 3] * 3
 
 
 def same_in_each(values: list[float]) -> list[Any]:
@@ -35,25 +33,18 @@ def same_in_each(values: list[float]) -> list[Any]:
 # --- advantages --------------------------------------------------------------------------------
 
 
-def by_hand(name: str) -> list[float]:
-    rewards = [cast(float, REWARDS[i]) for i in range(6)]
-    centred = [r - m for r, m in zip(rewards, MEANS, strict=True)]
-    if name == "rloo":
-        return [1.5 * c for c in centred]
-    if name == "opo":
-        weighted = [np.average(rewards[g : g + 3], weights=COUNTS[g : g + 3]) for g in (0, 3)]
-        return [r - weighted[i // 3] for i, r in enumerate(rewards)]
-    if name == "remax":  # the greedy answers have the ids 0 and 1 of their own batch
-        return [r - (1.0 if i < 3 else 0.0) for i, r in enumerate(rewards)]
-    if name == "grpo":
-        spread = [statistics.stdev(rewards[g : g + 3]) + 1e-4 for g in (0, 3)]
-        return [c / spread[i // 3] for i, c in enumerate(centred)]
-    if name.startswith("reinforce") or name == "gae":  # of a critic that says 0 everywhere
-        values = centred if name.endswith("baseline") else rewards
-        tokens = [v for v, n in zip(values, COUNTS, strict=True) for _ in range(n)]
-        return [(v - statistics.fmean(tokens)) / statistics.stdev(tokens) for v in values]
-    assert name in ("dr_grpo", "gpg"), name
-    return centred
+def expected(name: str) -> list[float]:
+    """Of each sample, by the estimator's formula; a critic says 0 everywhere."""
+    estimator = ESTIMATORS[name]
+    rewards = torch.tensor([cast(float, REWARDS[i]) for i in range(6)]).view(2, 3)
+    # the greedy answers have the ids 0 and 1 of their own batch
+    greedy = torch.tensor([REWARDS[0], REWARDS[1]])
+    step = GroupRewards(rewards, torch.tensor(COUNTS).view(2, 3), greedy)
+    values: list[float] = estimator.formula(step, AdvantageSettings()).flatten().tolist()
+    if not estimator.whiten:
+        return values
+    tokens = [v for v, n in zip(values, COUNTS, strict=True) for _ in range(n)]
+    return [(v - statistics.fmean(tokens)) / statistics.stdev(tokens) for v in values]
 
 
 @pytest.mark.parametrize("per_update", [6, 3])
@@ -62,28 +53,19 @@ def test_every_estimator_reaches_its_tokens(tmp_path: Path, name: str, per_updat
     """Statistics are of the whole step, however many optimizer steps it has."""
     flags = f"--rl-advantage-estimator {name} --global-batch-size {per_update}"
     run = make_run(tmp_path, flags, REWARDS)
-    assert by_sample(run.batches(), "advantages") == same_in_each(by_hand(name))
+    assert by_sample(run.batches(), "advantages") == same_in_each(expected(name))
     asked = run.engine.asked
     assert [(len(r), s.temperature) for r, s in asked[1:]] == ([(2, 0.0)] * (name == "remax"))
 
 
-def test_remax_scores_the_greedy_answers(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "--rl-advantage-estimator remax", REWARDS)
-    run.to_rollout()
-    rollouts = generate_rollouts(run.parts, run.state, 1)
-    requests = run.pool.requests
-    assert rollouts.greedy_rewards == [1.0, 0.0]
-    assert [r.prompt for r in requests] == [
-        run.parts.data.train[rollouts.samples[i].prompt_index].text for i in (0, 3)
-    ]
-
-
-def test_remax_shapes_the_greedy_reward_as_all_others(tmp_path: Path) -> None:
-    """A penalty for length counts on both sides: the baseline is of the same reward."""
+def test_remax_shapes_the_rewards_of_greedy_answers_as_all_others(tmp_path: Path) -> None:
+    """One answer to each prompt; its reward has the penalty for length, as that of a sample."""
     flags = "--rl-advantage-estimator remax --rl-overlong-buffer 8 --rl-overlong-penalty 0.8"
     run = make_run(tmp_path, flags, REWARDS)
     run.to_rollout()
     rollouts = generate_rollouts(run.parts, run.state, 1)
+    prompts = [run.parts.data.train[rollouts.samples[i].prompt_index].text for i in (0, 3)]
+    assert [r.prompt for r in run.pool.requests] == prompts
     # the greedy answers are as long as those of samples 0 and 1
     assert rollouts.greedy_rewards == shaped_rewards(run.config, rollouts.samples, 1)[:2]
     penalties = [0.8 * n / 8 for n in COUNTS[:2]]  # of a limit of 8 tokens
@@ -223,11 +205,9 @@ def test_kl_cov_selects_by_the_tokens_of_the_whole_optimizer_step(tmp_path: Path
     run = make_run(tmp_path, flags, REWARDS)
     (batch,) = run.batches().updates
     assert len(batch.micro_batches) == 3
-    chosen = select_tokens(
-        run.policy, batch, covariance_settings(run.config, 0), old_is_present=True
-    )
+    chosen = select_tokens(run.config, run.policy, batch, 0, old_is_present=True)
     logp = first_table()
-    of_sample = by_hand("dr_grpo")
+    of_sample = expected("dr_grpo")
     order = [i for m in batch.micro_batches for i in m.sample_ids]
     rows = [(float(logp[t]), of_sample[i]) for i in order for t in response_of(i)]
     mean, advantage = (statistics.fmean(column) for column in zip(*rows, strict=True))

@@ -14,7 +14,7 @@ from mindspeed_rl.metrics.metric_set import Max, Total
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rl.assignment import EngineAssignment, rebalance_rules
 from mindspeed_rl.rollout.registry import engine_provider
-from mindspeed_rl.rollout.step_loop import StepStats
+from mindspeed_rl.rollout.stats import StepStats
 from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 

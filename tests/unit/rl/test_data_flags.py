@@ -1,8 +1,7 @@
-"""Flags of data and of resuming reach the loaders of both entries."""
+"""Flags of data reach the loaders of both entries."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +12,9 @@ from make_tiny_model import TinySizes, write_tiny_model
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.arguments import parse
-from mindspeed_rl.data import PromptSampler
 from mindspeed_rl.pretrain import load_examples
-from mindspeed_rl.rl import checkpoints
-from mindspeed_rl.rl import resume as rl_resume
 from mindspeed_rl.rl.build import load_data
 from mindspeed_rl.rl.build_models import load_tokenizer
-from mindspeed_rl.rl.components import Models
-from mindspeed_rl.trainer.checkpoint import LoadedState
 
 NOTHING: Any = None
 SPEC: Any = SimpleNamespace(vocab_size=TinySizes().vocab_size)
@@ -59,30 +53,3 @@ def test_no_chat_template_in_supervised_training(base_model: Path) -> None:
     job: Any = SimpleNamespace(config=config, plan=SimpleNamespace(spec=SPEC))
     (example,) = load_examples(job).examples
     assert example.num_prompt_tokens == 2
-
-
-@pytest.mark.parametrize("allowed", [False, True])
-def test_changed_data_in_rl(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
-    argv = ["--allow-changed-data"] if allowed else []
-    saved = PromptSampler(8, seed=1, fingerprint="old")
-    saved.next(3)
-    extra = {"sampler": saved.state_dict(), "version": 2, "report": {}}
-    monkeypatch.setattr(checkpoints, "load", lambda job, engine, more: LoadedState(4, extra))
-    monkeypatch.setattr(rl_resume, "RunReporter", lambda run, state, step, told: (step, told))
-    sampler = PromptSampler(8, seed=1, fingerprint="new")
-    run: Any = SimpleNamespace(
-        config=parse(RLRunConfig, argv, "test").config,
-        job=None,
-        models=Models(NOTHING),
-        scheduler=SimpleNamespace(
-            require=lambda phase, what: None, onloaded=lambda *owners: nullcontext()
-        ),
-        data=SimpleNamespace(sampler=sampler),
-    )
-    if not allowed:
-        with pytest.raises(ValueError, match=r"fingerprint .*add --allow-changed-data"):
-            rl_resume.start(run)
-        return
-    state, report = rl_resume.start(run)
-    assert report == (4, {}) and state.version == 2
-    assert not state.carried_groups and sampler.epoch == 1

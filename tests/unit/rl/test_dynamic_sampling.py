@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from support.rl_run import TableRewards, TableRun, make_run, response, value
 from support.table_engine import response_of
 
-from mindspeed_rl.algorithms.overlong import overlong_penalty
 from mindspeed_rl.metrics.metric_set import Mean
 from mindspeed_rl.rl.advantages import shaped_rewards
 from mindspeed_rl.rl.dynamic_sampling import FilledStep, Group, fill_step
@@ -275,14 +274,6 @@ def test_truncated_responses_are_left_out_of_the_loss_alone(tmp_path: Path) -> N
     assert [t for t, _ in pairs] == sorted(tokens)
     expected = sorted(zip(tokens, wanted, strict=True))
     assert [a for _, a in pairs] == pytest.approx([a for _, a in expected])
-
-
-@pytest.mark.parametrize(
-    ("length", "penalty"),
-    [(0, 0.0), (80, 0.0), (85, -0.125), (90, -0.25), (100, -0.5), (120, -0.5)],
-)
-def test_soft_overlong_punishment(length: int, penalty: float) -> None:
-    assert overlong_penalty(length, limit=100, buffer=20, weight=0.5) == pytest.approx(penalty)
 
 
 def test_long_responses_are_punished_before_the_baseline(tmp_path: Path) -> None:

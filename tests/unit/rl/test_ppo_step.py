@@ -131,11 +131,6 @@ def test_a_step_without_batches_leaves_the_critic(tmp_path: Path) -> None:
     assert "value/loss" in metrics and "value/lr" in metrics
 
 
-def test_the_critic_is_saved_with_the_policy(tmp_path: Path) -> None:
-    run = make(tmp_path)
-    assert run.parts.models.companions(0) == {"critic": run.critic}
-
-
 def test_memory_of_the_critic_comes_for_its_use_alone(tmp_path: Path) -> None:
     """With ``--rl-offload all``: parameters for a pass, everything for its updates."""
     run = make(tmp_path)

@@ -19,7 +19,7 @@ from mindspeed_rl.metrics.constant_rewards import ConstantRewards
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.evaluate import evaluate, is_right
-from mindspeed_rl.rl.report import RunReporter, check_computation, check_mismatch, worse_mismatch
+from mindspeed_rl.rl.report import RunReporter, check_mismatch
 from mindspeed_rl.rl.rollouts import generate_rollouts
 from mindspeed_rl.samples.store import PlacedSamples
 
@@ -136,11 +136,20 @@ def test_an_evaluation_has_its_own_step_and_no_share_in_the_time(tmp_path: Path)
     assert records[1]["throughput/tokens_per_s"] == tokens / 2.0
 
 
-def test_a_rollout_row_has_no_empty_fields(tmp_path: Path) -> None:
-    run = answering_run(tmp_path, ROWS)
+@pytest.mark.parametrize("tokens", ["", "--log-rollout-tokens"])
+def test_rollouts_of_different_prompts_are_dumped(tmp_path: Path, tokens: str) -> None:
+    run = answering_run(tmp_path, ROWS, flags=f"--log-rollouts 2 {tokens}")
     log(run, RunReporter(run, RunState()), 1, 0.0)
-    (row,) = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
-    assert None not in row.values() and row["reward"] == 1.0
+    first, second = map(json.loads, (tmp_path / "rollouts.jsonl").read_text().splitlines())
+    assert (first["sample_id"], second["sample_id"]) == (0, 2)
+    words = {"step": 1, "reward": 1.0, "prompt": "q0", "response": "42\x01", "answer": "42"}
+    assert first | words == first
+    assert first["finish_reason"] == "stop" and first["parts"] == {"math": 1.0}
+    assert second["reward"] == 0.0
+    assert ("logprobs" in first) == bool(tokens) and "versions" not in first
+    if tokens:
+        assert first["prompt_ids"] == [0]
+        assert len(first["response_ids"]) == len(first["logprobs"]) == 3
 
 
 @pytest.mark.parametrize(
@@ -195,15 +204,8 @@ def test_the_probe_goes_on_with_the_samples_of_verified_steps(tmp_path: Path) ->
         rollouts = generate_rollouts(run, RunState(), step)
         with pytest.raises(RuntimeError, match="step 3: mean") if step == 3 else nullcontext():
             report.log_step(step, rollouts, MetricSet(mismatch), NOWHERE)
-    check_computation(3, 0.001, 0.001)
-    check_computation(3, math.nan, 0.001)  # nothing could be compared
-    with pytest.raises(RuntimeError, match=r"step 3: mean .* 0\.01, above --rl-sync-check-tol"):
-        check_computation(3, 0.01, 0.001)
-
-
-def test_the_worst_mismatch_keeps_a_nan() -> None:
-    assert worse_mismatch(0.1, 0.3) == 0.3 and worse_mismatch(0.3, -math.inf) == 0.3
-    assert math.isnan(worse_mismatch(math.nan, 0.3)) and math.isnan(worse_mismatch(0.3, math.nan))
+    mismatch["mismatch/mean_abs_logprob"] = Mean(0.0, 0.0)  # nothing could be compared
+    report.log_step(5, generate_rollouts(run, RunState(), 5), MetricSet(mismatch), NOWHERE)
 
 
 def test_a_fresh_run_replaces_old_results_only_when_told(tmp_path: Path) -> None:

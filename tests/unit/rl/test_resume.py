@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.rl_run import REWARDS, TableRun, make_run
+from support.rl_run import NUM_PROMPTS, REWARDS, TableRun, make_run
 from support.table_engine import first_table
 
-from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.data import PromptSampler
 from mindspeed_rl.rl import checkpoints
 from mindspeed_rl.rl.components import RunState
 from mindspeed_rl.rl.report import RunReporter
@@ -21,22 +21,21 @@ FLAGS = "--grpo-kl-beta 0.1 --rl-kl-estimator k1 --rl-kl-target 0.1 --rl-kl-hori
 
 
 @pytest.mark.parametrize(
-    ("interval", "due"), [(0, [5]), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (7, [5])]
+    ("flags", "due"),
+    [
+        ("", []),
+        ("--save x --save-interval 0", [5]),
+        ("--save x --save-interval 1", [1, 2, 3, 4, 5]),
+        ("--save x --save-interval 2", [2, 4, 5]),
+        ("--save x --save-interval 5", [5]),
+        ("--save x --save-interval 7", [5]),
+    ],
 )
 def test_a_checkpoint_is_due_at_every_interval_and_at_the_end(
-    tmp_path: Path, interval: int, due: list[int]
+    tmp_path: Path, flags: str, due: list[int]
 ) -> None:
-    flags = make_run(tmp_path, f"--train-iters 5 --save x --save-interval {interval}").config
-    assert due_steps(flags) == due
-
-
-def test_without_a_folder_nothing_is_due(tmp_path: Path) -> None:
-    assert due_steps(make_run(tmp_path, "--train-iters 5").config) == []
-
-
-def due_steps(flags: RLRunConfig) -> list[int]:
-    """The steps after which a run of five is saved."""
-    return [n for n in range(1, 6) if checkpoints.save_is_due(flags.checkpoint, 5, n)]
+    options = make_run(tmp_path, flags).config.checkpoint
+    assert [n for n in range(1, 6) if checkpoints.save_is_due(options, 5, n)] == due
 
 
 def resumed(run: TableRun) -> RunReporter:
@@ -74,11 +73,8 @@ def test_a_resumed_run_has_the_state_of_the_uninterrupted_one(
     assert again.parts.data.sampler.next(20) == run.parts.data.sampler.next(20)
 
 
-def test_a_constant_coefficient_is_that_of_the_flags(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run without --rl-kl-target may be resumed with another --grpo-kl-beta."""
-    run = make_run(tmp_path, "--grpo-kl-beta 0.2", REWARDS)
+def checkpoint_of(run: TableRun, **changes: Any) -> LoadedState:
+    """A checkpoint after the first step of a run."""
     extra = {
         "sampler": run.parts.data.sampler.state_dict(),
         "version": 3,
@@ -89,6 +85,31 @@ def test_a_constant_coefficient_is_that_of_the_flags(
         "lengths": run.state.lengths.state_dict(),
         "report": RunReporter(run.parts, RunState()).state_dict(),
     }
-    monkeypatch.setattr(checkpoints, "load", lambda *_: LoadedState(1, extra))
+    return LoadedState(1, extra | changes)
+
+
+def test_a_constant_coefficient_is_that_of_the_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run without --rl-kl-target may be resumed with another --grpo-kl-beta."""
+    run = make_run(tmp_path, "--grpo-kl-beta 0.2", REWARDS)
+    loaded = checkpoint_of(run)
+    monkeypatch.setattr(checkpoints, "load", lambda *_: loaded)
     assert resumed(run).start == 1
     assert (run.state.version, run.state.kl_beta) == (3, 0.2)
+
+
+def test_changed_data_starts_a_new_epoch_where_it_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is carried over: prompts and lengths are of other data."""
+    saved = PromptSampler(NUM_PROMPTS, seed=1, fingerprint="old")
+    saved.next(3)
+    run = make_run(tmp_path)
+    loaded = checkpoint_of(run, sampler=saved.state_dict(), carryover=None, lengths=None)
+    monkeypatch.setattr(checkpoints, "load", lambda *_: loaded)
+    with pytest.raises(ValueError, match=r"fingerprint .*add --allow-changed-data"):
+        start(run.parts)
+    run = make_run(tmp_path, "--allow-changed-data")
+    assert resumed(run).start == 1 and run.state.version == 3
+    assert not run.state.carried_groups and run.parts.data.sampler.epoch == 1

@@ -6,29 +6,30 @@ from contextlib import suppress
 
 import pytest
 import torch
-from support.fake_ascend import GARBAGE, FakeNpu, FakePool
+from support.fake_ascend import GARBAGE, FakePool
 from support.line_faults import Planted, fault_before_line
 
+from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rollout.vllm_ascend import memory
-from mindspeed_rl.rollout.vllm_ascend.memory import PoolMemory, Span, outside, span_of
+from mindspeed_rl.rollout.vllm_ascend.memory import PoolMemory, outside, span_of
 
 
 def test_what_is_outside_of_some_spans() -> None:
-    whole = Span(100, 50)
+    whole = range(100, 150)
     assert outside(whole, []) == [whole]
-    assert outside(whole, [Span(90, 70)]) == []
-    assert outside(whole, [Span(140, 30), Span(0, 110), Span(105, 10)]) == [Span(115, 25)]
-    assert outside(whole, [Span(110, 5), Span(112, 1), Span(120, 5)]) == [
-        Span(100, 10), Span(115, 5), Span(125, 25),
+    assert outside(whole, [range(90, 160)]) == []
+    assert outside(whole, [range(140, 170), range(110), range(105, 115)]) == [range(115, 140)]
+    assert outside(whole, [range(110, 115), range(112, 113), range(120, 125)]) == [
+        range(100, 110), range(115, 120), range(125, 150),
     ]  # fmt: skip
-    assert outside(whole, [Span(0, 100), Span(150, 9)]) == [whole]
+    assert outside(whole, [range(100), range(150, 159)]) == [whole]
 
 
 def test_the_span_of_a_tensor_has_no_gaps() -> None:
     whole = torch.zeros(4, 6)
     start = whole.data_ptr()
-    assert span_of(whole) == span_of(whole.t()) == Span(start, 96)
-    assert span_of(whole[1:3]) == Span(start + 24, 48)
+    assert span_of(whole) == span_of(whole.t()) == range(start, start + 96)
+    assert span_of(whole[1:3]) == range(start + 24, start + 72)
     assert span_of(whole[:, 1:3]) is None, "its gaps are other tensors"
     assert span_of(whole[:0]) is None
 
@@ -45,7 +46,7 @@ class Sleeper:
         self.in_use: list[bool] = []
         self.woken = 0
         self.memory = PoolMemory(
-            self.pool, "weights", self._wake, FakeNpu(), save=save, lost=lambda: [self.param],
+            self.pool, "weights", self._wake, CpuPlatform(), save=save, lost=lambda: [self.param],
             pool_in_use=self.in_use.append,
         )  # fmt: skip
 
@@ -150,4 +151,4 @@ def test_what_could_not_be_taken_back_is_continued(monkeypatch: pytest.MonkeyPat
 def test_an_empty_tag_is_an_error() -> None:
     pool = FakePool()
     with pytest.raises(RuntimeError, match="sleep mode is not"):
-        PoolMemory(pool, "weights", print, FakeNpu(), save=True, lost=list)
+        PoolMemory(pool, "weights", print, CpuPlatform(), save=True, lost=list)

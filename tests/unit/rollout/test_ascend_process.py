@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mindspeed_rl.platforms.npu_changes import ProcessChanges
-from mindspeed_rl.rollout.vllm.backend import MEMORY_SHARE, fixed_cache
 from mindspeed_rl.rollout.vllm_ascend.sampling import report_processed_logprobs
 
 
@@ -35,10 +34,3 @@ def test_replaced_functions_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     builtins.__import__ = lambda *args, **options: before[-1](*args, **options)
     changes.undo()
     assert [getattr(owner, name) for owner, name in places] == before
-
-
-def test_an_engine_needs_little_free_memory_at_its_start() -> None:
-    """vLLM asks for a share of the whole device even when the size of the cache is given."""
-    arguments = fixed_cache(5)
-    assert arguments == {"kv_cache_memory_bytes": 5, "gpu_memory_utilization": MEMORY_SHARE}
-    assert 0 < MEMORY_SHARE <= 0.05

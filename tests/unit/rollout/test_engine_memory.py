@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +15,7 @@ from mindspeed_rl.rollout.vllm.engine_memory import ZeroedMemory
 
 
 def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    return int(psutil.Process().memory_info().rss)
 
 
 def test_pages_leave_the_process_and_addresses_stay() -> None:

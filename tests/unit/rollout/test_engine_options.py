@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import fnmatch
 import importlib.util
 import re
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.ascend_api.sources import Sources
+from support.engine_double import EngineDouble
 
 from mindspeed_rl.config import RLRunConfig, ScoreRunConfig
 from mindspeed_rl.config.arguments import build_parser, parse
@@ -18,7 +19,6 @@ from mindspeed_rl.config.engine_options import as_flag
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.planning.run_plan import check_rl, check_score
 from mindspeed_rl.rollout.registry import engine_provider
-from mindspeed_rl.rollout.vllm import engine
 from mindspeed_rl.rollout.vllm.options import RESERVED, reserved_for
 
 
@@ -56,20 +56,12 @@ def test_reserved_options_are_those_of_the_installed_vllm() -> None:
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.submodule_search_locations is not None
     (folder,) = spec.submodule_search_locations
-    nodes = ast.parse((Path(folder) / "engine" / "arg_utils.py").read_text()).body
-    (body,) = (n.body for n in nodes if isinstance(n, ast.ClassDef) and n.name == "EngineArgs")
-    fields = [ast.unparse(n.target) for n in body if isinstance(n, ast.AnnAssign)]
-    assert len(fields) > 200
+    found = Sources(Path(folder).parent, "vllm").symbol("vllm.engine.arg_utils", "EngineArgs")
+    assert found is not None and len(found.members) > 200
     for pattern in " ".join(RESERVED.values()).split():
-        assert pattern == "chat_template" or fnmatch.filter(fields, pattern), pattern
+        assert pattern == "chat_template" or fnmatch.filter(found.members, pattern), pattern
 
 
 def test_every_option_that_the_engine_wrapper_sets_is_reserved() -> None:
-    tree = ast.parse(Path(engine.__file__).read_text())
-    literals = [
-        {key.value for key in node.keys if isinstance(key, ast.Constant)}
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Dict)
-    ]
-    (settings,) = [keys for keys in literals if "tensor_parallel_size" in keys]
-    assert all(reserved_for(str(name)) for name in settings - {"enforce_eager"})
+    names = EngineDouble().arguments.keys() - {"enforce_eager"}
+    assert len(names) > 10 and all(map(reserved_for, names))

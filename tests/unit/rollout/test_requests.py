@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
+from support.table_engine import TableEngine, response_of
 
 from mindspeed_rl.core.layout import EngineLayout
-from mindspeed_rl.core.types import Completion, Prompt
+from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.rl.assignment import EngineAssignment
 from mindspeed_rl.rl.rollout_worker import PassRequest, RolloutWorker
-from mindspeed_rl.rollout.engine import OnStep
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
 
 SETTINGS = SamplingSettings(temperature=1.0, max_response_tokens=4, stop_token_ids=(1,))
 PROMPTS = [Prompt(i, (i + 1, 2), str(i), "") for i in range(13)]
 
 
-class Recorder:
-    """An engine that answers at once and remembers what it was asked."""
-
-    def __init__(self) -> None:
-        self.requests: list[GenerationRequest] = []
-
-    def generate(
-        self,
-        requests: Sequence[GenerationRequest],
-        settings: SamplingSettings,
-        version: int,
-        on_step: OnStep | None = None,
-        rebalancer: object | None = None,
-    ) -> dict[int, Completion]:
-        """One token per request."""
-        self.requests = list(requests)
-        return {r.sample_id: Completion((r.sample_id,), (-1.0,), "stop", version) for r in requests}
-
-
 def requests_of(layout: EngineLayout, rank: int) -> list[GenerationRequest]:
-    engine, none = Recorder(), cast(Any, None)
+    engine, none = TableEngine(), cast(Any, None)
+    engine.finish_update(6)
     worker = RolloutWorker(
         engine=cast(Any, engine),
         assignment=EngineAssignment(layout, rank, limit=4),
@@ -49,11 +30,11 @@ def requests_of(layout: EngineLayout, rank: int) -> list[GenerationRequest]:
         num_copies=layout.tp,
     )
     rollouts = worker.generate(PassRequest(PROMPTS, 3, SETTINGS, 6))
-    requests = engine.requests
+    ((requests, _),) = engine.asked
     assert [r.sample_id for r in rollouts] == [r.sample_id for r in requests]
     for rollout in rollouts:
         assert rollout.prompt is PROMPTS[rollout.sample_id]
-        assert rollout.completion.token_ids == (rollout.sample_id,)
+        assert rollout.completion.token_ids == response_of(rollout.sample_id)
     return requests
 
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.table_engine import single_rank
 
-from mindspeed_rl.rollout.step_loop import StepStats, run_steps
+from mindspeed_rl.rollout.stats import StepStats
 from mindspeed_rl.rollout.vllm.patches.step_sync import StepSync
+from mindspeed_rl.rollout.vllm.step_loop import run_steps
 
 LENGTHS = (5, 2, 4)
 GROUP = SimpleNamespace(world_size=1, device="cpu", device_group=None)
@@ -75,9 +77,8 @@ def all_steps(
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with single_rank():
+        yield
 
 
 @pytest.mark.parametrize("interval", [1, 3, 4])
@@ -127,7 +128,7 @@ def test_batches_are_those_of_the_fullest_rank(monkeypatch: pytest.MonkeyPatch) 
     for mine in (21, 3, 3, 2, 1):
         sync.offer(0 if mine == 1 else min(mine, 3))
         sync.reduce((mine,), 0, group)
-    assert sync.running == {5: 1, 4: 1}, "prompts and the last look are no decode steps"
+    assert sync.stats.running == {5: 1, 4: 1}, "prompts and the last look are no decode steps"
     assert sync.finished()
 
 

@@ -28,7 +28,6 @@ def test_a_prompt_is_expected_to_be_as_long_as_it_was_beside_others() -> None:
     """
     history = history_of({1: [10, 10, 10], 2: [30, 30, 30]})
     assert [history.expected(p, 0, LIMIT) for p in (1, 2, 9)] == [12, 28, 20]
-    assert history.num_prompts == 2
     history.observe({1: [20], 2: [60]})
     relative = [(5 / 8 + 1 / 2) / 2, (11 / 8 + 3 / 2) / 2]
     ratio = (20 / 40 / (5 / 8) + 60 / 40 / (11 / 8)) / 2  # found over foretold, of known prompts

@@ -22,7 +22,6 @@ from mindspeed_rl.samples.balance import MicroBatchPlan
 from mindspeed_rl.samples.batching import BatchRules
 from mindspeed_rl.samples.locality import best_assignment, bytes_moved, minimize_moves
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
-from mindspeed_rl.samples.routes import OwnerRanks, copies_moved
 from mindspeed_rl.samples.store import SampleStore
 
 
@@ -97,31 +96,6 @@ def test_the_best_assignment_is_that_of_scipy(size: int, seed: int, most: int) -
     found = best_assignment(gain)
     assert sorted(found) == list(range(size))
     assert gain[found, range(size)].sum() == gain[rows, columns].sum()
-
-
-def test_nothing_moves_when_all_are_as_long() -> None:
-    """Whatever order the engines dealt them in."""
-    lengths, dp = [7] * 64, 8
-    engines = np.random.default_rng(0).permutation(np.arange(64) % dp)
-    moved = 7 * copies_moved(OwnerRanks(engines.tolist()), 64, layout_of(dp), (0,))
-    plan = placed(lengths, dp, 28)  # rows of four
-    assert bytes_moved(plan.assignment, moved) > 7 * 40
-    assert bytes_moved(minimize_moves(plan, lengths, moved).assignment, moved) == 0
-
-
-def test_a_sample_that_is_on_two_ranks_goes_to_either() -> None:
-    """An engine of two ranks over two data-parallel ranks."""
-    moved = copies_moved(OwnerRanks([0, 2], 2), 2, layout_of(4), (0,))
-    assert moved.tolist() == [[0, 0, 1, 1], [1, 1, 0, 0]]
-
-
-def test_the_copies_of_a_block_are_counted() -> None:
-    """TP 2 x PP 2: the holder on stage 0; the first copy of another rank comes to its stage."""
-    layout = layout_of(8, tp=2, pp=2)
-    assert copies_moved(OwnerRanks([0], 2), 1, layout, (0, 1)).tolist() == [[2, 4]]
-    assert copies_moved(OwnerRanks([0], 1), 1, layout, (0, 1)).tolist() == [[3, 4]]
-    between = layout_of(8, tp=1, pp=4)
-    assert copies_moved(OwnerRanks([2]), 1, between, (0, 3)).tolist() == [[2, 3]]
 
 
 def test_a_step_prefers_the_ranks_that_sampled(

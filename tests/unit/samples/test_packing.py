@@ -126,13 +126,6 @@ def test_a_packed_row_by_definition(samples: list[TrainSample], padding: int) ->
     assert row.sample_ids == tuple(s.sample_id for s in samples)
 
 
-def test_types_of_a_row() -> None:
-    row = pack([sample(0, 5, 2)], 6)
-    assert row.token_ids.dtype == row.targets.dtype == row.positions.dtype == torch.int64
-    assert {values.dtype for values in row.columns.values()} == {torch.float32}
-    assert row.loss_mask.dtype == torch.bool
-
-
 def test_a_row_that_is_too_short_is_refused() -> None:
     with pytest.raises(RuntimeError, match="9 tokens do not fit into a micro-batch of 8"):
         pack([sample(0, 5, 2), sample(1, 4, 2)], 8)

@@ -91,10 +91,6 @@ def table_of(*ids: int) -> list[RolloutInfo]:
     return exchange_table([rollout_of(i) for i in ids], 0, (), 3, FIRST)
 
 
-def test_samples_come_in_the_order_of_their_ids() -> None:
-    assert [(s.sample_id, s.prompt_index) for s in table_of(2, 0, 1)] == [(0, 0), (1, 1), (2, 2)]
-
-
 @pytest.mark.parametrize(
     ("ids", "message"),
     [

@@ -45,14 +45,12 @@ def test_several_samples_are_read_at_once(column: Column) -> None:
     arrived = SampleKey(1, 13)
     cache.put_parts(column, [arrived], [7], [SamplePart(values.view(torch.int32), 0, 5)])
     order = [keys[2], arrived, keys[1], keys[0]]
-    parts = cache.find_all(column, [(key, 7) for key in order])
+    parts = [cache.find(column, key, 7) for key in order]
     found = join(column, parts, cache.device)
     assert found.dtype is column.dtype
     assert found.tolist() == torch.cat([cache.read(column, key, 7) for key in order]).tolist()
     assert found[: 3 * column.width].tolist() == values[2 * column.width :].tolist()
     assert join(column, [], cache.device).tolist() == []
-    with pytest.raises(RuntimeError, match="version 8 cannot be read"):
-        cache.find_all(column, [(keys[0], 8)])
 
 
 def test_only_neighbours_are_one_view() -> None:

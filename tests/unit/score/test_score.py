@@ -8,14 +8,9 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from support.checked_runs import configured
-from support.family_models import family_config
-from support.score_cases import BACKENDS, VARIANTS, layouts_of
 
 from mindspeed_rl import score
-from mindspeed_rl.config import ScoreRunConfig
 from mindspeed_rl.data.scores import ScoreInputs, Scores, compare, read_scores
-from mindspeed_rl.planning.run_plan import check_score
 
 LENGTHS = [3, 1, 2]
 # rank, sequence, position, log-prob, entropy: all that is to be scored
@@ -142,16 +137,3 @@ def test_files_that_cannot_be_compared(
     error = capsys.readouterr().err
     assert error.startswith("mindspeed_rl.score: error: --compare") and told in error
     assert error.count("\n") == 1, "one line"
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_layouts_of_the_whole_test_are_possible(backend: str, tmp_path: Path) -> None:
-    """Those of ``tests/e2e/test_score.py``, which runs them."""
-    for name in ("in.npz", "model.safetensors"):
-        (tmp_path / name).touch()
-    valid = f"--hf-checkpoint {tmp_path} --tokens {tmp_path}/in.npz --output o --platform cpu "
-    for case in VARIANTS.values():
-        family_config(case).save_pretrained(tmp_path)
-        for layout in layouts_of(backend, case):
-            flags = f"--backend {backend} {' '.join(layout.flags)}"
-            check_score(configured(ScoreRunConfig, valid + flags), layout.num_ranks)

@@ -9,11 +9,9 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from prepare_data import BOXED, PUBLISHED, prepare
+from prepare_data import BOXED, main, prepare
 
 from mindspeed_rl.rewards import RewardRequest, resolve_reward
-
-ROOT = Path(__file__).resolve().parents[3]
 
 GSM8K = [
     {"question": f"Tom has {i} apples and buys 1000. How many?",
@@ -105,15 +103,12 @@ def test_another_file_is_refused_with_its_line(
 
 
 def test_the_command_writes_what_a_run_reads_and_the_math_reward_scores(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import prepare_data
-
     file = write(tmp_path, "gsm8k", GSM8K, ".jsonl")
     target = tmp_path / "out"
     argv = ["--dataset", "gsm8k", "--input", str(file), "--output", str(target)]
-    assert prepare_data.main([*argv, "--heldout", "1"]) == 0
+    assert main([*argv, "--heldout", "1"]) == 0
     assert "5 rows, 0 repeated" in capsys.readouterr().out
     rows = [json.loads(line) for line in (target / "train.jsonl").read_text().splitlines()]
     assert len(rows) == 4 and len((target / "heldout.jsonl").read_text().splitlines()) == 1
@@ -122,6 +117,5 @@ def test_the_command_writes_what_a_run_reads_and_the_math_reward_scores(
         right, wrong = f"so \\boxed{{{row['answer']}}}", "so \\boxed{7}"
         scores = [math(RewardRequest(0, "", r, row["answer"], "stop", 3)) for r in (right, wrong)]
         assert scores == [1.0, 0.0]
-    assert prepare_data.main([*argv, "--heldout", "9"]) == 2
+    assert main([*argv, "--heldout", "9"]) == 2
     assert "leaves none to train on" in capsys.readouterr().err
-    assert set(PUBLISHED) == {"gsm8k", "deepscaler", "dapo-math-17k"}

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from itertools import islice
 
 import pytest
@@ -83,20 +81,6 @@ def test_first_rows_do_not_change_between_processes_or_versions():
     assert row["solution"] == "3 * 4 = 12\n12 - 11 = 1\n1 + 8 = 9\n#### 9"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"name": "sorting"}, r"name='sorting'.*digit_sort.*word_problem"),
-        ({"split": "test"}, r"split='test'.*train.*heldout"),
-        ({"num_rows": 0}, "num_rows=0"),
-    ],
-)
-def test_wrong_arguments_are_named_before_the_first_row(arguments, message):
-    call = {"name": "digit_sort", "num_rows": 1, "seed": 0, **arguments}
-    with pytest.raises(ValueError, match=message):
-        generate_task(**call)
-
-
 def test_exhausted_task_says_how_many_prompts_there_are(monkeypatch):
     monkeypatch.setattr("make_task_data._NUM_DIGITS", 1)
     num_prompts = sum(not is_heldout(str(digit)) for digit in range(10))
@@ -112,10 +96,3 @@ def test_write_jsonl_round_trip(tmp_path):
     assert write_jsonl(path, iter(rows)) == 21
     assert [json.loads(line) for line in path.read_bytes().splitlines()] == rows
     assert list(path.parent.iterdir()) == [path]
-
-
-def test_importing_the_package_is_light():
-    heavy = ["torch", "transformers", "tokenizers", "datasets", "pyarrow", "numpy", "tqdm"]
-    code = f"import sys, mindspeed_rl.data; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

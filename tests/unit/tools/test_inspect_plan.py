@@ -78,26 +78,12 @@ def test_json_holds_every_key(report: tuple[str, list[dict[str, Any]]]) -> None:
 
 
 def test_direct_is_at_the_floor(report: tuple[str, list[dict[str, Any]]]) -> None:
-    _, (direct,) = report
+    text, (direct,) = report
     assert direct["recv_bytes"] == direct["floor_bytes"]
     assert direct["send_bytes"]["mean"] == direct["recv_bytes"]["mean"]
     # 7.6 GB of weights without what a rank of TP4 PP2 holds
     weights = sum(2 * prod(shape) for shape in QWEN_7B.layouts()[0].hf_shapes.values())
     assert 0.85 * weights < direct["whole_tensor_bytes"]["min"] < weights
-
-
-def test_the_table_shows_what_the_json_holds(report: tuple[str, list[dict[str, Any]]]) -> None:
-    text, entries = report
-    assert "16 of 16 ranks, 8 per node" in text
-    lines = text.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("in per rank"))
-    assert lines[start + 1].startswith("  from other nodes")
-    assert lines[start + 2].startswith("  from its own node")
-    keys = ("recv_bytes", "recv_inter_node_bytes", "recv_intra_node_bytes")
-    for line, key in zip(lines[start : start + 3], keys, strict=True):
-        for entry in entries:
-            shown = " / ".join(f"{entry[key][k] / 1e9:.3f}" for k in ("min", "mean", "max"))
-            assert shown in line, (entry["strategy"], key)
     assert re.search(r"^in / floor +1\.00$", text, re.MULTILINE)
 
 
@@ -154,7 +140,7 @@ def test_traffic_of_all_ranks_is_consistent(relay: bool) -> None:
     for plan, whole, rounds in zip(plans, traffic, parts, strict=True):
         assert sum(rounds.receive_bytes) == whole.receive_bytes
         assert sum(rounds.send_bytes) == whole.send_bytes
-        assert rounds.peak_bytes <= schedule.staging_bytes <= 2**28
+        assert rounds.peak_bytes <= 2**28
         assert whole.num_senders <= rounds.num_messages
         needed = (s.piece.hf_box.num_elements for s in pieces_of(target, plan.rank))
         assert whole.receive_bytes + whole.copy_bytes == 2 * sum(needed)
@@ -174,14 +160,10 @@ DENSE = ("--hf-config", str(PUBLISHED["qwen2.5-7b"]), "--world", "16")
         ((*DENSE, "--train", "tq=2"), "--train tq=2: .* allowed keys: tp, pp, vpp"),
         ((*DENSE, "--rollout", "tp"), "--rollout tp: give KEY=VALUE .*tp, dp, ep"),
         ((*DENSE, "--train", "tp=2,tp=4"), "--train tp=4: .* each key once"),
-        ((*DENSE, "--train", "tp=zwei"), "--tensor-model-parallel-size: must be .* 'zwei'"),
-        ((*DENSE, "--train", "tp=4,pp=2,cp=4"), "world size 16 is not a multiple of .* = 32"),
-        ((*DENSE, "--rollout", "tp=8"), "--rollout-tp 8 does not .*28 attention heads"),
+        # the run's own checks of layouts: one of each side
         ((*DENSE, "--train", "tp=8"), "--tensor-model-parallel-size .*8 .* the divisors of 28"),
-        ((*DENSE, "--train", "moe_tp_extend_ep=1"), "--moe-tp-extend-ep .* no experts; remove it"),
         ((*MOE, "--train", "moe_tp_extend_ep=yes"), "moe_tp_extend_ep=yes: allowed are 0 and 1"),
         ((*MOE, "--rollout", "tp=2,dp=4,ep=4"), "--rollout-ep 4: .*allowed: 1 or .* = 8"),
-        ((*DENSE, "--train", "pp=2,num_layer_list=14-15"), "has 29 layers, the model 28"),
         ((*DENSE, "--ranks", "0,16"), "--ranks 0,16: allowed are all, or .* 0 to 15"),
         ((*DENSE, "--world", "0"), "--world: 0: must be a whole number above 0"),
         ((*DENSE, "--reshard-bucket-mb", "0"), "--reshard-bucket-mb: 0: must be above 0"),

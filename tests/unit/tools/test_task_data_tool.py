@@ -47,12 +47,3 @@ def test_mistakes_are_told(
         run(monkeypatch, Path("out.jsonl"), *argv)
     assert ended.value.code == 2 and message in capsys.readouterr().err
     assert not Path("out.jsonl").exists()
-
-
-def test_more_rows_than_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("make_task_data._MAX_FRUITLESS_DRAWS", 2)
-    with pytest.raises(SystemExit):
-        run(monkeypatch, tmp_path / "out.jsonl", "--num-rows", "100000")
-    assert "different prompts were found; ask for fewer rows" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.core.stages import even_stages
-from mindspeed_rl.models.module_names import TRANSFORMER_ENGINE
+from mindspeed_rl.models.param_names import TRANSFORMER_ENGINE
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.platforms.cuda import CudaPlatform

@@ -52,10 +52,6 @@ def _replace_group() -> None:
     megatron_state._TENSOR_MODEL_PARALLEL_GROUP = dist.new_group([0])
 
 
-def _change_ranks() -> None:
-    megatron_state._TENSOR_GLOBAL_RANKS = [0, 1]
-
-
 def _change_in_place() -> None:
     megatron_state._DATA_PARALLEL_GLOBAL_RANKS.append(7)
 
@@ -68,7 +64,6 @@ def _destroy() -> None:
     ("touch", "named"),
     [
         (_replace_group, "_TENSOR_MODEL_PARALLEL_GROUP;"),
-        (_change_ranks, "_TENSOR_GLOBAL_RANKS;"),
         (_change_in_place, "_DATA_PARALLEL_GLOBAL_RANKS;"),
         (_destroy, "more;"),
     ],

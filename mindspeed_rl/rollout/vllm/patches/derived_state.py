@@ -30,7 +30,6 @@ class DerivedState:
         self._dtype = dtype
         self._packed = list(_packed_experts(model))
         self._latent = [m for m in model.modules() if type(m).__name__ == "MLAAttention"]
-        self._open = False
 
     @property
     def packs_experts(self) -> bool:
@@ -45,12 +44,9 @@ class DerivedState:
         for layer, _ in self._packed:
             for name in _EXPERT_PARAMS:
                 getattr(layer, name).data.zero_()
-        self._open = True
 
     def finish(self) -> None:
         """Pack experts and derive latent projections from the weights that were written."""
-        assert self._open or not self._packed, "finish without begin would pack experts twice"
-        self._open = False
         for layer, isa in self._packed:
             for name in _EXPERT_PARAMS:
                 _pack(getattr(layer, name).data, isa)

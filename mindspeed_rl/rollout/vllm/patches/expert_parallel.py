@@ -7,6 +7,7 @@ ranks exchange tokens with (NotImplementedError).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -69,17 +70,17 @@ def apply() -> None:
 
 
 def _with_local_experts(original: Callable[..., None]) -> Callable[..., None]:
-    def apply_experts(self: Any, *args: Any, **kwargs: Any) -> None:
-        names = ("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation",
-                 "global_num_experts", "expert_map")  # fmt: skip
-        given = dict(zip(names, args, strict=False)) | kwargs
-        expert_map = given["expert_map"]
-        if expert_map is not None:
+    signature = inspect.signature(original)
+
+    def apply_experts(*args: Any, **kwargs: Any) -> None:
+        call = signature.bind(*args, **kwargs)
+        given = call.arguments
+        if (expert_map := given["expert_map"]) is not None:
             local = expert_map[given["topk_ids"].long()]
             given["topk_weights"] = given["topk_weights"].masked_fill(local < 0, 0.0)
             given["topk_ids"] = local.clamp(min=0).to(given["topk_ids"].dtype)
             given["expert_map"] = None
-        original(self, *(given.pop(name) for name in names), *args[len(names) :], **given)
+        original(*call.args, **call.kwargs)
 
     return apply_experts
 

@@ -44,17 +44,7 @@ def _with_nonce(original: Callable[..., str]) -> Callable[..., str]:
     return make_group_name
 
 
-def unlink() -> list[str]:
-    """Remove the names of this job's segments; mapped memory stays valid. Local.
-
-    Returns:
-        The names that were removed by this rank.
-    """
-    removed = []
+def unlink() -> None:
+    """Remove the names of this job's segments; mapped memory stays valid. Local."""
     for path in _SHARED_MEMORY.glob(f"*mindspeed_rl-{_NONCE[0]}-*"):
-        try:
-            path.unlink()
-        except FileNotFoundError:  # another rank removed it
-            continue
-        removed.append(path.name)
-    return removed
+        path.unlink(missing_ok=True)  # another rank may have removed it

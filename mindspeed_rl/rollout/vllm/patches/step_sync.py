@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.core.patching import Patch, apply_patch
+from mindspeed_rl.rollout.stats import StepStats
 
 _UPSTREAM = "vllm/v1/engine/llm_engine.py, has_unfinished_requests_dp"
 _REMOVE_WHEN = "the engine puts 'has unfinished requests' into the vector of the batch"
@@ -29,15 +29,12 @@ class StepSync:
     ranks of [unfinished requests, ranks that read a prompt in this step].
 
     Attributes:
-        seconds: Time spent in reductions, reading their result included.
-        reductions: Number of reductions so far.
-        running: Batch of the fullest rank, to which all ranks are padded -> decode steps.
+        stats: Counters that reductions are added to, with the batch of the fullest rank, to which
+            all ranks are padded, as the batch of a decode step.
     """
 
     def __init__(self) -> None:
-        self.seconds = 0.0
-        self.reductions = 0
-        self.running: Counter[int] = Counter()
+        self.stats = StepStats()
         self._unfinished = 0
         self._sums: torch.Tensor | None = None
 
@@ -69,12 +66,13 @@ class StepSync:
         host = vector.cpu()
         self._sums = host[-2:]
         if self._unfinished_somewhere and not self.reads_prompts:
-            self.running[int(host[:size].max())] += 1
-        self.seconds += time.perf_counter() - start
-        self.reductions += 1
+            self.stats.running[int(host[:size].max())] += 1
+        self.stats.sync_seconds += time.perf_counter() - start
+        self.stats.reductions += 1
         return host[:-2].view(len(rows), size)
 
     def finished(self) -> bool:
+        """Whether no rank had a request before the last step."""
         assert self._sums is not None, "a step of the engine passed without its reduction"
         return not self._unfinished_somewhere
 
@@ -84,6 +82,7 @@ class StepSync:
 
     @property
     def reads_prompts(self) -> bool:
+        """Whether a rank read a prompt in the last step, for which the others waited."""
         assert self._sums is not None, "a step of the engine passed without its reduction"
         return bool(self._sums[1])
 

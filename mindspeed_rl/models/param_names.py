@@ -1,12 +1,13 @@
-"""Names and shapes of parameters in Megatron checkpoints on disk, where the trainer's rows differ.
+"""Names and shapes of parameters in the trainer and in checkpoints, where the tables' differ.
 
-The tables of the families name parameters after megatron-core's own modules. Checkpoints of other
-implementations hold the same numbers under other names: norms inside the linear layer that follows
-them, the experts of a rank in one matrix, the two down projections of latent attention in one, and
-layers of multi-token prediction, which the trainer does not build.
+The tables of the families name parameters after megatron-core's own modules. Transformer Engine's
+modules, which MindSpeed replaces one by one on NPUs, and checkpoints of other implementations hold
+the same numbers under other names: norms inside the linear layer that follows them, the experts of
+a rank in one module or matrix, the two down projections of latent attention in one, and layers of
+multi-token prediction, which the trainer does not build.
 
 Sources: MindSpeed-LLM master and 2.1.0, ``mindspeed_llm/tasks/checkpoint``; megatron-core 0.16.1,
-``models/gpt/gpt_layer_specs.py``.
+``models/gpt/gpt_layer_specs.py`` and ``models/backends.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from dataclasses import dataclass, replace
 from mindspeed_rl.models.attention_rules import HeadPart
 from mindspeed_rl.models.blocks import EMBED_NAME
 from mindspeed_rl.models.expert_rules import PerExpert, StackedExperts
-from mindspeed_rl.models.module_names import ModuleNames
 from mindspeed_rl.models.registry import weight_table
 from mindspeed_rl.models.rules import Joined, Replicated, Split, Vocab, WeightRow
 from mindspeed_rl.models.spec import ModelSpec
@@ -36,11 +36,12 @@ MTP_COPIES = {"embed_tokens.weight": EMBED_NAME, "shared_head.head.weight": "lm_
 
 
 @dataclass(frozen=True, slots=True)
-class FileNames:
-    """The naming dialect of a checkpoint.
+class ParamNames:
+    """The names that modules or a checkpoint give to parameters.
 
     Attributes:
-        input_norm: Whether the norm before attention is in its projection (Transformer Engine).
+        input_norm: Whether the norm before attention is in its projection (Transformer Engine);
+            latent attention has such a projection only with ``joined_down``.
         dense_norm: Whether the norm before a dense MLP is in its first linear layer.
         expert_norm: Whether the norm before experts is named as ``dense_norm`` names it, though no
             linear layer follows; megatron-core does so in a distributed checkpoint of its own
@@ -68,15 +69,24 @@ class FileNames:
     split_up: bool = False
     mtp: bool = False
 
+    @property
+    def fused_norms(self) -> bool:
+        """Whether linear layers of Transformer Engine hold the norm before them."""
+        return self.dense_norm
+
+    @property
+    def grouped_experts(self) -> bool:
+        """Whether one module holds all experts of a rank, with one weight per expert."""
+        return self.experts == "numbered"
+
     def param(self, pattern: str, spec: ModelSpec, layer: int) -> str:
         """The name pattern that a row of the table has at a layer of the model."""
         prefix, separator, tail = pattern.partition("{l}.")
         deep = "transformer_layer." if tail.startswith("transformer_layer.") else ""
         tail = tail.removeprefix(deep)
-        if self.experts == "numbered" and tail.startswith(_ONE_EXPERT):
+        if self.grouped_experts and tail.startswith(_ONE_EXPERT):
             tail = f"mlp.experts.{tail.removeprefix(_ONE_EXPERT)}{{e}}"
-        latent = spec.layer(layer).latent_attention
-        if self.old_latent and latent:
+        if self.old_latent and spec.layer(layer).latent_attention:
             tail = _OLD_NAMES.get(tail, tail)
         if not deep:
             tail = self._norm(tail, spec, layer)
@@ -85,12 +95,14 @@ class FileNames:
         return prefix + separator + deep + tail
 
     def _norm(self, tail: str, spec: ModelSpec, layer: int) -> str:
-        if self.input_norm and tail == "input_layernorm.weight":
-            return _A + "linear_qkv.layer_norm_weight"
+        latent = spec.layer(layer).latent_attention
+        if tail == "input_layernorm.weight":
+            fused = self.input_norm and (self.joined_down or not latent)
+            return _A + "linear_qkv.layer_norm_weight" if fused else tail
         if tail == "pre_mlp_layernorm.weight":
-            fused = self.expert_norm if spec.has_experts(layer) else self.dense_norm
+            fused = self.expert_norm if spec.layer(layer).moe else self.dense_norm
             return "mlp.linear_fc1.layer_norm_weight" if fused else tail
-        if self.latent_norms and spec.layer(layer).latent_attention:
+        if self.latent_norms and latent:
             return _FUSED_LATENT.get(tail, tail)
         return tail
 
@@ -124,6 +136,10 @@ class FileNames:
         else:
             yield row
 
+
+LOCAL = ParamNames()
+TRANSFORMER_ENGINE = ParamNames(input_norm=True, dense_norm=True, latent_norms=True)
+GROUPED = replace(TRANSFORMER_ENGINE, experts="numbered")
 
 _FUSED_LATENT = {
     _A + "q_layernorm.weight": _A + "linear_q_up_proj.layer_norm_weight",
@@ -188,10 +204,10 @@ def _mtp_rows(spec: ModelSpec, rows: tuple[WeightRow, ...]) -> Iterator[WeightRo
 
 def mindspeed_names(
     spec: ModelSpec, *, transformer_engine: bool, grouped: bool, split_up: bool, mtp: bool
-) -> FileNames:
+) -> ParamNames:
     """The dialect that MindSpeed-LLM writes for a model and its flags."""
     experts = ("numbered" if transformer_engine else "stacked") if grouped else "single"
-    return FileNames(
+    return ParamNames(
         input_norm=transformer_engine,
         dense_norm=transformer_engine,
         experts=experts if spec.moe else "single",
@@ -201,15 +217,16 @@ def mindspeed_names(
     )
 
 
-def distributed_names(spec: ModelSpec, modules: ModuleNames) -> FileNames:
+def distributed_names(spec: ModelSpec, *, transformer_engine: bool) -> ParamNames:
     """The dialect of megatron-core's distributed format, whose own modules use the fused names."""
-    latent = spec.latent_attention
-    if not modules.fused_norms:
-        return FileNames(input_norm=not latent, dense_norm=not latent, expert_norm=not latent)
-    return FileNames(input_norm=not latent, dense_norm=True, latent_norms=latent)
+    if transformer_engine:
+        return TRANSFORMER_ENGINE
+    if spec.latent_attention:
+        return LOCAL
+    return ParamNames(input_norm=True, dense_norm=True, expert_norm=True)
 
 
-def recognised_from(params: Collection[str], spec: ModelSpec) -> FileNames:
+def recognised_from(params: Collection[str], spec: ModelSpec) -> ParamNames:
     """Recognise the dialect of a checkpoint by its parameter names."""
 
     def ends(tail: str) -> bool:
@@ -218,7 +235,7 @@ def recognised_from(params: Collection[str], spec: ModelSpec) -> FileNames:
     latent = spec.latent_attention
     stacked, numbered = ends("mlp.experts.weight1"), ends("mlp.experts.linear_fc1.weight0")
     dense_norm = ends("mlp.linear_fc1.layer_norm_weight")
-    return FileNames(
+    return ParamNames(
         input_norm=ends("linear_qkv.layer_norm_weight"),
         dense_norm=dense_norm,
         expert_norm=dense_norm and not ends("pre_mlp_layernorm.weight"),
