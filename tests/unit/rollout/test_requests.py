@@ -27,7 +27,6 @@ def requests_of(layout: EngineLayout, rank: int) -> list[GenerationRequest]:
         cache=none,
         seed=99,
         stop_token_ids=(1,),
-        num_copies=layout.tp,
     )
     rollouts = worker.generate(PassRequest(PROMPTS, 3, SETTINGS, 6))
     ((requests, _),) = engine.asked
