@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 BLOCK_BYTES = 32 << 20
 
 
-class UnreadableError(ValueError):
+class UnreadableError(Exception):
     """Reading a source file failed, which says nothing about the files that were written."""
 
 
