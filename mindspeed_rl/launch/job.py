@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mindspeed_rl.compat.architecture import check_foreign_architecture
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
 from mindspeed_rl.config.arguments import ParsedArguments
-from mindspeed_rl.config.kernels import module_names
+from mindspeed_rl.config.kernels import KernelConfig, module_names
 from mindspeed_rl.config.npu import NpuSetup, check_npu, npu_setup
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.installed import resolve_platform
@@ -97,7 +97,8 @@ def run_job(
         minutes = parallel.distributed_timeout_minutes
         with watchdog.phase(JOIN, timeout_s=60.0 * minutes):
             platform = bootstrap.start(parallel.platform, minutes, world, checked.setup)
-        job = Job(config, checked.plan, world, platform, watchdog, checked.parsed.ignored)
+        ignored = (*checked.parsed.ignored, *idle_kernel_flags(config.kernels, platform))
+        job = Job(config, checked.plan, world, platform, watchdog, ignored)
         job.log_rank0(*changed)
         bootstrap.seed_everything(config.train.seed)
         main(job)
@@ -108,6 +109,11 @@ def run_job(
             dist.destroy_process_group()
     except BaseException as error:
         watchdog.fail(error)
+
+
+def idle_kernel_flags(kernels: KernelConfig, platform: Platform) -> Iterator[str]:
+    """Yield the flags of fusions and overlap that do nothing on the device of this process."""
+    return kernels.idle_flags(platform.transformer_features().obeys_kernel_flags)
 
 
 def npu_setup_of(parsed: ParsedArguments[Any]) -> NpuSetup | None:

@@ -41,6 +41,7 @@ class CudaPlatform(AcceleratorPlatform):
             frees_sent_outputs=True,
             overlaps_reduction=True,
             chooses_dispatcher=True,
+            exchanges_uneven_pieces=True,
         )
 
     def profiler(self, config: ProfilerConfig, folder: Path, worker: str) -> TorchProfiler:
