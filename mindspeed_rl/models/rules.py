@@ -104,7 +104,7 @@ class WeightRow(ABC):
         """The rectangles of HF tensors that a rank holds."""
 
     def check(self, spec: ModelSpec, count: int) -> None:  # noqa: B027 - most rows need no more
-        """Raise ``ValueError`` when ``count`` tensor-parallel ranks cannot share this row."""
+        """Raise ``UsageError`` when ``count`` tensor-parallel ranks cannot share this row."""
 
     def layers(self, spec: ModelSpec) -> tuple[int, ...]:
         """Numbers of the layers that have this row; the single 0 for rows outside the layers."""
