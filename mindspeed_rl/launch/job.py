@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mindspeed_rl.compat.architecture import check_foreign_architecture
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
 from mindspeed_rl.config.arguments import ParsedArguments
-from mindspeed_rl.config.kernels import KernelConfig, module_names
+from mindspeed_rl.config.kernels import module_names
 from mindspeed_rl.config.npu import NpuSetup, check_npu, npu_setup
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.installed import resolve_platform
@@ -97,7 +97,7 @@ def run_job(
         minutes = parallel.distributed_timeout_minutes
         with watchdog.phase(JOIN, timeout_s=60.0 * minutes):
             platform = bootstrap.start(parallel.platform, minutes, world, checked.setup)
-        ignored = (*checked.parsed.ignored, *idle_kernel_flags(config.kernels, platform))
+        ignored = ignored_flags(checked.parsed, platform)
         job = Job(config, checked.plan, world, platform, watchdog, ignored)
         job.log_rank0(*changed)
         bootstrap.seed_everything(config.train.seed)
@@ -111,9 +111,10 @@ def run_job(
         watchdog.fail(error)
 
 
-def idle_kernel_flags(kernels: KernelConfig, platform: Platform) -> Iterator[str]:
-    """Yield the flags of fusions and overlap that do nothing on the device of this process."""
-    return kernels.idle_flags(platform.transformer_features().obeys_kernel_flags)
+def ignored_flags(parsed: ParsedArguments[Any], platform: Platform) -> tuple[str, ...]:
+    """Return the flags that were accepted but have no effect, or none on this device."""
+    obeyed = platform.transformer_features().obeys_kernel_flags
+    return (*parsed.ignored, *parsed.config.kernels.idle_flags(obeyed))
 
 
 def npu_setup_of(parsed: ParsedArguments[Any]) -> NpuSetup | None:

@@ -124,7 +124,7 @@ class WeightRow(ABC):
         at = spec.layer(layer)
         return at.mlp if self.stage in ("dense", "moe") else at.attention
 
-    def first_alike(self, spec: ModelSpec) -> dict[int, int]:
+    def first_equal_layers(self, spec: ModelSpec) -> dict[int, int]:
         """Map every layer that has this row to the first one whose dimensions are the same."""
         first: dict[Attention | MLP, int] = {}
         return {n: first.setdefault(self._part(spec, n), n) for n in self.layers(spec)}
