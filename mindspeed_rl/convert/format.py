@@ -22,7 +22,7 @@ from mindspeed_rl.weights.layouts.checkpoint_files import whole_layout
 
 @dataclass(frozen=True, slots=True)
 class LayoutFlags:
-    """Layout of a Megatron target."""
+    """The layout of a target in a Megatron format."""
 
     tensor_parallel: int = flag(
         1,
@@ -104,7 +104,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A checkpoint format.
+    """A format of checkpoints: how it is recognised, opened and planned.
 
     Attributes:
         name: Value of ``--ckpt-format``.

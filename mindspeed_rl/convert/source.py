@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 BLOCK_BYTES = 32 << 20
 
 
-class UnreadableError(ValueError):
+class UnreadableError(Exception):
     """Reading a source file failed, which says nothing about the files that were written."""
 
 
@@ -138,7 +138,7 @@ class TensorPart:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type as read."""
+        """Element type of the part as it is read."""
         return torch.bfloat16 if self.scales else self.stored.dtype
 
     def read(self, target: torch.Tensor, box: Box) -> None:

@@ -88,7 +88,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One scored sample.
+    """The scored response to a prompt, from which the policy learns.
 
     Attributes:
         sample_id: Position of the prompt in the step times the group size, plus the position in the

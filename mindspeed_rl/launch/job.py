@@ -97,7 +97,8 @@ def run_job(
         minutes = parallel.distributed_timeout_minutes
         with watchdog.phase(JOIN, timeout_s=60.0 * minutes):
             platform = bootstrap.start(parallel.platform, minutes, world, checked.setup)
-        job = Job(config, checked.plan, world, platform, watchdog, checked.parsed.ignored)
+        ignored = ignored_flags(checked.parsed, platform)
+        job = Job(config, checked.plan, world, platform, watchdog, ignored)
         job.log_rank0(*changed)
         bootstrap.seed_everything(config.train.seed)
         main(job)
@@ -108,6 +109,12 @@ def run_job(
             dist.destroy_process_group()
     except BaseException as error:
         watchdog.fail(error)
+
+
+def ignored_flags(parsed: ParsedArguments[Any], platform: Platform) -> tuple[str, ...]:
+    """Return the flags that were accepted but have no effect, or none on this device."""
+    obeyed = platform.transformer_features().obeys_kernel_flags
+    return (*parsed.ignored, *parsed.config.kernels.idle_flags(obeyed))
 
 
 def npu_setup_of(parsed: ParsedArguments[Any]) -> NpuSetup | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.engine_options import as_flag
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import FIXED_MODES
 from mindspeed_rl.planning.budget import resolve_offload
 from mindspeed_rl.planning.prediction import Config, MemoryPrediction, Peak
@@ -45,7 +46,7 @@ def suggest(prediction: MemoryPrediction, ranks: Sequence[int], usable: int) -> 
         changed = replace(config, **sections)
         try:
             plan = plan_of(changed, prediction.world)
-        except ValueError:  # the model or the layout does not allow the change
+        except UsageError:  # the model or the layout does not allow the change
             continue
         after = replace(prediction, config=changed, plan=plan)
         after = replace(after, offload=resolve_offload(after, ranks, usable)[0])

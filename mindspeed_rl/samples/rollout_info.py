@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from mindspeed_rl.core.types import Rollout
-from mindspeed_rl.parallel.small_collectives import sum_over_ranks
+from mindspeed_rl.parallel.small_collectives import all_reduce_sum
 
 # prompt index, tokens, sampled tokens, stopped, weights version, group of ranks, times seen,
 # checksum, sum of the checksums of all copies
@@ -145,7 +145,7 @@ def exchange_table(
     if copies:
         sums = torch.tensor([_checksum(r) for r in copies])
         rows[:, _COPIES].index_add_(0, torch.tensor([r.sample_id for r in copies]), sums)
-    rows = sum_over_ranks(rows)
+    rows = all_reduce_sum(rows)
     _check_table(rows, num_samples, num_copies)
     return _samples_of(rows, key_of, len(part_names))
 

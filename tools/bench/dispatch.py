@@ -32,7 +32,7 @@ import torch.distributed as dist
 from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.core.tables import aligned
-from mindspeed_rl.parallel.small_collectives import sum_over_ranks
+from mindspeed_rl.parallel.small_collectives import all_reduce_sum
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.exchange import Redistribution
@@ -91,7 +91,7 @@ class Worker:
 
     def ours(self) -> Payload:
         """Share the table, plan, exchange. Collective: the world."""
-        sum_over_ranks(torch.zeros(NUM_SAMPLES * TABLE_WORDS, dtype=torch.int64), None)
+        all_reduce_sum(torch.zeros(NUM_SAMPLES * TABLE_WORDS, dtype=torch.int64), None)
         makers = [i % self._workers for i in range(NUM_SAMPLES)]
         wanted = [(maker + 1) % self._workers for maker in makers]
         layout = ParallelLayout.build(world=self._workers, stages=even_stages(1))

@@ -36,6 +36,7 @@ from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.models.registry import spec_from_hf_config
+from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.weights.executor import Resharder, wire_dtype
 from mindspeed_rl.weights.layouts.base import Piece, ShardLayout, locate, pieces_of
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
@@ -309,8 +310,7 @@ def race(name: str, num_ranks: int, repeats: int, bucket_bytes: int) -> dict[str
                     f"tensors, first {wrong[0]}"
                 )
     floor = rank_floor(source, target, rank, element_bytes_of(source, DTYPE.itemsize))
-    ranks: list[Any] = [None] * num_ranks
-    dist.all_gather_object(ranks, (received, floor))
+    ranks = gather_objects((received, floor))
     return {
         "case": name,
         "ranks": num_ranks,

@@ -187,7 +187,7 @@ def test_a_visitor_that_cannot_leave_breaks_the_machine(monkeypatch: pytest.Monk
     with pytest.raises(Fault), machine.phases.onloaded(*CRITIC):
         pass
     assert machine.phases.state is Phase.BROKEN
-    assert not any(machine.groups[o].resident for o in CRITIC_UPDATE), "the others left"
+    assert not any(machine.groups[o].is_onloaded for o in CRITIC_UPDATE), "the others left"
     with pytest.raises(RuntimeError, match="not in broken"):
         machine.phases.onloaded(*CRITIC).__enter__()
 
