@@ -52,7 +52,7 @@ def train(run: Components) -> None:
     run.scheduler.to_sync()
     sync_weights(run, state.version)
     run.scheduler.to_rollout()
-    report.finish()
+    report.finish(run.models)
 
 
 def main(job: Job[RLRunConfig, RLPlan]) -> None:

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from mindspeed_rl.algorithms.pass_at_k import pass_at_k, reported_k
-from mindspeed_rl.colocation.scheduler import Phase
+from mindspeed_rl.colocation.scheduler import DeviceScheduler, Phase
+from mindspeed_rl.config import PromptConfig
 from mindspeed_rl.core.types import Prompt, Rollout
 from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.metrics import names
 from mindspeed_rl.metrics.metric_set import MetricSet, reduce_metrics
 from mindspeed_rl.rewards import lenient_match
 from mindspeed_rl.rewards.registry import verdicts
-from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.rollout_worker import PassRequest, RolloutWorker
 from mindspeed_rl.rl.scoring import RewardFunctions
 from mindspeed_rl.samples.rollout_info import RolloutInfo
@@ -74,27 +74,38 @@ class Evaluation:
         return {names.of_set(key, name): value for key, value in values.items()}
 
 
-def evaluate(run: Components, state: RunState, dataset: PromptDataset, step: int) -> Evaluation:
+def evaluate(
+    worker: RolloutWorker,
+    scheduler: DeviceScheduler,
+    flags: PromptConfig,
+    dataset: PromptDataset,
+    *,
+    step: int,
+    version: int,
+) -> Evaluation:
     """Answer and score every prompt of a set. Collective: the world; within ROLLOUT.
 
-    It answers once greedily, and ``--rl-eval-samples`` times at ``--rl-eval-temperature``. The time
-    counts for no training step.
+    It answers once greedily, and ``--rl-eval-samples`` times at ``--rl-eval-temperature``.
+
+    Args:
+        worker: Worker that generates and scores the responses.
+        scheduler: Scheduler that knows the present phase.
+        flags: Flags of the evaluation.
+        dataset: Set of held-out prompts.
+        step: Number of the step after which the evaluation comes; it seeds the samples.
+        version: Version of the weights.
     """
-    run.scheduler.require(Phase.ROLLOUT, "evaluate")
-    flags = run.config.prompts
+    scheduler.require(Phase.ROLLOUT, "evaluate")
     limit = flags.rl_prompts_per_eval or len(dataset)
     prompts = dataset[: min(limit, len(dataset))]
     start = time.perf_counter()
-    with run.telemetry.timer.excluded(), run.job.watchdog.phase("evaluate"):
-        samples, found = _answers(run.rollouts, prompts, step, 0.0, state.version)
-        several = [p for p in prompts for _ in range(flags.rl_eval_samples)]
-        sampled: list[RolloutInfo] = []
-        if several:
-            sampled, more = _answers(
-                run.rollouts, several, step, flags.rl_eval_temperature, state.version
-            )
-            found = found.merge(more)
-        failed = reduce_metrics(MetricSet({name: found[name] for name in _FAILED}))
+    samples, found = _answers(worker, prompts, step, 0.0, version)
+    several = [p for p in prompts for _ in range(flags.rl_eval_samples)]
+    sampled: list[RolloutInfo] = []
+    if several:
+        sampled, more = _answers(worker, several, step, flags.rl_eval_temperature, version)
+        found = found.merge(more)
+    failed = reduce_metrics(MetricSet({name: found[name] for name in _FAILED}))
     rewards = [s.reward for s in samples if not math.isnan(s.reward)]
     return Evaluation(
         accuracy=sum(s.judgements[0] for s in samples) / len(samples),

@@ -37,7 +37,7 @@ def test_refused_while_the_engine_has_the_device(what: str, tmp_path: Path) -> N
 def test_evaluation_is_refused_while_the_trainer_has_the_device(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     with pytest.raises(RuntimeError, match="evaluate: allowed in rollout only, not in train"):
-        evaluate(run.parts, run.state, run.parts.data.train, 0)
+        evaluate(ABSENT, run.parts.scheduler, ABSENT, ABSENT, step=0, version=0)
 
 
 def test_an_update_waits_for_its_optimizer_state() -> None:

@@ -18,7 +18,7 @@ from support.rl_run import Answers, answering_run
 from mindspeed_rl.metrics.constant_rewards import ConstantRewards
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.rl.components import Components, RunState
-from mindspeed_rl.rl.evaluate import evaluate, is_right
+from mindspeed_rl.rl.evaluate import Evaluation, evaluate, is_right
 from mindspeed_rl.rl.report import RunReporter, check_mismatch
 from mindspeed_rl.rl.rollouts import generate_rollouts
 from mindspeed_rl.samples.store import PlacedSamples
@@ -36,9 +36,15 @@ ROWS = (
 )
 
 
+def evaluated(run: Components, step: int) -> Evaluation:
+    """The result on the only held-out set, by the weights of version 0."""
+    dataset, flags = run.data.held_out[""], run.config.prompts
+    return evaluate(run.rollouts, run.scheduler, flags, dataset, step=step, version=0)
+
+
 def test_evaluation_reports_the_reward_of_the_run(tmp_path: Path) -> None:
     run = answering_run(tmp_path, ROWS, ["math=0.9", "format=0.1"])
-    result = evaluate(run, RunState(), run.data.held_out[""], 3)
+    result = evaluated(run, 3)
     assert result.reward == pytest.approx((1.0 + 1.0 + 0.1 + 0.9) / 4)
     assert result.accuracy == 1 / 4
     assert result.accuracy_lenient == 3 / 4
@@ -48,14 +54,14 @@ def test_evaluation_reports_the_reward_of_the_run(tmp_path: Path) -> None:
 
 def test_without_a_verdict_the_last_number_counts(tmp_path: Path) -> None:
     run = answering_run(tmp_path, ROWS, ["format"])
-    result = evaluate(run, RunState(), run.data.held_out[""], 3)
+    result = evaluated(run, 3)
     assert result.reward == 3 / 4
     assert (result.accuracy, result.accuracy_lenient) == (1 / 4, 2 / 4)
 
 
 def test_an_unscored_response_is_left_out_of_the_mean(tmp_path: Path) -> None:
     run = answering_run(tmp_path, ROWS, ["abstains"])
-    result = evaluate(run, RunState(), run.data.held_out[""], 3)
+    result = evaluated(run, 3)
     assert math.isnan(result.reward) and result.num_unscored == 4
 
 
@@ -93,12 +99,12 @@ def test_sampled_evaluations_have_seeds_and_a_temperature_of_their_own(tmp_path:
         generate_rollouts(run, RunState(), step)
     trained = {r.seed for requests, _ in engine.asked for r in requests}
     for step in (1, 2):
-        evaluate(run, RunState(), run.data.held_out[""], step)
-    evaluated = {r.seed for requests, _ in engine.asked[2:] for r in requests}
+        evaluated(run, step)
+    of_evaluations = {r.seed for requests, _ in engine.asked[2:] for r in requests}
     temperatures = [settings.temperature for _, settings in engine.asked]
     assert temperatures == [run.config.rl.rl_default_temperature] * 2 + [0.0, 0.6] * 2
-    assert len(trained) == 2 * 4 and len(evaluated) >= 2 * 8
-    assert not trained & evaluated
+    assert len(trained) == 2 * 4 and len(of_evaluations) >= 2 * 8
+    assert not trained & of_evaluations
 
 
 def test_the_first_verdict_that_scored_a_sample_counts() -> None:
