@@ -12,7 +12,6 @@ from mindspeed_rl.config import PromptConfig, RLRunConfig
 from mindspeed_rl.config.outputs import ROLLOUTS_FILE
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
-from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.environments import EnvironmentRunner, LocalRunner, RayRunner, resolve_environment
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.rollout_dump import RolloutDump
@@ -237,13 +236,12 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, plan: RLPlan) -> tuple[in
 
 
 def _prompt_data(job: Job[RLRunConfig, RLPlan], tokenizer: PreTrainedTokenizerBase) -> PromptData:
-    """Load the data sets and build the sampler of prompts. Local."""
+    """Load the data sets. Local."""
     config = job.config
     prompts, held_out = load_data(
         config.prompts, tokenizer, job.plan.spec, progress=job.world.rank == 0
     )
-    sampler = PromptSampler(len(prompts), config.train.seed, fingerprint=prompts.fingerprint)
-    return PromptData(tokenizer, prompts, held_out, sampler)
+    return PromptData(tokenizer, prompts, held_out)
 
 
 def load_data(

@@ -178,14 +178,12 @@ class RunReporter:
             )
         self._telemetry.logger.log_evaluation(step, values)
 
-    def log_step(
-        self, step: int, rollouts: RolloutBatch, metrics: MetricSet, placed: PlacedSamples
-    ) -> None:
+    def log_step(self, rollouts: RolloutBatch, metrics: MetricSet, placed: PlacedSamples) -> None:
         """Reduce and write the metrics of a step; stop the run if the mismatch is too large.
 
         The time of this call belongs to the next step. ``placed`` says where samples are.
         """
-        samples, timer = rollouts.generated, self._telemetry.timer
+        step, samples, timer = self._state.step, rollouts.generated, self._telemetry.timer
         times = timer.finish_step()
         with named_phase(timer, self._job.watchdog, "log"):
             shown = evenly_spread(samples, self._job.config.logging.log_rollouts)

@@ -46,12 +46,11 @@ class _StepSampling:
     Attributes:
         worker: Worker that generates and scores the samples.
         store: Store that keeps their tokens.
-        data: Prompts and their order.
+        data: Prompts of the run.
         config: Flags of the run.
         group_size: Number of samples of a prompt.
         phase: Names the parts of a pass for timer and watchdog.
         state: State of the run.
-        step: Number of the step.
         num_generated: Number of samples generated so far.
         metrics: Metrics of the passes so far.
     """
@@ -63,7 +62,6 @@ class _StepSampling:
     group_size: int
     phase: PhaseContext
     state: RunState
-    step: int
     num_generated: int = 0
     metrics: MetricSet = field(default_factory=MetricSet)
 
@@ -73,11 +71,11 @@ class _StepSampling:
         """Generate a response to each prompt, or continue its prefix. Collective: the world."""
         request = PassRequest(
             prompts,
-            self.step,
+            self.state.step,
             self.worker.settings(self.config.rl.rl_default_temperature),
             self.state.version,
             attempt=attempt,
-            key=SampleKey(self.step, self.num_generated),
+            key=SampleKey(self.state.step, self.num_generated),
             lengths=self.state.lengths,
             prefixes=prefixes,
         )
@@ -90,7 +88,7 @@ class _StepSampling:
     def new_groups(self, num_groups: int, attempt: int) -> list[Group]:
         """Generate complete groups for the next prompts of the data set."""
         data, size = self.data, self.group_size
-        prompts = [data.train[i] for i in data.sampler.next(num_groups)]
+        prompts = [data.train[i] for i in self.state.sampler.next(num_groups)]
         samples = self.one_pass([p for p in prompts for _ in range(size)], attempt)
         return [samples[i : i + size] for i in range(0, len(samples), size)]
 
@@ -103,7 +101,7 @@ class _StepSampling:
             in_flight,
             group_size=self.group_size,
             limit=self.worker.assignment.limit,
-            next_prompts=self.data.sampler.next,
+            next_prompts=state.sampler.next,
             prompts=self.data.train,
             # Each pass of a step needs seeds of its own.
             run_pass=lambda p, prefixes: self.one_pass(p, self.num_generated, prefixes),
@@ -116,14 +114,14 @@ class _StepSampling:
         """Return the reward of a greedy response to the prompt of each group, penalised."""
         prompts = [self.data.train[group[0].prompt_index] for group in groups]
         settings = self.worker.settings(0.0)
-        request = PassRequest(prompts, self.step, settings, self.state.version)
+        request = PassRequest(prompts, self.state.step, settings, self.state.version)
         found = self.worker.run(request, self.phase)
         self.metrics = self.metrics.merge(found.metrics)
         # Penalised as samples are; otherwise a long greedy response is too high a baseline.
         return [s.reward + length_penalty(self.config, s) for s in found.samples]
 
 
-def generate_rollouts(run: Components, state: RunState, step: int) -> RolloutBatch:
+def generate_rollouts(run: Components, state: RunState) -> RolloutBatch:
     """Sample and score the rollouts of a step. Collective: the world; within ROLLOUT."""
     sampling = _StepSampling(
         worker=run.rollouts,
@@ -133,10 +131,9 @@ def generate_rollouts(run: Components, state: RunState, step: int) -> RolloutBat
         group_size=run.plan.batch.group_size,
         phase=partial(named_phase, run.telemetry.timer, run.job.watchdog),
         state=state,
-        step=step,
     )
     carried = [s for group in (*state.carried_groups, *state.partial_groups) for s in group]
-    run.samples.begin_step(step, carried)
+    run.samples.begin_step(state.step, carried)
     num_groups, flags = run.plan.batch.prompts, run.config.sampling
     is_partial = run.config.balance.partial_rollout_tokens > 0
 

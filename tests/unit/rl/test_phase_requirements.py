@@ -18,7 +18,7 @@ from mindspeed_rl.trainer.train_engine import TrainEngine
 
 ABSENT = cast(Any, None)  # what is refused looks at nothing
 IN_TRAIN: dict[str, Callable[[TableRun], object]] = {
-    "save": lambda run: resume.save_if_due(run.parts, run.state, ABSENT, 1),
+    "save": lambda run: resume.save_if_due(run.parts, run.state, ABSENT),
     "load": lambda run: resume.start(run.parts),
     "update": lambda run: run.update(ABSENT),
     "sync_weights": lambda run: sync_weights(run.parts, 1),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from support.rl_run import Answers, answering_run
+from support.rl_run import Answers, answering_run, state_at
 
 from mindspeed_rl.metrics.constant_rewards import ConstantRewards
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
@@ -70,7 +70,8 @@ def test_every_set_has_its_metrics_and_every_sample_counts_once(tmp_path: Path) 
     flags = "--rl-eval-samples 3 --rl-eval-temperature 0.7"
     run = answering_run(tmp_path, ROWS, ["math"], flags)
     run.data.held_out["hard"] = cast(Any, run.data.train[2:])
-    report = RunReporter(run, RunState())
+    state = state_at()
+    report = RunReporter(run, state)
     report.evaluate_if_due(0)
     (record,) = metrics_of(tmp_path)
     assert record["eval/num_prompts"] == 4 and record["eval/hard/num_prompts"] == 2
@@ -83,7 +84,7 @@ def test_every_set_has_its_metrics_and_every_sample_counts_once(tmp_path: Path) 
     assert len({r.seed for r in asked[1][0]}) == 12
     again = RunReporter(
         answering_run(tmp_path, ROWS, ["math"], f"{flags} --load {tmp_path}"),
-        RunState(),
+        state_at(),
         1,
         report.state_dict(),
     )
@@ -96,7 +97,7 @@ def test_sampled_evaluations_have_seeds_and_a_temperature_of_their_own(tmp_path:
     run = answering_run(tmp_path, ROWS, ["math"], flags)
     engine = cast(Answers, run.rollouts.engine)
     for step in (1, 2):
-        generate_rollouts(run, RunState(), step)
+        generate_rollouts(run, state_at(step))
     trained = {r.seed for requests, _ in engine.asked for r in requests}
     for step in (1, 2):
         evaluated(run, step)
@@ -117,18 +118,19 @@ def test_the_first_verdict_that_scored_a_sample_counts() -> None:
 NOWHERE = PlacedSamples([], [], [], cast(Any, None), MetricSet())
 
 
-def log(run: Components, report: RunReporter, step: int, mismatch: float) -> None:
-    rollouts = generate_rollouts(run, RunState(), step)
+def log(run: Components, state: RunState, report: RunReporter, step: int, mismatch: float) -> None:
+    state.step = step
     metrics = MetricSet({"mismatch/max_abs_logprob": Max(mismatch)})
-    report.log_step(step, rollouts, metrics, NOWHERE)
+    report.log_step(generate_rollouts(run, state), metrics, NOWHERE)
 
 
 def test_an_evaluation_has_its_own_step_and_no_share_in_the_time(tmp_path: Path) -> None:
     run = answering_run(tmp_path, ROWS, flags="--eval-interval 2 --rl-prompts-per-eval 2")
-    report = RunReporter(run, RunState())
+    state = state_at()
+    report = RunReporter(run, state)
     for step in (1, 2):
         report.evaluate_if_due(step - 1)
-        log(run, report, step, 1e-6)
+        log(run, state, report, step, 1e-6)
     report.evaluate_if_due(2)
     records = metrics_of(tmp_path)
     assert [(r["step"], "eval/reward" in r) for r in records] == [
@@ -144,7 +146,8 @@ def test_an_evaluation_has_its_own_step_and_no_share_in_the_time(tmp_path: Path)
 
 def test_a_rollout_row_has_no_empty_fields(tmp_path: Path) -> None:
     run = answering_run(tmp_path, ROWS)
-    log(run, RunReporter(run, RunState()), 1, 0.0)
+    state = state_at()
+    log(run, state, RunReporter(run, state), 1, 0.0)
     (row,) = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
     assert None not in row.values() and row["reward"] == 1.0
 
@@ -160,10 +163,11 @@ def test_a_step_with_a_wrong_mismatch_is_logged_and_ends_the_run(
     tmp_path: Path, limit: str, mismatch: float, told: str
 ) -> None:
     run = answering_run(tmp_path, ROWS, flags=f"--rl-max-logprob-diff {limit}")
-    report = RunReporter(run, RunState())
-    log(run, report, 1, 0.5)
+    state = state_at()
+    report = RunReporter(run, state)
+    log(run, state, report, 1, 0.5)
     with pytest.raises(RuntimeError, match=told):
-        log(run, report, 2, mismatch)
+        log(run, state, report, 2, mismatch)
     last = metrics_of(tmp_path)[1]
     worst = report.state_dict()["totals"]["worst_mismatch"]
     if math.isnan(mismatch):
@@ -186,51 +190,58 @@ def test_a_run_warns_of_rewards_that_never_differ(
 ) -> None:
     """By the flag, in the run."""
     run = answering_run(tmp_path, ROWS[2:3], flags="--reward-constant-steps 2")
-    report = RunReporter(run, RunState())
+    state = state_at()
+    report = RunReporter(run, state)
     for step in (1, 2):
-        log(run, report, step, 0.0)
+        log(run, state, report, step, 0.0)
     assert capsys.readouterr().out.count("warning: step 2: rewards: in each of the last 2") == 1
 
 
 def test_the_probe_goes_on_with_the_samples_of_verified_steps(tmp_path: Path) -> None:
     """Weights derived wrongly after a proof show in what the engine computes."""
     run = answering_run(tmp_path, ROWS, flags="--reshard-verify-interval 2")
-    report = RunReporter(run, RunState())
+    state = state_at()
+    report = RunReporter(run, state)
     mismatch = {"mismatch/max_abs_logprob": Max(0.1), "mismatch/mean_abs_logprob": Mean(0.1, 1.0)}
     for step in (2, 3):
-        rollouts = generate_rollouts(run, RunState(), step)
+        state.step = step
+        rollouts = generate_rollouts(run, state)
         with pytest.raises(RuntimeError, match="step 3: mean") if step == 3 else nullcontext():
-            report.log_step(step, rollouts, MetricSet(mismatch), NOWHERE)
+            report.log_step(rollouts, MetricSet(mismatch), NOWHERE)
     mismatch["mismatch/mean_abs_logprob"] = Mean(0.0, 0.0)  # nothing could be compared
-    report.log_step(5, generate_rollouts(run, RunState(), 5), MetricSet(mismatch), NOWHERE)
+    state.step = 5
+    report.log_step(generate_rollouts(run, state), MetricSet(mismatch), NOWHERE)
 
 
 def test_a_fresh_run_replaces_old_results_only_when_told(tmp_path: Path) -> None:
     run = answering_run(tmp_path, ROWS)
-    log(run, RunReporter(run, RunState()), 1, 0.0)
+    state = state_at()
+    log(run, state, RunReporter(run, state), 1, 0.0)
     run.telemetry.logger.close()
     (tmp_path / "summary.json").write_text("{}")
     # --load was given, so that nothing was refused at start, and had no checkpoint
     (tmp_path / "empty").mkdir()
     load = f"--load {tmp_path}/empty"
     with pytest.raises(ValueError, match=r"holds the results.*--load .*empty has no checkpoint"):
-        RunReporter(answering_run(tmp_path, ROWS, flags=load), RunState())
+        RunReporter(answering_run(tmp_path, ROWS, flags=load), state_at())
     assert len(metrics_of(tmp_path)) == 1 and (tmp_path / "summary.json").exists()
     again = answering_run(tmp_path, ROWS, flags="--overwrite-output-dir")
-    log(again, RunReporter(again, RunState()), 1, 0.5)
+    state = state_at()
+    log(again, state, RunReporter(again, state), 1, 0.5)
     assert [r["mismatch/max_abs_logprob"] for r in metrics_of(tmp_path)] == [0.5]
     assert not (tmp_path / "summary.json").exists()
 
 
 def test_a_resumed_run_keeps_the_steps_and_drops_the_old_summary(tmp_path: Path) -> None:
     run = answering_run(tmp_path, ROWS)
-    report = RunReporter(run, RunState())
+    state = state_at()
+    report = RunReporter(run, state)
     for step in (1, 2):
-        log(run, report, step, 0.0)
+        log(run, state, report, step, 0.0)
     run.telemetry.logger.close()
     (tmp_path / "summary.json").write_text("{}")
     again = answering_run(tmp_path, ROWS, flags=f"--load {tmp_path}")
-    RunReporter(again, RunState(), 1, report.state_dict())
+    RunReporter(again, state_at(), 1, report.state_dict())
     assert [r["step"] for r in metrics_of(tmp_path)] == [1]
     assert not (tmp_path / "summary.json").exists()
 

@@ -12,7 +12,6 @@ from support.table_engine import first_table
 
 from mindspeed_rl.data import PromptSampler
 from mindspeed_rl.rl import checkpoints
-from mindspeed_rl.rl.components import RunState
 from mindspeed_rl.rl.report import RunReporter
 from mindspeed_rl.rl.resume import save_if_due, start
 from mindspeed_rl.trainer.checkpoint import LoadedState
@@ -63,27 +62,27 @@ def test_a_resumed_run_has_the_state_of_the_uninterrupted_one(
     report = resumed(run)
     for step in (1, 2):
         run.update(run.batches(step), step)
-        save_if_due(run.parts, run.state, report, step)
+        save_if_due(run.parts, run.state, report)
     assert saved["step"] == 2 and run.state.kl_beta > 0.1 and run.state.version == 4
     again = make_run(tmp_path, flags, REWARDS)
     assert resumed(again).start == 2
     assert (again.state.version, again.state.kl_beta) == (run.state.version, run.state.kl_beta)
     lengths = again.state.lengths.state_dict()
     assert lengths == run.state.lengths.state_dict() and lengths["relative"]
-    assert again.parts.data.sampler.next(20) == run.parts.data.sampler.next(20)
+    assert again.state.sampler.next(20) == run.state.sampler.next(20)
 
 
 def checkpoint_of(run: TableRun, **changes: Any) -> LoadedState:
     """A checkpoint after the first step of a run."""
     extra = {
-        "sampler": run.parts.data.sampler.state_dict(),
+        "sampler": run.state.sampler.state_dict(),
         "version": 3,
         "kl_beta": 0.7,
         "carryover": [],
         "num_partial": 0,
         "num_groups": 1,
         "lengths": run.state.lengths.state_dict(),
-        "report": RunReporter(run.parts, RunState()).state_dict(),
+        "report": RunReporter(run.parts, run.state).state_dict(),
     }
     return LoadedState(1, extra | changes)
 
@@ -112,4 +111,4 @@ def test_changed_data_starts_a_new_epoch_where_it_is_allowed(
         start(run.parts)
     run = make_run(tmp_path, "--allow-changed-data")
     assert resumed(run).start == 1 and run.state.version == 3
-    assert not run.state.carried_groups and run.parts.data.sampler.epoch == 1
+    assert not run.state.carried_groups and run.state.sampler.epoch == 1
