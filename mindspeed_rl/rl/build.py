@@ -36,11 +36,11 @@ from mindspeed_rl.rl.build_models import (
     initialize_parallel,
     load_tokenizer,
 )
-from mindspeed_rl.rl.components import Components, PromptData, Telemetry, named_phase
+from mindspeed_rl.rl.components import Components, PromptData, Telemetry
 from mindspeed_rl.rl.multi_turn import Environments
 from mindspeed_rl.rl.rollout_worker import RolloutWorker
 from mindspeed_rl.rl.scoring import RewardFunctions
-from mindspeed_rl.rl.telemetry import open_logger, open_timer
+from mindspeed_rl.rl.telemetry import named_phase, open_logger, open_timer
 from mindspeed_rl.rollout.engine import InferenceEngine
 from mindspeed_rl.samples.columns import Column, experts_column, response_columns
 from mindspeed_rl.samples.device_cache import TensorCache

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,13 +13,13 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.launch.job import Job
-from mindspeed_rl.launch.watchdog import Watchdog
 from mindspeed_rl.metrics.loggers import RunLogger
 from mindspeed_rl.metrics.profiler import StepProfiler
 from mindspeed_rl.metrics.rollout_dump import RolloutDump
 from mindspeed_rl.metrics.timers import PhaseTimer
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rl.rollout_worker import RolloutWorker
+from mindspeed_rl.rl.telemetry import named_phase
 from mindspeed_rl.samples.lengths import LengthHistory
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import SampleStore
@@ -80,13 +80,6 @@ class Telemetry:
         self.profiler.close()
         self.logger.close()
         self.dump.close()
-
-
-@contextmanager
-def named_phase(timer: PhaseTimer, watchdog: Watchdog, name: str) -> Iterator[None]:
-    """Run the body as the named phase of a timer and a watchdog."""
-    with timer(name), watchdog.phase(name):
-        yield
 
 
 @dataclass(frozen=True)

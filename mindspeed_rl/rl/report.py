@@ -42,11 +42,11 @@ from mindspeed_rl.planning.budget import machine_on
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.platforms.npu_install import determinism_line
 from mindspeed_rl.platforms.process_groups import existing_groups, group_lines
-from mindspeed_rl.rl.components import Components, Models, RunState, named_phase
+from mindspeed_rl.rl.components import Components, Models, RunState
 from mindspeed_rl.rl.evaluate import Evaluation, evaluate
 from mindspeed_rl.rl.rollouts import RolloutBatch
 from mindspeed_rl.rl.sync import check_difference
-from mindspeed_rl.rl.telemetry import open_progress, trainer_lines
+from mindspeed_rl.rl.telemetry import log_description, named_phase, open_progress
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import PlacedSamples, ResponseTensors
@@ -56,12 +56,17 @@ from mindspeed_rl.trainer.train_engine import TrainEngine
 
 def describe(run: Components) -> None:
     """Log at start what will run: data, layouts, batch arithmetic, rewards, ignored flags."""
-    plan = run.plan
-    held_out = [dataset.report() for dataset in run.data.held_out.values()]
-    run.job.log_rank0(
+    plan, on_npu = run.plan, run.job.platform.name == "npu"
+    prediction = MemoryPrediction(run.config, plan, machine_on(run.config, run.job.platform.name))
+    weight_format = run.rollouts.engine.weight_format
+    experts = (
+        "experts: each pass over a sample chooses its own; routing/agreement says how many of "
+        "them differ, and --rl-routing-replay trainer or rollout keeps them"
+    )
+    log_description(
+        run.job,
         run.data.train.report(),
-        *held_out,
-        *trainer_lines(run.job),
+        *(dataset.report() for dataset in run.data.held_out.values()),
         f"rollout layout: {plan.engine.describe(experts=plan.spec.moe is not None)}",
         *plan.batch.lines(plan.parallel.dp, plan.engine.num_replicas),
         f"advantages: {run.config.advantages.rl_advantage_estimator}; policy loss: "
@@ -70,20 +75,11 @@ def describe(run: Components) -> None:
         f"rewards: {', '.join(run.config.rewards.reward_function)}"
         + (f"; control: {run.config.rl.rl_control}" if run.config.rl.rl_control != "none" else ""),
         *(pool.notices if (pool := run.rollouts.rewards.pool) is not None else ()),
+        *group_lines(existing_groups(), prediction.group_bytes(0)),
+        *([determinism_line()] if on_npu else []),
+        *([weight_format] if weight_format else []),
+        *([experts] if plan.spec.moe and run.config.rl.rl_routing_replay == "none" else []),
     )
-    prediction = MemoryPrediction(run.config, plan, machine_on(run.config, run.job.platform.name))
-    run.job.log_rank0(*group_lines(existing_groups(), prediction.group_bytes(0)))
-    if run.job.platform.name == "npu":
-        run.job.log_rank0(determinism_line())
-    if run.rollouts.engine.weight_format:
-        run.job.log_rank0(run.rollouts.engine.weight_format)
-    if plan.spec.moe and run.config.rl.rl_routing_replay == "none":
-        run.job.log_rank0(
-            "experts: each pass over a sample chooses its own; routing/agreement says how many of "
-            "them differ, and --rl-routing-replay trainer or rollout keeps them"
-        )
-    if run.job.ignored:
-        run.job.log_rank0(f"flags without meaning here: {', '.join(run.job.ignored)}")
 
 
 @dataclass
