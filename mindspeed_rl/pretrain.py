@@ -32,15 +32,15 @@ OTHER_DATA = (
 def main(job: SftJob) -> None:
     """Train on prompt and solution pairs, or on rows of indexed data."""
     from mindspeed_rl.metrics.output_dir import take_output_dir
-    from mindspeed_rl.rl import checkpoints
-    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
-    from mindspeed_rl.rl.telemetry import (
+    from mindspeed_rl.metrics.telemetry import (
         log_description,
         named_phase,
         open_logger,
         open_progress,
         open_timer,
     )
+    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
+    from mindspeed_rl.trainer import run_checkpoint
     from mindspeed_rl.trainer.export import export_policy
 
     train = job.config.train
@@ -52,7 +52,7 @@ def main(job: SftJob) -> None:
     engine = build_engine(job, "policy", train.train_iters)
     batches = f"{job.config.sft.stage}: {train.train_iters} steps of {train.global_batch_size}"
     log_description(job, source.report(), batches)
-    loaded = checkpoints.load(job, engine)
+    loaded = run_checkpoint.load(job, engine)
     if loaded.extra:
         source.load_state_dict(
             loaded.extra["sampler"], allow_changed_data=job.config.checkpoint.allow_changed_data
@@ -71,9 +71,9 @@ def main(job: SftJob) -> None:
             with named_phase(timer, job.watchdog, "log"):
                 logger.log(step, values)
                 progress.update(step, {"loss": values["loss"], "lr": values["optimizer/lr"]})
-            if checkpoints.save_is_due(job.config.checkpoint, train.train_iters, step):
+            if run_checkpoint.save_is_due(job.config.checkpoint, train.train_iters, step):
                 with named_phase(timer, job.watchdog, "save"):
-                    checkpoints.save(job, engine, step, {"sampler": source.state_dict()})
+                    run_checkpoint.save(job, engine, step, {"sampler": source.state_dict()})
         profiler.close()
         progress.close()
     if target := job.config.checkpoint.export_hf:
@@ -91,8 +91,8 @@ def train_step(
     from mindspeed_rl.algorithms.losses import supervised_loss
     from mindspeed_rl.metrics.metric_set import Mean, MetricSet, reduce_metrics
     from mindspeed_rl.metrics.names import STEP_TIME, TOKENS_PER_S
+    from mindspeed_rl.metrics.telemetry import named_phase
     from mindspeed_rl.rl.build_models import batch_rules
-    from mindspeed_rl.rl.telemetry import named_phase
 
     with named_phase(timer, job.watchdog, "train"):
         batches = engine.prepare(batch_rules(job).pack_own(chosen.samples, chosen.lengths))

@@ -15,6 +15,7 @@ from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.environments import EnvironmentRunner, LocalRunner, RayRunner, resolve_environment
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.rollout_dump import RolloutDump
+from mindspeed_rl.metrics.telemetry import named_phase, open_logger, open_timer
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rewards import RewardSpec
@@ -40,7 +41,6 @@ from mindspeed_rl.rl.components import Components, PromptData, Telemetry
 from mindspeed_rl.rl.multi_turn import Environments
 from mindspeed_rl.rl.rollout_worker import RolloutWorker
 from mindspeed_rl.rl.scoring import RewardFunctions
-from mindspeed_rl.rl.telemetry import named_phase, open_logger, open_timer
 from mindspeed_rl.rollout.engine import InferenceEngine
 from mindspeed_rl.samples.columns import Column, experts_column, response_columns
 from mindspeed_rl.samples.device_cache import TensorCache

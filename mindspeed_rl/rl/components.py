@@ -16,10 +16,10 @@ from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.loggers import RunLogger
 from mindspeed_rl.metrics.profiler import StepProfiler
 from mindspeed_rl.metrics.rollout_dump import RolloutDump
+from mindspeed_rl.metrics.telemetry import named_phase
 from mindspeed_rl.metrics.timers import PhaseTimer
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rl.rollout_worker import RolloutWorker
-from mindspeed_rl.rl.telemetry import named_phase
 from mindspeed_rl.samples.lengths import LengthHistory
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import SampleStore

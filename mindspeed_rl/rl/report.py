@@ -38,6 +38,7 @@ from mindspeed_rl.metrics.names import (
 )
 from mindspeed_rl.metrics.output_dir import take_output_dir
 from mindspeed_rl.metrics.rollout_dump import RolloutRow, evenly_spread
+from mindspeed_rl.metrics.telemetry import log_description, named_phase, open_progress
 from mindspeed_rl.planning.budget import machine_on
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.platforms.npu_install import determinism_line
@@ -46,7 +47,6 @@ from mindspeed_rl.rl.components import Components, Models, RunState
 from mindspeed_rl.rl.evaluate import Evaluation, evaluate
 from mindspeed_rl.rl.rollouts import RolloutBatch
 from mindspeed_rl.rl.sync import check_difference
-from mindspeed_rl.rl.telemetry import log_description, named_phase, open_progress
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import PlacedSamples, ResponseTensors

@@ -10,13 +10,13 @@ import torch
 from mindspeed_rl.colocation.scheduler import Phase
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner
-from mindspeed_rl.rl import checkpoints
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.dynamic_sampling import Group
 from mindspeed_rl.rl.report import RunReporter
 from mindspeed_rl.samples.columns import LOSS_MASK, TOKEN_IDS, Column
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 from mindspeed_rl.samples.store import ResponseTensors, SampleStore
+from mindspeed_rl.trainer import run_checkpoint
 
 
 def start(run: Components) -> tuple[RunState, RunReporter]:
@@ -33,7 +33,7 @@ def start(run: Components) -> tuple[RunState, RunReporter]:
     state = RunState.at_start(run.config, run.data.train)
     with run.scheduler.onloaded(*CRITIC_OWNERS, MemoryOwner.REFERENCE):
         companions = run.models.companions(run.config.rl.ref_update_interval)
-        loaded = checkpoints.load(run.job, run.models.policy, companions)
+        loaded = run_checkpoint.load(run.job, run.models.policy, companions)
     extra = loaded.extra
     if not extra:
         return state, RunReporter(run, state)
@@ -89,7 +89,9 @@ def restore_carryover(
 
 def save_if_due(run: Components, state: RunState, report: RunReporter) -> None:
     """Save the state after the step when ``--save-interval`` or the end asks for it. Collective."""
-    if not checkpoints.save_is_due(run.config.checkpoint, run.config.train.train_iters, state.step):
+    if not run_checkpoint.save_is_due(
+        run.config.checkpoint, run.config.train.train_iters, state.step
+    ):
         return
     run.scheduler.require(Phase.TRAIN, "save")
     carried = [*state.carried_groups, *state.partial_groups]
@@ -106,7 +108,7 @@ def save_if_due(run: Components, state: RunState, report: RunReporter) -> None:
     }
     with run.phase("save"), run.scheduler.onloaded(*CRITIC_OWNERS, MemoryOwner.REFERENCE):
         companions = run.models.companions(run.config.rl.ref_update_interval)
-        checkpoints.save(run.job, run.models.policy, state.step, extra, companions)
+        run_checkpoint.save(run.job, run.models.policy, state.step, extra, companions)
 
 
 def carryover_state(

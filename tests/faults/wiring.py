@@ -230,7 +230,7 @@ WIRING = (
           _OPTIMIZER + "test_every_flag_reaches_the_optimizer",
           "--weight-decay would do nothing."),
     # --- checkpoints and resuming
-    Fault("no-checkpoint-at-the-end", "mindspeed_rl.rl.checkpoints:save_is_due",
+    Fault("no-checkpoint-at-the-end", "mindspeed_rl.trainer.run_checkpoint:save_is_due",
           takes(train_iters=lambda _: 0),
           _RESUME + "test_a_checkpoint_is_due_at_every_interval_and_at_the_end",
           "The last steps of a run would be lost."),

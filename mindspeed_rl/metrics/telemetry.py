@@ -6,19 +6,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.kernels import modules_note
 from mindspeed_rl.config.outputs import TENSORBOARD_FOLDER
-from mindspeed_rl.launch.job import Job
-from mindspeed_rl.launch.watchdog import Watchdog
 from mindspeed_rl.metrics.loggers import MetricBackend, RunLogger, TensorBoardBackend
 from mindspeed_rl.metrics.profiler import StepProfiler
 from mindspeed_rl.metrics.progress import RunProgress
 from mindspeed_rl.metrics.timers import PhaseTimer
 from mindspeed_rl.metrics.trackers import make_trackers
-from mindspeed_rl.planning.run_plan import RunPlan
+
+if TYPE_CHECKING:
+    from mindspeed_rl.launch.job import Job
+    from mindspeed_rl.launch.watchdog import Watchdog
+    from mindspeed_rl.planning.run_plan import RunPlan
 
 Config = RLRunConfig | PretrainRunConfig
 
