@@ -20,7 +20,7 @@ from mindspeed_rl.rewards import lenient_match
 from mindspeed_rl.rewards.registry import verdicts
 from mindspeed_rl.rl.rollout_worker import PassRequest, RolloutWorker
 from mindspeed_rl.rl.scoring import RewardFunctions
-from mindspeed_rl.samples.rollout_info import RolloutInfo
+from mindspeed_rl.samples.rollout_info import Correctness, RolloutInfo
 
 # Attempt number of evaluations, far above any of training, so that their seeds differ.
 _ATTEMPT = 1 << 40
@@ -108,8 +108,8 @@ def evaluate(
     failed = reduce_metrics(MetricSet({name: found[name] for name in _FAILED}))
     rewards = [s.reward for s in samples if not math.isnan(s.reward)]
     return Evaluation(
-        accuracy=sum(s.judgements[0] for s in samples) / len(samples),
-        accuracy_lenient=sum(s.judgements[1] for s in samples) / len(samples),
+        accuracy=sum(s.correctness.exact for s in samples) / len(samples),
+        accuracy_lenient=sum(s.correctness.lenient for s in samples) / len(samples),
         num_prompts=len(samples),
         reward=_mean(rewards),
         num_unscored=len(samples) - len(rewards),
@@ -126,28 +126,28 @@ def _answers(
 ) -> tuple[list[RolloutInfo], MetricSet]:
     settings = worker.settings(temperature)
     request = PassRequest(prompts, step, settings, version, attempt=_ATTEMPT)
-    found = worker.run(request, lambda _: nullcontext(), partial(judged, worker.rewards))
+    found = worker.run(request, lambda _: nullcontext(), partial(correctness_of, worker.rewards))
     return found.samples, found.metrics
 
 
-def judged(rewards: RewardFunctions, rollout: Rollout) -> tuple[float, float]:
+def correctness_of(rewards: RewardFunctions, rollout: Rollout) -> Correctness:
     """Return whether a response is the answer to the letter, and whether it is right. Local."""
     completion, answer = rollout.completion, rollout.prompt.answer
     text = rewards.response_text(completion)
     exact = not completion.truncated and text.strip() == answer.strip()
-    return float(exact), float(is_right(rollout.reward_parts, text, answer))
+    return Correctness(float(exact), float(is_right(rollout.reward_parts, text, answer)))
 
 
 def sampled_metrics(samples: Sequence[RolloutInfo], per_prompt: int) -> dict[str, float]:
     """Return ``mean@n``, ``pass@k`` and the mean reward of ``per_prompt`` samples of each prompt.
 
     Args:
-        samples: Samples with their judgements, siblings together.
+        samples: Samples with their correctness, siblings together.
         per_prompt: Number of samples of a prompt; 0 for no metrics.
     """
     if not per_prompt:
         return {}
-    right = [int(s.judgements[1]) for s in samples]
+    right = [int(s.correctness.lenient) for s in samples]
     counts = [sum(right[i : i + per_prompt]) for i in range(0, len(right), per_prompt)]
     values = {
         f"pass@{k}": _mean([pass_at_k(per_prompt, count, k) for count in counts])

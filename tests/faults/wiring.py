@@ -112,9 +112,9 @@ def _swapped_bounds(settings: Any) -> Any:
 
 
 def _as_in_training(original: Callable[..., Any]) -> Callable[..., Any]:
-    def changed(self: Any, request: Any, phase: Any, judge: Any = None) -> Any:
-        judged = judge is not None  # evaluations alone are
-        return original(self, replace(request, attempt=0) if judged else request, phase, judge)
+    def changed(self: Any, request: Any, phase: Any, compare: Any = None) -> Any:
+        request = replace(request, attempt=0) if compare else request  # evaluations alone compare
+        return original(self, request, phase, compare)
 
     return changed
 
