@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import ScoreRunConfig
@@ -72,28 +73,14 @@ def by_trainer(job: ScoreJob, sequences: ScoreInputs) -> list[TokenScore]:
 
 def by_engine(job: ScoreJob, sequences: ScoreInputs) -> list[TokenScore]:
     """Score this rank's part of the tokens by the rollout engine. Collective: the world."""
-    from mindspeed_rl.rl.build_engine import rollout_dtype
+    from mindspeed_rl.rl.build_engine import build_inference_engine, installed_layout
     from mindspeed_rl.rl.build_models import load_weights
-    from mindspeed_rl.rollout.provider import EngineSettings
-    from mindspeed_rl.rollout.registry import engine_provider
 
-    config, rank, provider = job.config, job.world.rank, engine_provider()
-    layout = provider.installed_layout(
-        job.plan.rollout_layout, config.engine_options, job.platform.name
+    config, rank, layout = job.config, job.world.rank, installed_layout(job)
+    job = replace(job, plan=replace(job.plan, rollout_layout=layout))
+    engine = build_inference_engine(
+        job, int(sequences.length.max()) + 1, scores_entropy=not config.score.no_entropy
     )
-    dtype = rollout_dtype(config.rollout, config.train)
-    settings = EngineSettings(
-        model_dir=config.model.hf_checkpoint,
-        layout=layout,
-        rank=rank,
-        dtype=str(dtype).removeprefix("torch."),
-        max_model_len=int(sequences.length.max()) + 1,
-        kv_cache_bytes=int(config.rollout.rollout_kv_cache_gb * 2**30),
-        seed=config.train.seed,
-        options=config.engine_options,
-        scores_entropy=not config.score.no_entropy,
-    )
-    engine = provider.build(settings, job.platform)
     _ENGINES.append(engine)
     engine.begin_update()
     load_weights(job, layout, engine.weight_views())

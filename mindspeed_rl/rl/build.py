@@ -12,10 +12,10 @@ from mindspeed_rl.config import PromptConfig, RLRunConfig
 from mindspeed_rl.config.outputs import ROLLOUTS_FILE
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
-from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.environments import EnvironmentRunner, LocalRunner, RayRunner, resolve_environment
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.jsonl import JsonlWriter
+from mindspeed_rl.metrics.telemetry import named_phase, open_logger, open_timer
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rewards import RewardSpec
@@ -37,11 +37,10 @@ from mindspeed_rl.rl.build_models import (
     initialize_parallel,
     load_tokenizer,
 )
-from mindspeed_rl.rl.components import Components, PromptData, Telemetry, named_phase
+from mindspeed_rl.rl.components import Components, PromptData, Telemetry
 from mindspeed_rl.rl.multi_turn import Environments
 from mindspeed_rl.rl.rollout_worker import RolloutWorker
 from mindspeed_rl.rl.scoring import RewardFunctions
-from mindspeed_rl.rl.telemetry import open_logger, open_timer
 from mindspeed_rl.rollout.engine import InferenceEngine
 from mindspeed_rl.samples.columns import Column, experts_column, response_columns
 from mindspeed_rl.samples.device_cache import TensorCache
@@ -237,13 +236,12 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, plan: RLPlan) -> tuple[in
 
 
 def _prompt_data(job: Job[RLRunConfig, RLPlan], tokenizer: PreTrainedTokenizerBase) -> PromptData:
-    """Load the data sets and build the sampler of prompts. Local."""
+    """Load the data sets. Local."""
     config = job.config
     prompts, held_out = load_data(
         config.prompts, tokenizer, job.plan.spec, progress=job.world.rank == 0
     )
-    sampler = PromptSampler(len(prompts), config.train.seed, fingerprint=prompts.fingerprint)
-    return PromptData(tokenizer, prompts, held_out, sampler)
+    return PromptData(tokenizer, prompts, held_out)
 
 
 def load_data(

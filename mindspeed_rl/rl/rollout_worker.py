@@ -21,10 +21,13 @@ from mindspeed_rl.rollout.stats import StepStats, record_history, step_metrics
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.lengths import LengthHistory
-from mindspeed_rl.samples.rollout_info import UNCACHED, RolloutInfo, SampleKey, exchange_table
-
-#: How many numbers the judge of a sample returns.
-NUM_JUDGEMENTS = 2
+from mindspeed_rl.samples.rollout_info import (
+    UNCACHED,
+    Correctness,
+    RolloutInfo,
+    SampleKey,
+    exchange_table,
+)
 
 PhaseContext = Callable[[str], AbstractContextManager[None]]
 
@@ -100,7 +103,7 @@ class RolloutWorker:
         self,
         request: PassRequest,
         phase: PhaseContext,
-        judge: Callable[[Rollout], Sequence[float]] | None = None,
+        compare: Callable[[Rollout], Correctness] | None = None,
     ) -> GenerationResult:
         """Generate one scored response to each prompt of a request. Collective: the world.
 
@@ -109,7 +112,7 @@ class RolloutWorker:
         Args:
             request: Prompts, seeds and weights of the samples.
             phase: Names the parts of the pass for timer and watchdog.
-            judge: Returns :data:`NUM_JUDGEMENTS` numbers about a sample, which all ranks get.
+            compare: Compares a response with the answer in an evaluation; all ranks learn it.
         """
         stats = self.engine.stats = StepStats()
         with self.rewards.scorer() as scorer:
@@ -122,7 +125,7 @@ class RolloutWorker:
                 record_history(self.history_folder, stats, self.assignment.engine.dp)
             with phase("reward"):
                 rollouts, found = scorer.finish()
-                judgements = {r.sample_id: judge(r) for r in rollouts} if judge else None
+                correctness = {r.sample_id: compare(r) for r in rollouts} if compare else None
         with phase("wait"):  # for the slowest engine, so that its time is not counted as exchange
             dist.all_reduce(torch.zeros(1))
         leads = self.assignment.leads_engine
@@ -133,8 +136,7 @@ class RolloutWorker:
                 self.rewards.names,
                 len(request.prompts),
                 request.key,
-                judgements,
-                NUM_JUDGEMENTS if judge else 0,
+                correctness,
                 copies=() if leads else own,
                 # Of a conversation only the rank that leads the engine knows the sample.
                 num_copies=1 if self.environments else self.assignment.engine.tp,

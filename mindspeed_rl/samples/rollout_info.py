@@ -7,6 +7,7 @@ them until a plan moves them. Prompt tokens never travel: every rank has the dat
 
 from __future__ import annotations
 
+import math
 import zlib
 from array import array
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,22 @@ class SampleKey(NamedTuple):
 UNCACHED = SampleKey(-1, 0)
 
 
+class Correctness(NamedTuple):
+    """Whether a response of an evaluation is right, by a strict and a lenient rule.
+
+    Attributes:
+        exact: 1 when it ended by itself and equals the answer to the letter, else 0.
+        lenient: 1 when it is right by a verdict reward or else by its last number, else 0.
+    """
+
+    exact: float
+    lenient: float
+
+
+#: Correctness of a sample that no evaluation compared with the answer.
+NOT_COMPARED = Correctness(math.nan, math.nan)
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutInfo:
     """A finished sample as every rank knows it.
@@ -54,7 +71,7 @@ class RolloutInfo:
         group: Engine ranks that have its tokens: see ``EngineLayout.group_of``.
         reward: Reward; NaN when the reward abstained.
         parts: Scores of the single reward functions, NaN where one abstained.
-        judgements: Numbers that an evaluation found about it: see ``RolloutWorker.run``.
+        correctness: In an evaluation, whether the response is right.
         key: Key under which the ranks of its group keep its tokens.
         earlier_versions: (version, tokens) of what earlier passes of generation sampled, from the
             start of the response; the rest is of ``weights_version``.
@@ -69,7 +86,7 @@ class RolloutInfo:
     group: int
     reward: float
     parts: tuple[float, ...] = ()
-    judgements: tuple[float, ...] = ()
+    correctness: Correctness = NOT_COMPARED
     key: SampleKey = UNCACHED
     earlier_versions: tuple[tuple[int, int], ...] = ()
 
@@ -104,8 +121,7 @@ def exchange_table(
     part_names: Sequence[str],
     num_samples: int,
     key_of: SampleKey,
-    judgements: Mapping[int, Sequence[float]] | None = None,
-    num_judgements: int = 0,
+    correctness: Mapping[int, Correctness] | None = None,
     *,
     copies: Sequence[Rollout] = (),
     num_copies: int = 1,
@@ -121,8 +137,8 @@ def exchange_table(
         part_names: Names of the reward functions, equal on all ranks.
         num_samples: Number of samples that there must be in all.
         key_of: Key of sample 0; the numbers of the others follow it.
-        judgements: Judgements of each of ``rollouts``, by sample id.
-        num_judgements: Number of judgements of each sample, equal on all ranks.
+        correctness: Correctness of each of ``rollouts``, by sample id; ``None`` on all ranks or
+            on none.
         copies: The same rollouts, on the other ranks of the engine.
         num_copies: Number of ranks of an engine that have each sample.
 
@@ -130,11 +146,13 @@ def exchange_table(
         RuntimeError: A sample is missing or there twice, or the ranks of an engine have different
             tokens or log-probs for it.
     """
-    width = _INTEGERS + 1 + len(part_names) + num_judgements
+    width = _INTEGERS + 1 + len(part_names)
+    if correctness is not None:
+        width += len(NOT_COMPARED)
     rows = torch.zeros(num_samples + 1, width, dtype=torch.int64)
     if rollouts:
         scores = [
-            [*_scores(r, part_names), *(judgements[r.sample_id] if judgements else ())]
+            [*_scores(r, part_names), *(correctness[r.sample_id] if correctness else ())]
             for r in rollouts
         ]
         bits = torch.tensor(scores, dtype=torch.float32).view(torch.int32)
@@ -183,7 +201,7 @@ def _samples_of(rows: torch.Tensor, key_of: SampleKey, num_parts: int) -> list[R
             group=facts[5],
             reward=numbers[0],
             parts=tuple(numbers[1:end]),
-            judgements=tuple(numbers[end:]),
+            correctness=Correctness(*numbers[end:]) if numbers[end:] else NOT_COMPARED,
             key=SampleKey(key_of.step, key_of.number + i),
         )
         for i, (facts, numbers) in enumerate(zip(rows[:-1].tolist(), floats, strict=True))

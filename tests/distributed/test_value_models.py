@@ -138,7 +138,7 @@ def _interrupted(
     """New engines after an update, all memory away and back, a save and a load."""
     from mindspeed_rl.colocation.scheduler import ColocationPlan
     from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
-    from mindspeed_rl.rl import checkpoints
+    from mindspeed_rl.trainer import run_checkpoint
     from mindspeed_rl.trainer.checkpoint import load_checkpoint
     from mindspeed_rl.trainer.resident_memory import trainer_memory
 
@@ -151,7 +151,7 @@ def _interrupted(
     for owner in MemoryOwner:
         if owner in groups:
             groups[owner].restore()
-    checkpoints.save(job, policy, 1, {"version": 1}, {"critic": critic})
+    run_checkpoint.save(job, policy, 1, {"version": 1}, {"critic": critic})
     policy, critic = _build(job)
     config = job.config.checkpoint
     load_checkpoint(config.save, policy, config, {"critic": critic})

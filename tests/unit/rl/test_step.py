@@ -63,7 +63,7 @@ def hold(run: TableRun, samples: list[RolloutInfo]) -> list[RolloutInfo]:
 def test_collect_gives_every_sample_with_its_prompt_and_reward(tmp_path: Path) -> None:
     rewards = REWARDS | {4: None}
     run = make_run(tmp_path, rewards=rewards)
-    expected = type(run.parts.data.sampler)(len(PROMPTS), run.config.train.seed).next(2)
+    expected = type(run.state.sampler)(len(PROMPTS), run.config.train.seed).next(2)
     result = run.generate()
     assert [s.sample_id for s in result.samples] == list(range(6))
     for i, s in enumerate(result.samples):

@@ -14,7 +14,7 @@ from mindspeed_rl.core.types import Completion, Prompt, Rollout
 from mindspeed_rl.samples.columns import response_columns
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.exchange import Redistribution
-from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey, exchange_table
+from mindspeed_rl.samples.rollout_info import Correctness, RolloutInfo, SampleKey, exchange_table
 from mindspeed_rl.samples.store import keep_rollouts, responses_in
 
 COLUMNS = response_columns(has_environment=True, experts=None)
@@ -56,15 +56,15 @@ def assert_same(sample: RolloutInfo, rollout: Rollout, group: int) -> None:
     expected = [rollout.reward, *(rollout.reward_parts.get(name) for name in PARTS)]
     found = [None if value != value else value for value in (sample.reward, *sample.parts)]
     assert found == expected
-    assert sample.judgements == (float(rollout.sample_id), 0.5)
+    assert sample.correctness == (float(rollout.sample_id), 0.5)
 
 
 @given(rollouts(), st.integers(0, 2**20))
 @settings(deadline=None)
 def test_tables_and_tensors_say_what_the_engine_said(batch: list[Rollout], group: int) -> None:
     """Ids beyond fp32's integers, empty responses, rewards and parts that abstained, masks."""
-    judgements = {r.sample_id: (float(r.sample_id), 0.5) for r in batch}
-    samples = exchange_table(batch, group, PARTS, len(batch), FIRST, judgements, 2)
+    correctness = {r.sample_id: Correctness(float(r.sample_id), 0.5) for r in batch}
+    samples = exchange_table(batch, group, PARTS, len(batch), FIRST, correctness)
     cache = TensorCache(torch.device("cpu"))
     cache.begin_step(3)
     keep_rollouts(cache, COLUMNS, batch, samples)
