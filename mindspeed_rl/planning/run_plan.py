@@ -117,11 +117,6 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
         check_paths(config)
         check_trackers(config.trackers)
     check_profiler(config.profiler, world)
-    if config.rollout.rollout_kv_cache_gb <= 0:
-        raise UsageError(
-            f"--rollout-kv-cache-gb {config.rollout.rollout_kv_cache_gb:g}: must be positive; one "
-            "sequence of the longest length must fit"
-        )
     _check_dropout(config.model)
     _check_steps(config.train)
     environment = config.environment.rl_environment
@@ -166,16 +161,6 @@ def _check_sampling(config: RLRunConfig) -> None:
             "truncated sampling renormalises the engine's log-probs and biases the update; "
             "allowed: top-p 1, top-k -1"
         )
-    if rl.rl_default_temperature <= 0:
-        raise UsageError(
-            f"--rl-default-temperature {rl.rl_default_temperature}: must be positive; rollouts "
-            "for training are sampled, evaluation is greedy by itself"
-        )
-    if config.prompts.rl_eval_samples and not config.prompts.rl_eval_temperature:
-        raise UsageError(
-            "--rl-eval-temperature 0: the samples of --rl-eval-samples would all be the greedy "
-            "response, which is evaluated anyway; give a temperature above 0, or leave both out"
-        )
 
 
 def check_score(config: ScoreRunConfig, world: int) -> ScorePlan:
@@ -190,8 +175,6 @@ def check_score(config: ScoreRunConfig, world: int) -> ScorePlan:
     if not score.output:
         raise UsageError("--output is required: give the .npz file to write")
     check_output_file("--output", score.output)
-    if score.temperature <= 0:
-        raise UsageError(f"--temperature {score.temperature}: must be positive")
     if score.temperature != 1 and score.backend == "engine":
         raise UsageError(
             f"--temperature {score.temperature} with --backend engine: engines score prompts "
