@@ -147,8 +147,10 @@ def npu_setup_of(parsed: ParsedArguments[Any]) -> NpuSetup | None:
 
 def check_script(parsed: ParsedArguments[Any], hf_config: dict[str, Any]) -> None:
     """Compare the architecture flags of the script with the model."""
-    implied = dict(weight_table(spec_from_hf_config(hf_config).family).config_keys)
-    check_foreign_architecture(parsed.checked_arch, implied | hf_config)
+    spec = spec_from_hf_config(hf_config)
+    implied = dict(weight_table(spec.family).config_keys)
+    properties = {"spec.qk_norm": any(attention.qk_norm for attention in spec.attentions)}
+    check_foreign_architecture(parsed.checked_arch, implied | hf_config | properties)
 
 
 def _start_watchdog(
