@@ -12,7 +12,7 @@ from mindspeed_rl.config.kernels import modules_note
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.job import Job
-from mindspeed_rl.planning.run_plan import RunPlan, check_pretrain
+from mindspeed_rl.planning.run_plan import RunPlan, plan_pretrain
 
 if TYPE_CHECKING:
     from mindspeed_rl.data.batches import SampleSource, StepSamples
@@ -169,4 +169,4 @@ def describe(job: SftJob, source: SampleSource) -> None:
 
 
 if __name__ == "__main__":
-    run_entry("mindspeed_rl.pretrain", PretrainRunConfig, check_pretrain, main)
+    run_entry("mindspeed_rl.pretrain", PretrainRunConfig, plan_pretrain, main)

@@ -9,7 +9,7 @@ from mindspeed_rl.config import ScoreRunConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.job import Job
-from mindspeed_rl.planning.run_plan import ScorePlan, check_score
+from mindspeed_rl.planning.run_plan import ScorePlan, plan_score
 
 if TYPE_CHECKING:
     from mindspeed_rl.data.scores import ScoreInputs, Scores
@@ -163,4 +163,4 @@ def compare_files(argv: list[str]) -> int:
 if __name__ == "__main__":
     if "--compare" in sys.argv[1:]:
         sys.exit(compare_files(sys.argv[1:]))
-    run_entry("mindspeed_rl.score", ScoreRunConfig, check_score, main)
+    run_entry("mindspeed_rl.score", ScoreRunConfig, plan_score, main)

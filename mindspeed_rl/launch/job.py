@@ -59,18 +59,18 @@ class Checked(Generic[Run, Plan_co]):
     setup: NpuSetup | None
 
 
-def check_run(
-    parsed: ParsedArguments[Run], check: Callable[[Run, int], Plan_co], num_ranks: int
+def plan_run(
+    parsed: ParsedArguments[Run], plan: Callable[[Run, int], Plan_co], num_ranks: int
 ) -> Checked[Run, Plan_co]:
-    """Find the user's mistakes before anything heavy is imported. Local.
+    """Find the user's mistakes, and plan the run, before anything heavy is imported. Local.
 
     Raises:
         UsageError: There is one; only the first is reported.
     """
-    plan = check(parsed.config, num_ranks)
+    planned = plan(parsed.config, num_ranks)
     setup = npu_setup_of(parsed)
     check_script(parsed, read_hf_config(parsed.config.model.hf_checkpoint))
-    return Checked(parsed, plan, setup)
+    return Checked(parsed, planned, setup)
 
 
 def start_job(

@@ -100,13 +100,36 @@ class RLPlan(RunPlan):
     reward_model: MegatronLayout | None = None
 
 
-def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
-    """Validate an RL configuration for ``world`` ranks, with ``files`` also its files, and plan it.
+def plan_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
+    """Check an RL configuration for ``world`` ranks, with ``files`` also its files, and plan it.
 
     Raises:
         UsageError: A flag is wrong; names it, its value, what is allowed and the fix.
     """
-    rl = config.rl
+    _check_rl_flags(config, world, files)
+    base = plan_training(config, world, files)
+    limit = config.train.seq_length or (
+        config.prompts.max_prompt_length + config.rollout.rollout_max_response_length
+    )
+    _check_rl_model(config, base.spec, limit, files)
+    engine = engine_layout(config.rollout, world)
+    batch = batch_arithmetic(config, base.parallel.dp)
+    rollout = engine_provider().layout(base.spec, engine, config.engine)
+    _check_rollout_share(batch, engine)
+    critic = reward_model = None
+    if config.has_critic:
+        source = (config.critic.critic_hf_checkpoint, "--critic-hf-checkpoint")
+        critic = value_layout(config, base.spec, world, source, files=files)
+    if scorer := config.rewards.reward_model_hf_checkpoint:
+        source = (scorer, "--reward-model-hf-checkpoint")
+        reward_model = value_layout(config, base.spec, world, source, files=files)
+    return RLPlan(
+        base.spec, base.parallel, base.megatron, engine, rollout, batch, limit, critic, reward_model
+    )
+
+
+def _check_rl_flags(config: RLRunConfig, world: int, files: bool) -> None:
+    """Check what flags alone say, and with ``files`` the files that they name."""
     engine_provider().check_options(config.engine_options)
     check_algorithms(config)
     _check_sampling(config)
@@ -123,33 +146,20 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     check_rewards(config.rewards, config.logging.phase_timeout_s, environment, files=files)
     if environment:
         check_name("--rl-environment", environment, BUILT_IN_ENVIRONMENTS, files=files)
-    base = check_layout(config, world, files)
+
+
+def _check_rl_model(config: RLRunConfig, spec: ModelSpec, limit: int, files: bool) -> None:
+    """Check the flags against the model; the longest sequence has ``limit`` tokens."""
     if files:
         _check_tokenizer(config.model)
-    _check_mtp(config.checkpoint, config.model, base.spec)
-    if rl.rl_routing_replay != "none" and not base.spec.expert_layers:
+    _check_mtp(config.checkpoint, config.model, spec)
+    if config.rl.rl_routing_replay != "none" and not spec.expert_layers:
         raise UsageError(
-            f"--rl-routing-replay {rl.rl_routing_replay}: the model has no experts; remove it"
+            f"--rl-routing-replay {config.rl.rl_routing_replay}: the model has no experts; "
+            "remove it"
         )
-    engine = engine_layout(config.rollout, world)
-    limit = config.train.seq_length or (
-        config.prompts.max_prompt_length + config.rollout.rollout_max_response_length
-    )
-    _check_length(limit, config, base.spec)
-    _check_kv_cache(limit, config, base.spec)
-    batch = batch_arithmetic(config, base.parallel.dp)
-    rollout = engine_provider().layout(base.spec, engine, config.engine)
-    _check_rollout_share(batch, engine)
-    critic = reward_model = None
-    if config.has_critic:
-        source = (config.critic.critic_hf_checkpoint, "--critic-hf-checkpoint")
-        critic = value_layout(config, base.spec, world, source, files=files)
-    if scorer := config.rewards.reward_model_hf_checkpoint:
-        source = (scorer, "--reward-model-hf-checkpoint")
-        reward_model = value_layout(config, base.spec, world, source, files=files)
-    return RLPlan(
-        base.spec, base.parallel, base.megatron, engine, rollout, batch, limit, critic, reward_model
-    )
+    _check_length(limit, config, spec)
+    _check_kv_cache(limit, config, spec)
 
 
 def _check_sampling(config: RLRunConfig) -> None:
@@ -163,7 +173,7 @@ def _check_sampling(config: RLRunConfig) -> None:
         )
 
 
-def check_score(config: ScoreRunConfig, world: int) -> ScorePlan:
+def plan_score(config: ScoreRunConfig, world: int) -> ScorePlan:
     """Validate a scoring configuration for ``world`` ranks, and plan it.
 
     Raises:
@@ -180,7 +190,7 @@ def check_score(config: ScoreRunConfig, world: int) -> ScorePlan:
             f"--temperature {score.temperature} with --backend engine: engines score prompts "
             "without temperature; allowed: 1"
         )
-    base = check_layout(config, world)
+    base = plan_training(config, world)
     engine = engine_layout(config.rollout, world)
     rollout = engine_provider().layout(base.spec, engine, EngineTuningConfig())
     return ScorePlan(base.spec, base.parallel, base.megatron, rollout)
@@ -218,7 +228,7 @@ def batch_arithmetic(config: RLRunConfig, dp: int) -> BatchArithmetic:
     )
 
 
-def check_pretrain(config: PretrainRunConfig, world: int, *, files: bool = True) -> RunPlan:
+def plan_pretrain(config: PretrainRunConfig, world: int, *, files: bool = True) -> RunPlan:
     """Validate a supervised configuration for ``world`` ranks, with ``files`` also its files.
 
     Raises:
@@ -234,7 +244,7 @@ def check_pretrain(config: PretrainRunConfig, world: int, *, files: bool = True)
         check_paths(config)
         check_trackers(config.trackers)
     check_profiler(config.profiler, world)
-    base = check_layout(config, world, files)
+    base = plan_training(config, world, files)
     if files and config.sft.stage == "sft":
         _check_tokenizer(config.model)
     _check_mtp(config.checkpoint, config.model, base.spec)
@@ -336,7 +346,7 @@ def _check_kv_cache(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
         )
 
 
-def check_layout(
+def plan_training(
     config: RLRunConfig | PretrainRunConfig | ScoreRunConfig, world: int, files: bool = True
 ) -> RunPlan:
     """Plan the training layout of a model, with ``files`` also checking that weights exist.

@@ -43,7 +43,7 @@ from mindspeed_rl.metrics.metric_set import Max, Mean, Metric, MetricSet, Total
 from mindspeed_rl.metrics.profiler import StepProfiler
 from mindspeed_rl.metrics.rollout_dump import RolloutDump
 from mindspeed_rl.metrics.timers import PhaseTimer
-from mindspeed_rl.planning.run_plan import check_rl
+from mindspeed_rl.planning.run_plan import plan_rl
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rewards.types import RewardRequest, RewardResult
 from mindspeed_rl.rl.advantages import compute_advantages
@@ -417,7 +417,7 @@ def make_run(
     )
     parsed = parse(RLRunConfig, (defaults + flags).split(), "test")
     config, world = parsed.config, world or World(0, 1, 0, 1)
-    plan = check_rl(config, world.size)
+    plan = plan_rl(config, world.size)
     job = Job(config, plan, world, CpuPlatform(), cast(Any, NoWatchdog()), ())
     policy, engine = TablePolicy(first_table()), TableEngine()
     output = Path(config.logging.output_dir)

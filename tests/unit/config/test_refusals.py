@@ -18,7 +18,7 @@ from mindspeed_rl.config.check_algorithms import check_algorithms
 from mindspeed_rl.config.npu import check_npu
 from mindspeed_rl.config.outputs import check_paths
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.planning.run_plan import check_score
+from mindspeed_rl.planning.run_plan import plan_score
 
 
 def check_on_npu(folder: Path, flags: str) -> None:
@@ -33,7 +33,7 @@ def check_places(folder: Path, flags: str) -> None:
 
 def check_score_run(folder: Path, flags: str) -> None:
     valid = f"--hf-checkpoint {folder}/model --platform cpu "
-    check_score(configured(ScoreRunConfig, valid + flags), 1)
+    plan_score(configured(ScoreRunConfig, valid + flags), 1)
 
 
 CHECKS: dict[str, Callable[[Path, str], object]] = {

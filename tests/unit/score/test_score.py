@@ -15,7 +15,7 @@ from support.score_cases import BACKENDS, VARIANTS, layouts_of
 from mindspeed_rl import score
 from mindspeed_rl.config import ScoreRunConfig
 from mindspeed_rl.data.scores import ScoreInputs, Scores, compare, read_scores
-from mindspeed_rl.planning.run_plan import check_score
+from mindspeed_rl.planning.run_plan import plan_score
 
 LENGTHS = [3, 1, 2]
 # rank, sequence, position, log-prob, entropy: all that is to be scored
@@ -154,4 +154,4 @@ def test_the_layouts_of_the_whole_test_are_possible(backend: str, tmp_path: Path
         family_config(case).save_pretrained(tmp_path)
         for layout in layouts_of(backend, case):
             flags = f"--backend {backend} {' '.join(layout.flags)}"
-            check_score(configured(ScoreRunConfig, valid + flags), layout.num_ranks)
+            plan_score(configured(ScoreRunConfig, valid + flags), layout.num_ranks)
