@@ -10,6 +10,7 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.planning.run_plan import ScorePlan, plan_score
+from mindspeed_rl.rollout.registry import engine_provider
 
 if TYPE_CHECKING:
     from mindspeed_rl.data.scores import ScoreInputs, Scores
@@ -31,7 +32,7 @@ def main(job: ScoreJob) -> None:
     spec = job.plan.spec
     limit = spec.max_position_embeddings
     if score.backend == "engine":
-        limit = spec.engine_positions - 1  # an engine generates one more token
+        limit = engine_provider().positions(spec) - 1  # an engine generates one more token
     sequences = read_sequences(score.tokens, spec.vocab_size, limit)
     initialize_parallel(job)
     compute = by_trainer if score.backend == "megatron" else by_engine
@@ -75,7 +76,6 @@ def by_engine(job: ScoreJob, sequences: ScoreInputs) -> list[TokenScore]:
     from mindspeed_rl.rl.build_engine import rollout_dtype
     from mindspeed_rl.rl.build_models import load_weights
     from mindspeed_rl.rollout.provider import EngineSettings
-    from mindspeed_rl.rollout.registry import engine_provider
 
     config, rank, provider = job.config, job.world.rank, engine_provider()
     layout = provider.installed_layout(

@@ -314,13 +314,11 @@ def _check_length(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
             f"--max-prompt-length {prompt} + --rollout-max-response-length {response} exceeds "
             f"--seq-length {limit}; raise --seq-length or lower one of the two"
         )
-    if limit > spec.engine_positions:
-        what = "max_position_embeddings"
-        if spec.engine_positions < spec.max_position_embeddings:
-            what = "YaRN factor x original_max_position_embeddings"
+    if limit > (positions := engine_provider().positions(spec)):
         raise UsageError(
-            f"sequences of up to {limit} tokens exceed the model's {what} "
-            f"{spec.engine_positions}; lower --max-prompt-length, "
+            f"sequences of up to {limit} tokens exceed the {positions} positions that the engine "
+            f"has for a {spec.rope.kind} model of max_position_embeddings "
+            f"{spec.max_position_embeddings}; lower --max-prompt-length, "
             "--rollout-max-response-length or --seq-length"
         )
 
