@@ -11,7 +11,7 @@ from mindspeed_rl.config import PretrainRunConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.job import Job
-from mindspeed_rl.planning.run_plan import RunPlan, check_pretrain
+from mindspeed_rl.planning.run_plan import RunPlan, plan_pretrain
 
 if TYPE_CHECKING:
     from mindspeed_rl.data.batches import StepSamples, SupervisedSamples
@@ -162,4 +162,4 @@ def load_examples(job: SftJob) -> SupervisedDataset:
 
 
 if __name__ == "__main__":
-    run_entry("mindspeed_rl.pretrain", PretrainRunConfig, check_pretrain, main)
+    run_entry("mindspeed_rl.pretrain", PretrainRunConfig, plan_pretrain, main)

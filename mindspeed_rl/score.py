@@ -10,7 +10,8 @@ from mindspeed_rl.config import ScoreRunConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.job import Job
-from mindspeed_rl.planning.run_plan import ScorePlan, check_score
+from mindspeed_rl.planning.run_plan import ScorePlan, plan_score
+from mindspeed_rl.rollout.registry import engine_provider
 
 if TYPE_CHECKING:
     from mindspeed_rl.data.scores import ScoreInputs, Scores
@@ -32,7 +33,7 @@ def main(job: ScoreJob) -> None:
     spec = job.plan.spec
     limit = spec.max_position_embeddings
     if score.backend == "engine":
-        limit = spec.engine_positions - 1  # an engine generates one more token
+        limit = engine_provider().positions(spec) - 1  # an engine generates one more token
     sequences = read_sequences(score.tokens, spec.vocab_size, limit)
     initialize_parallel(job)
     compute = by_trainer if score.backend == "megatron" else by_engine
@@ -150,4 +151,4 @@ def compare_files(argv: list[str]) -> int:
 if __name__ == "__main__":
     if "--compare" in sys.argv[1:]:
         sys.exit(compare_files(sys.argv[1:]))
-    run_entry("mindspeed_rl.score", ScoreRunConfig, check_score, main)
+    run_entry("mindspeed_rl.score", ScoreRunConfig, plan_score, main)

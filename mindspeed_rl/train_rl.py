@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.job import Job
-from mindspeed_rl.planning.run_plan import RLPlan, check_rl
+from mindspeed_rl.planning.run_plan import RLPlan, plan_rl
 
 if TYPE_CHECKING:
     from mindspeed_rl.rl.components import Components
@@ -74,4 +74,4 @@ def main(job: Job[RLRunConfig, RLPlan]) -> None:
 
 
 if __name__ == "__main__":
-    run_entry("mindspeed_rl.train_rl", RLRunConfig, check_rl, main)
+    run_entry("mindspeed_rl.train_rl", RLRunConfig, plan_rl, main)

@@ -59,18 +59,18 @@ class Checked(Generic[Run, Plan_co]):
     setup: NpuSetup | None
 
 
-def check_run(
-    parsed: ParsedArguments[Run], check: Callable[[Run, int], Plan_co], num_ranks: int
+def plan_run(
+    parsed: ParsedArguments[Run], plan: Callable[[Run, int], Plan_co], num_ranks: int
 ) -> Checked[Run, Plan_co]:
-    """Find the user's mistakes before anything heavy is imported. Local.
+    """Find the user's mistakes, and plan the run, before anything heavy is imported. Local.
 
     Raises:
         UsageError: There is one; only the first is reported.
     """
-    plan = check(parsed.config, num_ranks)
+    planned = plan(parsed.config, num_ranks)
     setup = npu_setup_of(parsed)
     check_script(parsed, read_hf_config(parsed.config.model.hf_checkpoint))
-    return Checked(parsed, plan, setup)
+    return Checked(parsed, planned, setup)
 
 
 def run_job(
@@ -135,8 +135,10 @@ def npu_setup_of(parsed: ParsedArguments[Any]) -> NpuSetup | None:
 
 def check_script(parsed: ParsedArguments[Any], hf_config: dict[str, Any]) -> None:
     """Compare the architecture flags of the script with the model."""
-    implied = dict(weight_table(spec_from_hf_config(hf_config).family).config_keys)
-    check_foreign_architecture(parsed.checked_arch, implied | hf_config)
+    spec = spec_from_hf_config(hf_config)
+    implied = dict(weight_table(spec.family).config_keys)
+    properties = {"spec.qk_norm": any(attention.qk_norm for attention in spec.attentions)}
+    check_foreign_architecture(parsed.checked_arch, implied | hf_config | properties)
 
 
 def _start_watchdog(

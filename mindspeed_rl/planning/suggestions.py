@@ -12,7 +12,7 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import FIXED_MODES
 from mindspeed_rl.planning.budget import resolve_offload
 from mindspeed_rl.planning.prediction import Config, MemoryPrediction, Peak
-from mindspeed_rl.planning.run_plan import RunPlan, check_pretrain, check_rl
+from mindspeed_rl.planning.run_plan import RunPlan, plan_pretrain, plan_rl
 from mindspeed_rl.rollout.registry import engine_provider
 
 
@@ -31,8 +31,8 @@ def plan_of(config: Config, world: int) -> RunPlan:
         UsageError: The configuration is not possible.
     """
     if isinstance(config, RLRunConfig):
-        return check_rl(config, world, files=False)
-    return check_pretrain(config, world, files=False)
+        return plan_rl(config, world, files=False)
+    return plan_pretrain(config, world, files=False)
 
 
 def suggest(prediction: MemoryPrediction, ranks: Sequence[int], usable: int) -> list[Suggestion]:

@@ -33,7 +33,7 @@ from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.metric_set import reduce_metrics
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.tensors import tensor_groups
-from mindspeed_rl.planning.run_plan import RLPlan, check_layout, value_layout
+from mindspeed_rl.planning.run_plan import RLPlan, plan_training, value_layout
 from mindspeed_rl.rl.build_models import (
     batch_rules,
     build_engine,
@@ -310,7 +310,7 @@ def in_layout(job: RLJobOf, layout: Layout) -> Iterator[SelftestModels]:
         platform=job.config.parallel.platform,
     )
     config = replace(job.config, parallel=parallel)
-    base = check_layout(config, job.world.size)
+    base = plan_training(config, job.world.size)
     plan = replace(job.plan, spec=base.spec, parallel=base.parallel, megatron=base.megatron)
     job = replace(job, config=config, plan=plan)
     flags = ("", "--hf-checkpoint")

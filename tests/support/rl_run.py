@@ -41,7 +41,7 @@ from mindspeed_rl.metrics.loggers import RunLogger
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet, Total
 from mindspeed_rl.metrics.profiler import StepProfiler
 from mindspeed_rl.metrics.timers import PhaseTimer
-from mindspeed_rl.planning.run_plan import check_rl
+from mindspeed_rl.planning.run_plan import plan_rl
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rewards.types import RewardRequest, RewardResult
 from mindspeed_rl.rl.advantages import compute_advantages
@@ -411,7 +411,7 @@ def make_run(
     )
     parsed = parse(RLRunConfig, (defaults + flags).split(), "test")
     config, world = parsed.config, world or World(0, 1, 0, 1)
-    plan = check_rl(config, world.size)
+    plan = plan_rl(config, world.size)
     nobody = cast(Any, SimpleNamespace(phase=lambda name: nullcontext()))  # watches the phases
     job = Job(config, plan, world, CpuPlatform(), nobody, ())
     policy, engine = TablePolicy(first_table()), TableEngine()

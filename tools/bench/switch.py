@@ -36,7 +36,7 @@ from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.memory import MemoryOwner
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.launch import bootstrap
-from mindspeed_rl.planning.run_plan import check_rl
+from mindspeed_rl.planning.run_plan import plan_rl
 from mindspeed_rl.platforms.host_pages import advise_large_pages
 from mindspeed_rl.platforms.storages import as_bytes, storages_of
 from mindspeed_rl.weights.sync import WeightSync
@@ -102,7 +102,7 @@ def start(args: argparse.Namespace) -> Any:
     watchdog = SimpleNamespace(phase=lambda *_: nullcontext())
     from mindspeed_rl.launch.job import Job
 
-    plan = check_rl(config, world.size, files=False)  # the model has no tokenizer
+    plan = plan_rl(config, world.size, files=False)  # the model has no tokenizer
     return Job(config, plan, world, platform, cast(Any, watchdog), ())
 
 

@@ -8,6 +8,8 @@ from mindspeed_rl.compat.architecture import check_foreign_architecture, value_i
 from mindspeed_rl.compat.foreign_flags import Disposition, foreign_flags
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.launch.job import check_script
 
 COMPARED = {
     name: flag.comparison
@@ -16,8 +18,9 @@ COMPARED = {
 }
 
 QWEN2 = {"model_type": "qwen2", "num_hidden_layers": 2, "rope_theta": 1e4}
-QWEN3_MOE = published_config("qwen3-235b-a22b") | {"num_hidden_layers": 94}
-DEEPSEEK_V3 = published_config("deepseek-v3")
+NORMED = {"spec.qk_norm": True}
+QWEN3_MOE = published_config("qwen3-235b-a22b") | {"num_hidden_layers": 94} | NORMED
+DEEPSEEK_V3 = published_config("deepseek-v3") | NORMED
 LLAMA3_ROPE = {
     "model_type": "llama",
     "rope_parameters": {
@@ -47,12 +50,26 @@ def contradiction(argv, config):
     [
         (script_flags("qwen3_235b_a22b_pretrain"), QWEN3_MOE),
         (script_flags("deepseek3_671b_pretrain"), DEEPSEEK_V3),
-        (script_flags("qwen3_8b_pretrain"), {"model_type": "qwen3"}),
+        (script_flags("qwen3_8b_pretrain"), {"model_type": "qwen3"} | NORMED),
     ],
     ids=["qwen3-235b", "deepseek3-671b", "qwen3-8b"],
 )
 def test_published_scripts_agree_with_their_model(script, config):
     check(script, config)
+
+
+@pytest.mark.parametrize(
+    ("model", "normed"), [("qwen2.5-7b", False), ("qwen3-8b", True), ("deepseek-v3", True)]
+)
+def test_query_and_key_norms_are_those_of_the_model_that_is_built(model, normed):
+    """Whatever the name of its family, and whether or not its config.json says so."""
+    parsed, config = parse(RLRunConfig, ["--qk-layernorm"], "train_rl"), published_config(model)
+    assert parsed.checked_arch
+    if normed:
+        check_script(parsed, config)
+    else:
+        with pytest.raises(UsageError, match="--qk-layernorm"):
+            check_script(parsed, config)
 
 
 DEEPSEEK_VALUES = [

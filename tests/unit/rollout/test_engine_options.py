@@ -17,13 +17,13 @@ from mindspeed_rl.config import RLRunConfig, ScoreRunConfig
 from mindspeed_rl.config.arguments import build_parser, parse
 from mindspeed_rl.config.engine_options import as_flag
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.planning.run_plan import check_rl, check_score
+from mindspeed_rl.planning.run_plan import plan_rl, plan_score
 from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.rollout.vllm.options import RESERVED, reserved_for
 
 
-@pytest.mark.parametrize(("run_type", "check"), [(RLRunConfig, check_rl),
-                                                 (ScoreRunConfig, check_score)])  # fmt: skip
+@pytest.mark.parametrize(("run_type", "check"), [(RLRunConfig, plan_rl),
+                                                 (ScoreRunConfig, plan_score)])  # fmt: skip
 def test_a_command_line_with_a_reserved_option_is_refused(
     run_type: type[Any], check: Callable[[Any, int], Any]
 ) -> None:
