@@ -8,7 +8,6 @@ them until a plan moves them. Prompt tokens never travel: every rank has the dat
 from __future__ import annotations
 
 import zlib
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -17,6 +16,7 @@ import torch
 
 from mindspeed_rl.core.types import Rollout
 from mindspeed_rl.parallel.small_collectives import sum_over_ranks
+from mindspeed_rl.samples.columns import Column
 
 # prompt index, tokens, sampled tokens, stopped, weights version, group of ranks, times seen,
 # checksum, sum of the checksums of all copies
@@ -107,6 +107,7 @@ def exchange_table(
     judgements: Mapping[int, Sequence[float]] | None = None,
     num_judgements: int = 0,
     *,
+    columns: Sequence[Column],
     copies: Sequence[Rollout] = (),
     num_copies: int = 1,
 ) -> list[RolloutInfo]:
@@ -123,12 +124,13 @@ def exchange_table(
         key_of: Key of sample 0; the numbers of the others follow it.
         judgements: Judgements of each of ``rollouts``, by sample id.
         num_judgements: Number of judgements of each sample, equal on all ranks.
+        columns: Columns that a run keeps for every token; copies must agree in them.
         copies: The same rollouts, on the other ranks of the engine.
         num_copies: Number of ranks of an engine that have each sample.
 
     Raises:
         RuntimeError: A sample is missing or there twice, or the ranks of an engine have different
-            tokens or log-probs for it.
+            tokens or columns for it.
     """
     width = _INTEGERS + 1 + len(part_names) + num_judgements
     rows = torch.zeros(num_samples + 1, width, dtype=torch.int64)
@@ -138,12 +140,12 @@ def exchange_table(
             for r in rollouts
         ]
         bits = torch.tensor(scores, dtype=torch.float32).view(torch.int32)
-        mine = torch.cat([torch.tensor([_facts(r, group) for r in rollouts]), bits], dim=1)
+        mine = torch.cat([torch.tensor([_facts(r, group, columns) for r in rollouts]), bits], dim=1)
         # Invalid ids are counted in a row of their own, for the error message.
         ids = [r.sample_id if 0 <= r.sample_id < num_samples else num_samples for r in rollouts]
         rows.index_add_(0, torch.tensor(ids), mine)
     if copies:
-        sums = torch.tensor([_checksum(r) for r in copies])
+        sums = torch.tensor([_checksum(r, columns) for r in copies])
         rows[:, _COPIES].index_add_(0, torch.tensor([r.sample_id for r in copies]), sums)
     rows = sum_over_ranks(rows)
     _check_table(rows, num_samples, num_copies)
@@ -163,7 +165,7 @@ def _check_table(rows: torch.Tensor, num_samples: int, num_copies: int) -> None:
         group = int(rows[differing[0], 5])
         raise RuntimeError(
             f"samples {differing[:8]}: the {num_copies} ranks of engine {group} have different "
-            "tokens or log-probs for them, so tensor-parallel ranks would train on different data; "
+            "tokens or columns for them, so tensor-parallel ranks would train on different data; "
             "the engine's sampler is not deterministic across its ranks"
         )
 
@@ -190,8 +192,8 @@ def _samples_of(rows: torch.Tensor, key_of: SampleKey, num_parts: int) -> list[R
     ]
 
 
-def _facts(rollout: Rollout, group: int) -> list[int]:
-    done, checksum = rollout.completion, _checksum(rollout)
+def _facts(rollout: Rollout, group: int, columns: Sequence[Column]) -> list[int]:
+    done, checksum = rollout.completion, _checksum(rollout, columns)
     return [
         rollout.prompt.index,
         len(done.token_ids),
@@ -205,12 +207,12 @@ def _facts(rollout: Rollout, group: int) -> list[int]:
     ]
 
 
-def _checksum(rollout: Rollout) -> int:
-    """Checksum the bits of tokens, log-probs and experts; 32 bits, so that sums stay exact."""
-    done = rollout.completion
-    of_tokens = zlib.crc32(array("q", done.token_ids).tobytes())
-    of_logprobs = zlib.crc32(array("d", done.logprobs).tobytes(), of_tokens)
-    return zlib.crc32(done.experts or b"", of_logprobs)
+def _checksum(rollout: Rollout, columns: Sequence[Column]) -> int:
+    """Checksum the bits of every column as it is kept; 32 bits, so that sums stay exact."""
+    found = 0
+    for column in columns:
+        found = zlib.crc32(column.gather([rollout.completion]).numpy().tobytes(), found)
+    return found
 
 
 def _scores(rollout: Rollout, part_names: Sequence[str]) -> list[float]:

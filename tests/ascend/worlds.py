@@ -227,11 +227,13 @@ def exchange(world: World, num_samples: int) -> list[tuple[object, ...]]:
         done = Completion(tokens, tuple(-0.25 * n for n in range(i)), "stop", 3, mask, experts)
         prompt = Prompt(7 * i, (1, 2), "text", "answer")
         mine.append(Finished(i, prompt, done, 0.5 * i, {"math": 1.0}))
-    table = exchange_table(mine, world.rank, ("math",), num_samples, SampleKey(1, 0))
-    cache = TensorCache(torch.device("npu", torch.npu.current_device()))
-    cache.begin_step(1)
     # experts of every token; messages are of 32-bit words
     columns = response_columns(has_environment=True, experts=experts_column(256, 3))
+    table = exchange_table(
+        mine, world.rank, ("math",), num_samples, SampleKey(1, 0), columns=columns
+    )
+    cache = TensorCache(torch.device("npu", torch.npu.current_device()))
+    cache.begin_step(1)
     keep_rollouts(cache, columns, mine, table)
     wanted = [(s.group + 1) % world.size for s in table]
     layout = ParallelLayout.build(world=world.size, stages=even_stages(1))
