@@ -10,7 +10,7 @@ import pytest
 from support.rl_run import NUM_PROMPTS, REWARDS, TableRun, make_run
 from support.table_engine import first_table
 
-from mindspeed_rl.data import PromptSampler
+from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.rl import checkpoints
 from mindspeed_rl.rl.components import RunState
 from mindspeed_rl.rl.report import RunReporter
@@ -112,4 +112,4 @@ def test_changed_data_starts_a_new_epoch_where_it_is_allowed(
         start(run.parts)
     run = make_run(tmp_path, "--allow-changed-data")
     assert resumed(run).start == 1 and run.state.version == 3
-    assert not run.state.carried_groups and run.parts.data.sampler.epoch == 1
+    assert not run.state.carried_groups and run.parts.data.sampler.state_dict()["epoch"] == 1
