@@ -51,8 +51,8 @@ def by_trainer(job: ScoreJob, sequences: ScoreInputs) -> list[TokenScore]:
     """Score this rank's part of the tokens by the trainer. Collective: the training grid."""
     import torch
 
+    from mindspeed_rl.core.types import TrainSample
     from mindspeed_rl.rl.build_models import batch_rules, build_engine
-    from mindspeed_rl.samples.packing import TrainSample
 
     engine = build_engine(job, "reference", 0, job.config.score.temperature)
     samples = [

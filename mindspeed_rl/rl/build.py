@@ -76,6 +76,7 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
     sharing.leave_all()  # so that the engine is built with the device memory it will have
     engine = build_rollout_engine(job)
     cache = TensorCache(job.platform.device)
+    store = build_sample_store(job, data.train, cache)
     ledger = open_ledger(job, sharing, engine, cache)
     phase = partial(named_phase, timer, job.watchdog)
     scheduler = DeviceScheduler(engine, phase, watched(sharing, ledger))
@@ -83,8 +84,8 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
         job=job,
         data=data,
         models=models,
-        rollouts=build_rollout_worker(job, engine, rewards, environments, cache, tokenizer),
-        samples=build_sample_store(job, data.train, cache),
+        rollouts=build_rollout_worker(job, engine, rewards, environments, store, tokenizer),
+        samples=store,
         scheduler=scheduler,
         weight_sync=build_weight_sync(job, models.policy),
         telemetry=Telemetry(
@@ -146,7 +147,7 @@ def build_rollout_worker(
     engine: InferenceEngine,
     rewards: RewardFunctions,
     environments: Environments | None,
-    cache: TensorCache,
+    store: SampleStore,
     tokenizer: PreTrainedTokenizerBase,
 ) -> RolloutWorker:
     """Build the worker that generates and scores samples on this rank. Local."""
@@ -163,7 +164,8 @@ def build_rollout_worker(
             rules=rebalance_rules(config, plan, engine.max_num_seqs, item),
         ),
         rewards=rewards,
-        cache=cache,
+        cache=store.cache,
+        columns=store.columns,
         seed=config.train.seed,
         stop_token_ids=stop_token_ids(tokenizer, plan),
         history_folder=Path(config.logging.output_dir) if job.world.rank == 0 else None,

@@ -18,7 +18,7 @@ from mindspeed_rl.rl.scoring import RewardFunctions, Scorer
 from mindspeed_rl.rollout.engine import InferenceEngine
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, request_seed
 from mindspeed_rl.rollout.stats import StepStats, record_history, step_metrics
-from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
+from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS, Column
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.lengths import LengthHistory
 from mindspeed_rl.samples.rollout_info import (
@@ -80,6 +80,7 @@ class RolloutWorker:
     Attributes:
         assignment: Decides which samples this engine generates.
         cache: Holds the tokens of the responses that a later pass continues.
+        columns: Columns that are kept for every token of a response.
         seed: Seed of the run.
         stop_token_ids: Token ids that end a response when sampled.
         history_folder: Where decode steps are recorded; ``None`` on ranks that record none.
@@ -90,6 +91,7 @@ class RolloutWorker:
     assignment: EngineAssignment
     rewards: RewardFunctions
     cache: TensorCache
+    columns: tuple[Column, ...]
     seed: int
     stop_token_ids: tuple[int, ...]
     history_folder: Path | None = None
@@ -137,6 +139,7 @@ class RolloutWorker:
                 len(request.prompts),
                 request.key,
                 correctness,
+                columns=self.columns,
                 copies=() if leads else own,
                 # Of a conversation only the rank that leads the engine knows the sample.
                 num_copies=1 if self.environments else self.assignment.engine.tp,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -18,6 +17,7 @@ import torch
 
 from mindspeed_rl.core.types import Rollout
 from mindspeed_rl.parallel.small_collectives import all_reduce_sum
+from mindspeed_rl.samples.columns import Column
 
 # prompt index, tokens, sampled tokens, stopped, weights version, group of ranks, times seen,
 # checksum, sum of the checksums of all copies
@@ -123,6 +123,7 @@ def exchange_table(
     key_of: SampleKey,
     correctness: Mapping[int, Correctness] | None = None,
     *,
+    columns: Sequence[Column],
     copies: Sequence[Rollout] = (),
     num_copies: int = 1,
 ) -> list[RolloutInfo]:
@@ -139,12 +140,13 @@ def exchange_table(
         key_of: Key of sample 0; the numbers of the others follow it.
         correctness: Correctness of each of ``rollouts``, by sample id; ``None`` on all ranks or
             on none.
+        columns: Columns that a run keeps for every token; copies must agree in them.
         copies: The same rollouts, on the other ranks of the engine.
         num_copies: Number of ranks of an engine that have each sample.
 
     Raises:
         RuntimeError: A sample is missing or there twice, or the ranks of an engine have different
-            tokens or log-probs for it.
+            tokens or columns for it.
     """
     width = _INTEGERS + 1 + len(part_names)
     if correctness is not None:
@@ -156,12 +158,12 @@ def exchange_table(
             for r in rollouts
         ]
         bits = torch.tensor(scores, dtype=torch.float32).view(torch.int32)
-        mine = torch.cat([torch.tensor([_facts(r, group) for r in rollouts]), bits], dim=1)
+        mine = torch.cat([torch.tensor([_facts(r, group, columns) for r in rollouts]), bits], dim=1)
         # Invalid ids are counted in a row of their own, for the error message.
         ids = [r.sample_id if 0 <= r.sample_id < num_samples else num_samples for r in rollouts]
         rows.index_add_(0, torch.tensor(ids), mine)
     if copies:
-        sums = torch.tensor([_checksum(r) for r in copies])
+        sums = torch.tensor([_checksum(r, columns) for r in copies])
         rows[:, _COPIES].index_add_(0, torch.tensor([r.sample_id for r in copies]), sums)
     rows = all_reduce_sum(rows)
     _check_table(rows, num_samples, num_copies)
@@ -181,7 +183,7 @@ def _check_table(rows: torch.Tensor, num_samples: int, num_copies: int) -> None:
         group = int(rows[differing[0], 5])
         raise RuntimeError(
             f"samples {differing[:8]}: the {num_copies} ranks of engine {group} have different "
-            "tokens or log-probs for them, so tensor-parallel ranks would train on different data; "
+            "tokens or columns for them, so tensor-parallel ranks would train on different data; "
             "the engine's sampler is not deterministic across its ranks"
         )
 
@@ -208,8 +210,8 @@ def _samples_of(rows: torch.Tensor, key_of: SampleKey, num_parts: int) -> list[R
     ]
 
 
-def _facts(rollout: Rollout, group: int) -> list[int]:
-    done, checksum = rollout.completion, _checksum(rollout)
+def _facts(rollout: Rollout, group: int, columns: Sequence[Column]) -> list[int]:
+    done, checksum = rollout.completion, _checksum(rollout, columns)
     return [
         rollout.prompt.index,
         len(done.token_ids),
@@ -223,12 +225,12 @@ def _facts(rollout: Rollout, group: int) -> list[int]:
     ]
 
 
-def _checksum(rollout: Rollout) -> int:
-    """Checksum the bits of tokens, log-probs and experts; 32 bits, so that sums stay exact."""
-    done = rollout.completion
-    of_tokens = zlib.crc32(array("q", done.token_ids).tobytes())
-    of_logprobs = zlib.crc32(array("d", done.logprobs).tobytes(), of_tokens)
-    return zlib.crc32(done.experts or b"", of_logprobs)
+def _checksum(rollout: Rollout, columns: Sequence[Column]) -> int:
+    """Checksum the bits of every column as it is kept; 32 bits, so that sums stay exact."""
+    found = 0
+    for column in columns:
+        found = zlib.crc32(column.gather([rollout.completion]).numpy().tobytes(), found)
+    return found
 
 
 def _scores(rollout: Rollout, part_names: Sequence[str]) -> list[float]:

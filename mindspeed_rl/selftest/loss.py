@@ -29,6 +29,7 @@ from mindspeed_rl.algorithms.token_advantages import generalized_advantages, rew
 from mindspeed_rl.algorithms.types import Denominators
 from mindspeed_rl.algorithms.value_loss import value_loss
 from mindspeed_rl.config import ModelConfig, ParallelConfig, RLRunConfig, TrainConfig
+from mindspeed_rl.core.types import TrainSample
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.metric_set import reduce_metrics
 from mindspeed_rl.models.registry import spec_from_hf_config
@@ -43,7 +44,7 @@ from mindspeed_rl.rl.build_models import (
 )
 from mindspeed_rl.rl.critic import empty_value_metrics, values_of_rows
 from mindspeed_rl.rl.update import empty_loss_metrics, with_covariance_mask
-from mindspeed_rl.samples.packing import MicroBatch, TrainSample, pack
+from mindspeed_rl.samples.packing import MicroBatch, pack
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.train_engine import TrainEngine
 from mindspeed_rl.weights.executor import Resharder

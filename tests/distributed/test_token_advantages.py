@@ -11,8 +11,8 @@ import pytest
 import torch
 from support.spawn import run_ranks
 
+from mindspeed_rl.core.types import TrainSample
 from mindspeed_rl.launch.bootstrap import World
-from mindspeed_rl.samples.packing import TrainSample
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 
 pytestmark = pytest.mark.distributed

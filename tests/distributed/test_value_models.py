@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from mindspeed_rl.colocation.storage_group import StorageGroup
     from mindspeed_rl.config import RLRunConfig
     from mindspeed_rl.core.memory import MemoryOwner
+    from mindspeed_rl.core.types import TrainSample
     from mindspeed_rl.launch.job import Job
     from mindspeed_rl.planning.run_plan import RLPlan
-    from mindspeed_rl.samples.packing import MicroBatch, TrainSample
+    from mindspeed_rl.samples.packing import MicroBatch
     from mindspeed_rl.trainer.train_engine import TrainEngine
 
 pytestmark = pytest.mark.distributed
@@ -117,8 +118,8 @@ def _scores(
     """Of the last token of every sample."""
     from support.batches import local_batches
 
+    from mindspeed_rl.core.types import TrainSample
     from mindspeed_rl.rl.reward_model import last_token_values
-    from mindspeed_rl.samples.packing import TrainSample
 
     at_the_end = [TrainSample(s.sample_id, s.token_ids, s.length, token_after=0) for s in samples]
     rows = local_batches(job, scorer, at_the_end)

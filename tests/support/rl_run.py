@@ -422,6 +422,7 @@ def make_run(
     scheduler.to_train()
     tokenizer, cache = cast(Any, Characters()), TensorCache(job.platform.device)
     known = rewards or {}
+    store = build_sample_store(job, cast(Any, PROMPTS), cache)
     prompts, pool = cast(Any, PROMPTS), TableRewards(lambda r: known.get(r.sample_id, 0.0))
     in_conversation = bool(config.environment.rl_environment)
     functions = RewardFunctions(("format",), cast(Any, pool), tokenizer, in_conversation)
@@ -433,8 +434,8 @@ def make_run(
             reference=cast(Any, TablePolicy(first_table())) if config.rl.grpo_kl_beta else None,
             critic=cast(Any, TableCritic(torch.zeros(VOCAB))) if config.has_critic else None,
         ),
-        rollouts=build_rollout_worker(job, cast(Any, engine), functions, None, cache, tokenizer),
-        samples=build_sample_store(job, prompts, cache),
+        rollouts=build_rollout_worker(job, cast(Any, engine), functions, None, store, tokenizer),
+        samples=store,
         scheduler=scheduler,
         weight_sync=WeightSync(
             cast(Any, CopyWeights()),

@@ -25,13 +25,13 @@ from mindspeed_rl.algorithms.policy_losses import SurrogateSettings
 from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.core.types import TrainSample
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.planning.run_plan import RLPlan, plan_rl
 from mindspeed_rl.platforms.registry import select_platform
-from mindspeed_rl.samples.packing import TrainSample
 from mindspeed_rl.weights.stream import TensorStream
 from mindspeed_rl.weights.transports import AllToAllTransport
 

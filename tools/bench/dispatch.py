@@ -35,9 +35,8 @@ from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.parallel.small_collectives import all_reduce_sum
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.device_cache import TensorCache
-from mindspeed_rl.samples.exchange import Redistribution
+from mindspeed_rl.samples.exchange import OwnerRanks, Redistribution, plan_hops
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
-from mindspeed_rl.samples.routes import OwnerRanks, plan_hops
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

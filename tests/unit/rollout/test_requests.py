@@ -25,6 +25,7 @@ def requests_of(layout: EngineLayout, rank: int) -> list[GenerationRequest]:
         assignment=EngineAssignment(layout, rank, limit=4),
         rewards=none,
         cache=none,
+        columns=(),
         seed=99,
         stop_token_ids=(1,),
     )

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl.samples.batching import BatchRules
-from mindspeed_rl.samples.packing import TrainSample, pack
+from mindspeed_rl.core.types import TrainSample
+from mindspeed_rl.samples.packing import pack
+from mindspeed_rl.samples.placement import BatchRules
 
 lengths_lists = st.lists(st.integers(2, 30), max_size=20)
 

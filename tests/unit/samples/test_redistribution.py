@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 from support.sample_world import COLUMNS, Case, layout_of, simulate
 
 from mindspeed_rl.samples.columns import TOKEN_IDS
-from mindspeed_rl.samples.exchange import Redistribution
+from mindspeed_rl.samples.exchange import (
+    AXES,
+    OwnerRanks,
+    Redistribution,
+    copies_moved,
+    plan_gather,
+)
 from mindspeed_rl.samples.rollout_info import SampleKey
-from mindspeed_rl.samples.routes import AXES, OwnerRanks, copies_moved, plan_gather
 
 WORLDS = (1, 2, 3, 4, 6, 8, 12)
 

@@ -15,8 +15,8 @@ from support.rl_run import make_run
 from mindspeed_rl.core.types import Completion, Prompt, Rollout
 from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.rollout.requests import GenerationRequest
-from mindspeed_rl.rollout.vllm.open_requests import OpenRequests
 from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
+from mindspeed_rl.rollout.vllm.requests import OpenRequests
 from mindspeed_rl.samples.columns import experts_column, response_columns
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.exchange import Redistribution

@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.core.stages import listed_stages
+from mindspeed_rl.core.types import TrainSample
 from mindspeed_rl.metrics.metric_set import Mean
-from mindspeed_rl.samples.packing import TrainSample, pack
+from mindspeed_rl.samples.packing import pack
 from mindspeed_rl.trainer.routing_replay import (
     AGREEMENT,
     ENGINE_AGREEMENT,
