@@ -121,7 +121,5 @@ def test_ranks_of_an_engine_that_differ_stop_the_step(changed: str) -> None:
     else:
         ids, logprobs = ((2,), (-1.0000001,)) if changed == "logprob" else ((3,), (-1.0,))
         copies[2] = Rollout(2, copies[2].prompt, Completion(ids, logprobs, "stop", 0), 1.0)
-    with pytest.raises(
-        RuntimeError, match=r"samples \[2\]: the 2 ranks of engine 4 have different"
-    ):
+    with pytest.raises(RuntimeError, match=r"\[2\].*engine 4"):
         exchange_table(mine, 4, (), 3, FIRST, copies=copies, num_copies=2)
