@@ -31,7 +31,7 @@ from mindspeed_rl.data.rows import DataRow, read_rows
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 """Asks for the form of answer that the reward ``math`` looks for first."""
 _GSM8K_ANSWER = re.compile(r"####\s*(\S[^\n]*)")
-Problem = tuple[str, str]  # a question in the words of the prompt, and its answer
+QuestionAnswer = tuple[str, str]  # a question in the words of the prompt, and its answer
 
 
 def _text(row: DataRow, *keys: str) -> str:
@@ -52,7 +52,7 @@ def _text(row: DataRow, *keys: str) -> str:
     )
 
 
-def _gsm8k(row: DataRow) -> Problem:
+def _gsm8k(row: DataRow) -> QuestionAnswer:
     """Read ``question``, and from ``answer`` the result after ``####``."""
     question, answer = _text(row, "question"), _text(row, "answer")
     found = _GSM8K_ANSWER.search(answer)
@@ -61,12 +61,12 @@ def _gsm8k(row: DataRow) -> Problem:
     return f"{question}\n{BOXED}", found[1].strip().replace(",", "").lstrip("$")
 
 
-def _deepscaler(row: DataRow) -> Problem:
+def _deepscaler(row: DataRow) -> QuestionAnswer:
     """Read ``problem`` and ``answer``; the solution is left out."""
     return f"{_text(row, 'problem')}\n{BOXED}", _text(row, "answer")
 
 
-def _dapo_math(row: DataRow) -> Problem:
+def _dapo_math(row: DataRow) -> QuestionAnswer:
     """Read the only message, which asks for a form of answer, and ``reward_model.ground_truth``."""
     messages = row.get("prompt")
     if (
@@ -79,7 +79,7 @@ def _dapo_math(row: DataRow) -> Problem:
     return messages[0]["content"].strip(), _text(row, "reward_model.ground_truth")
 
 
-PUBLISHED: Mapping[str, Callable[[DataRow], Problem]] = {
+PUBLISHED: Mapping[str, Callable[[DataRow], QuestionAnswer]] = {
     "gsm8k": _gsm8k,
     "deepscaler": _deepscaler,
     "dapo-math-17k": _dapo_math,

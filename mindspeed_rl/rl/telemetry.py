@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.config import TrainingRunConfig
 from mindspeed_rl.config.kernels import modules_note
 from mindspeed_rl.config.outputs import TENSORBOARD_FOLDER
 from mindspeed_rl.launch.job import Job
@@ -16,8 +16,6 @@ from mindspeed_rl.metrics.progress import RunProgress
 from mindspeed_rl.metrics.timers import PhaseTimer
 from mindspeed_rl.metrics.trackers import make_trackers
 from mindspeed_rl.planning.run_plan import RunPlan
-
-Config = RLRunConfig | PretrainRunConfig
 
 
 def trainer_lines(job: Job[Any, RunPlan]) -> list[str]:
@@ -37,7 +35,7 @@ def open_timer(job: Job[Any, Any]) -> tuple[PhaseTimer, StepProfiler]:
     return PhaseTimer(platform, mark=profiler.phase), profiler
 
 
-def open_logger(config: Config, rank: int) -> RunLogger:
+def open_logger(config: TrainingRunConfig, rank: int) -> RunLogger:
     """Open the logger of metrics, which writes on rank 0 only."""
     logs, others = config.logging, list[MetricBackend]()
     if rank == 0:
@@ -47,7 +45,7 @@ def open_logger(config: Config, rank: int) -> RunLogger:
     return RunLogger(logs.output_dir, rank == 0, others)
 
 
-def open_progress(config: Config, start: int, name: str, rank: int) -> RunProgress:
+def open_progress(config: TrainingRunConfig, start: int, name: str, rank: int) -> RunProgress:
     """Open the progress line of a run, which rank 0 shows, after ``start`` steps."""
     steps, interval = config.train.train_iters, config.logging.log_interval
     return RunProgress(steps, start, name, rank == 0, log_interval=interval)
