@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from mindspeed_rl.convert.source import Shape, Source
+from mindspeed_rl.convert.source import Source
 from mindspeed_rl.convert.target import Target
+from mindspeed_rl.core.boxes import Shape
 from mindspeed_rl.core.flag import flag
 from mindspeed_rl.models.param_names import ParamNames
 from mindspeed_rl.models.spec import ModelSpec

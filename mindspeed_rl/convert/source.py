@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.core.boxes import PLAIN, Box, ParamView
+from mindspeed_rl.core.boxes import PLAIN, Box, ParamView, Shape
 from mindspeed_rl.core.errors import UsageError
 
-Shape = tuple[int, ...]
 # Approximate size of the blocks in which tensors are processed and rows of files are read, so that
 # memory does not grow with the model.
 BLOCK_BYTES = 32 << 20

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.convert.source import Shape, Source
-from mindspeed_rl.core.boxes import Box, ParamView
+from mindspeed_rl.convert.source import Source
+from mindspeed_rl.core.boxes import Box, ParamView, Shape
 from mindspeed_rl.weights.layouts.base import Piece, pieces_of
 from mindspeed_rl.weights.layouts.checkpoint_files import CheckpointLayout
 

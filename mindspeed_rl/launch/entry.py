@@ -14,12 +14,12 @@ from typing import Any, NoReturn, cast
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.architecture import model_config
-from mindspeed_rl.config.arguments import ParsedArguments, parse
+from mindspeed_rl.config.arguments import ParsedArguments, Run, parse
 from mindspeed_rl.config.launch import LaunchConfig, check_launch
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.launch.failures import USAGE_ERROR, WatchdogSettings, report_usage_error
-from mindspeed_rl.launch.job import Job, Plan_co, Run, check_script, plan_run, run_job
+from mindspeed_rl.launch.job import Job, Plan_co, check_script, plan_run, run_job
 
 # How long the other ranks of a node wait until the first one has reported a mistake that all of
 # them see. With several nodes it imports torch to report it to them, too.

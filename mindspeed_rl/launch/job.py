@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mindspeed_rl.compat.architecture import check_foreign_architecture
-from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
-from mindspeed_rl.config.arguments import ParsedArguments
+from mindspeed_rl.config.arguments import ParsedArguments, Run
 from mindspeed_rl.config.kernels import module_names
 from mindspeed_rl.config.npu import NpuSetup, check_npu, npu_setup
 from mindspeed_rl.core.errors import UsageError
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from mindspeed_rl.launch.watchdog import Watchdog
     from mindspeed_rl.platforms.base import Platform
 
-Run = TypeVar("Run", RLRunConfig, PretrainRunConfig, ScoreRunConfig)
 Plan_co = TypeVar("Plan_co", covariant=True)
 
 

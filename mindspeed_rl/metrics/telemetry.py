@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.config import TrainingRunConfig
 from mindspeed_rl.config.kernels import modules_note
 from mindspeed_rl.config.outputs import TENSORBOARD_FOLDER
 from mindspeed_rl.metrics.loggers import MetricBackend, RunLogger, TensorBoardBackend
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from mindspeed_rl.launch.job import Job
     from mindspeed_rl.launch.watchdog import Watchdog
     from mindspeed_rl.planning.run_plan import RunPlan
-
-Config = RLRunConfig | PretrainRunConfig
 
 
 @contextmanager
@@ -56,7 +54,7 @@ def open_timer(job: Job[Any, Any]) -> tuple[PhaseTimer, StepProfiler]:
     return PhaseTimer(platform, mark=profiler.phase), profiler
 
 
-def open_logger(config: Config, rank: int) -> RunLogger:
+def open_logger(config: TrainingRunConfig, rank: int) -> RunLogger:
     """Open the logger of metrics, which writes on rank 0 only."""
     logs, others = config.logging, list[MetricBackend]()
     if rank == 0:
@@ -66,7 +64,7 @@ def open_logger(config: Config, rank: int) -> RunLogger:
     return RunLogger(logs.output_dir, rank == 0, others)
 
 
-def open_progress(config: Config, start: int, name: str, rank: int) -> RunProgress:
+def open_progress(config: TrainingRunConfig, start: int, name: str, rank: int) -> RunProgress:
     """Open the progress line of a run, which rank 0 shows, after ``start`` steps."""
     steps, interval = config.train.train_iters, config.logging.log_interval
     return RunProgress(steps, start, name, rank == 0, log_interval=interval)

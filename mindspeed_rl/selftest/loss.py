@@ -26,7 +26,7 @@ from mindspeed_rl.algorithms.losses import LossSettings, policy_loss
 from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES, SurrogateSettings
 from mindspeed_rl.algorithms.selection import select_by_covariance
 from mindspeed_rl.algorithms.token_advantages import generalized_advantages, rewards_to_tokens
-from mindspeed_rl.algorithms.types import Denominators
+from mindspeed_rl.algorithms.types import Denominators, SumOverRanks
 from mindspeed_rl.algorithms.value_loss import value_loss
 from mindspeed_rl.config import ModelConfig, ParallelConfig, RLRunConfig, TrainConfig
 from mindspeed_rl.core.types import TrainSample
@@ -80,7 +80,6 @@ _SCALES = {
 
 RLJobOf = Job[RLRunConfig, RLPlan]
 Gradients = dict[str, torch.Tensor]
-Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +364,7 @@ def _outcome(
     batches: Sequence[MicroBatch],
     samples: Sequence[TrainSample],
     case: Case,
-    reduce: Reduce | None = None,
+    reduce: SumOverRanks | None = None,
 ) -> Outcome:
     """Do one update without its optimizer step. Collective: the world.
 
@@ -413,7 +412,7 @@ def _annotated(micro: MicroBatch) -> MicroBatch:
 
 
 def _with_targets(
-    engine: TrainEngine, batches: Sequence[MicroBatch], reduce: Reduce
+    engine: TrainEngine, batches: Sequence[MicroBatch], reduce: SumOverRanks
 ) -> list[MicroBatch]:
     """Add a pass's values, moved a little, and GAE's returns; one sample has no reward."""
     result = []

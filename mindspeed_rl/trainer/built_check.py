@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 
+from mindspeed_rl.core.boxes import Shape
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.trainer.model_config import architecture_fields
 
 # Name of a field, its value in the built model, its value in the model's config.
 _Pair = tuple[str, Any, Any]
-Shape = tuple[int, ...]
 # Values that mean the same as None: MindSpeed's adaptor writes them into the configuration.
 _NEUTRAL = {"moe_shared_expert_intermediate_size": 0, "moe_router_topk_scaling_factor": 1.0}
 

@@ -51,7 +51,7 @@ COLUMNS = (TOKEN_IDS, ROLLOUT_LOGPROBS)
 Payload = list[torch.Tensor]  # ids and log-probs, one sample after the other
 
 
-class Worker:
+class DispatchRank:
     """One rank with its samples, and the ways to hand them to the next rank.
 
     Args:
@@ -146,7 +146,7 @@ def race(args: argparse.Namespace, megabytes: int) -> dict[str, Any]:
         RuntimeError: The samples that arrived are not those that were sent.
     """
     rank = dist.get_rank()
-    worker = Worker(rank, args.workers, megabytes)
+    worker = DispatchRank(rank, args.workers, megabytes)
     ways: dict[str, Callable[[], Payload]] = {
         "ours": worker.ours, "controller": worker.controller, "floor": worker.floor,
     }  # fmt: skip

@@ -228,7 +228,7 @@ def test_what_the_trainer_cannot_build_is_refused_before_it_is(
 ) -> None:
     """megatron-core's configuration has one attention and one MLP size for all layers."""
     spec = spec_of(*layers)
-    with pytest.raises(UsageError, match=f"layers .* differ in {what}.*one for all layers"):
+    with pytest.raises(UsageError, match=what):
         check_architecture(ModelConfig(), spec, tp=1)
         training_layout(ModelConfig(), ParallelConfig(), spec, world=1)
 
@@ -236,7 +236,7 @@ def test_what_the_trainer_cannot_build_is_refused_before_it_is(
 def test_flags_are_compared_with_every_attention_of_the_model() -> None:
     spec = spec_of(LayerSpec(WIDE, DENSE), LayerSpec(NARROW, DENSE), LayerSpec(LATENT, DENSE))
     check_architecture(ModelConfig(num_attention_heads=4), spec, tp=1)
-    with pytest.raises(UsageError, match="--kv-channels 6 but the model has 2;"):
+    with pytest.raises(UsageError, match="--kv-channels 6"):
         check_architecture(ModelConfig(kv_channels=6), spec, tp=1)
 
 
@@ -248,5 +248,5 @@ def test_what_the_engine_and_the_trainer_know_one_of() -> None:
     with pytest.raises(UsageError, match=r"differ in experts: .*top_k=2.*top_k=1"):
         training_layout(ModelConfig(), ParallelConfig(), other, world=1)
     more = spec_of(LayerSpec(WIDE, MOE), LayerSpec(WIDE, replace(MOE, num_experts=8)))
-    with pytest.raises(UsageError, match="differ in the number of experts: 4, 8"):
+    with pytest.raises(UsageError, match="experts: 4, 8"):
         trainer_of(more)

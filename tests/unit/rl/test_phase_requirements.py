@@ -29,14 +29,14 @@ IN_TRAIN: dict[str, Callable[[TableRun], object]] = {
 def test_refused_while_the_engine_has_the_device(what: str, tmp_path: Path) -> None:
     run = make_run(tmp_path, f"--save {tmp_path}/checkpoints --save-interval 1")
     run.to_rollout()
-    with pytest.raises(RuntimeError, match=f"{what}: allowed in (train|sync) only, not in rollout"):
+    with pytest.raises(RuntimeError, match=f"{what}: .*rollout"):
         IN_TRAIN[what](run)
     assert run.parts.scheduler.state is Phase.ROLLOUT and not (tmp_path / "checkpoints").exists()
 
 
 def test_evaluation_is_refused_while_the_trainer_has_the_device(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    with pytest.raises(RuntimeError, match="evaluate: allowed in rollout only, not in train"):
+    with pytest.raises(RuntimeError, match=r"evaluate: .*train"):
         evaluate(ABSENT, run.parts.scheduler, ABSENT, ABSENT, step=0, version=0)
 
 

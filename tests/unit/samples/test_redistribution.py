@@ -103,9 +103,7 @@ def test_a_sample_that_is_not_as_long_as_the_table_says_is_refused() -> None:
     samples = [replace(s, num_tokens=5) for s in case.samples]
     (hop,) = case.hops(0)
     part = Redistribution(case.cache(0), samples, COLUMNS, [hop])
-    with pytest.raises(
-        RuntimeError, match="'token_ids' of sample 0 of step 5 has 4 tokens; the table"
-    ):
+    with pytest.raises(RuntimeError, match="'token_ids' of sample 0 of step 5"):
         part.outgoing(hop)
 
 

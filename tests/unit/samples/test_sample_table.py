@@ -131,5 +131,5 @@ def test_ranks_of_an_engine_that_differ_stop_the_step(changed: str) -> None:
     copies = mine[:2]
     if changed != "missing":
         copies = [*copies, replace(mine[2], completion=other[changed])]
-    with pytest.raises(RuntimeError, match=r"samples \[2\]: the 2 ranks of engine 4"):
+    with pytest.raises(RuntimeError, match=r"\[2\].*engine 4"):
         table(mine, copies)
