@@ -138,12 +138,6 @@ class EngineTuningConfig:
     rollout_multistream_moe: bool = flag(
         False, "Compute shared experts on a stream of their own, beside the routed ones."
     )
-    rollout_scheduler: str = flag(
-        "vllm",
-        "Who orders requests. vllm: its own; balance: waiting requests start together on all "
-        "data-parallel ranks.",
-        choices=("vllm", "balance"),
-    )
     rollout_chunked_prefill: str = flag(
         "auto",
         "Whether long prompts are read in parts between decode steps; auto leaves it to the "

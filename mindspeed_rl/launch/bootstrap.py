@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.installed import foreign_packages, resolve_platform
 from mindspeed_rl.platforms.allocator_settings import without_expandable_segments
+from mindspeed_rl.platforms.custom_operators import add_custom_operators
 from mindspeed_rl.rollout.registry import engine_provider
 
 if TYPE_CHECKING:
@@ -117,6 +119,19 @@ def set_defaults(platform: str, environ: MutableMapping[str, str]) -> None:
         environ.setdefault(name, value)
     for name in engine.cleared_variables:
         environ.pop(name, None)
+    if platform == "npu":
+        add_custom_operators(environ)
+        environ.setdefault("TORCH_EXTENSIONS_DIR", str(_extension_folder(environ)))
+
+
+def _extension_folder(environ: Mapping[str, str]) -> Path:
+    """Return where the ranks of this job on this node compile extensions of torch.
+
+    MindSpeed deletes the whole folder when it finds a lock in it, and so would end the compilation
+    of another job. Ranks of a job have one parent process and one port.
+    """
+    job = f"{os.getppid()}-{environ.get('MASTER_PORT', '0')}"
+    return Path(tempfile.gettempdir(), f"mindspeed_rl-{os.getuid()}", f"extensions-{job}")
 
 
 def require_launcher(prog: str, environ: Mapping[str, str]) -> None:

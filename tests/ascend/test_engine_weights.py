@@ -228,6 +228,10 @@ class RealEngine(VllmEngine):
         worker.model_runner = SimpleNamespace(
             model=self.model,
             get_model=lambda: self.model,
+            sampler=SimpleNamespace(
+                logprobs_mode="raw_logprobs",
+                topk_topp_sampler=SimpleNamespace(logprobs_mode="raw_logprobs"),
+            ),
             kv_caches=[self.cache],
             compilation_config=SimpleNamespace(static_forward_context={"layer": layer}),
         )

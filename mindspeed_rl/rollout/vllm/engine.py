@@ -64,6 +64,9 @@ class VllmEngine:
         arguments: dict[str, Any] = {
             "dtype": settings.dtype,
             "kv_cache_memory_bytes": settings.kv_cache_bytes,
+            # vLLM wants its default share of the device (0.92) to be free at the start even when
+            # the size of the cache is given, and the trainer holds memory then.
+            "gpu_memory_utilization": 0.01,
             "enforce_eager": True,
             "max_model_len": settings.max_model_len,
             "seed": settings.seed,

@@ -16,6 +16,9 @@ import torch
 
 from mindspeed_rl.platforms.base import Platform
 
+# Variables that the running engine, CANN and its tools go on reading.
+_KEPT = ("VLLM_", "ASCEND_")
+
 
 @contextmanager
 def preserved_rng(platform: Platform) -> Iterator[None]:
@@ -34,7 +37,7 @@ def preserved_rng(platform: Platform) -> Iterator[None]:
 
 @contextmanager
 def preserved_environment() -> Iterator[None]:
-    """Restore environment variables afterwards, except vLLM's own.
+    """Restore environment variables afterwards, except those of vLLM and of Ascend.
 
     Otherwise ``LOCAL_WORLD_SIZE`` would become the engine's size, and every child process would
     inherit ``LD_PRELOAD``.
@@ -44,6 +47,6 @@ def preserved_environment() -> Iterator[None]:
         yield
     finally:
         for name in set(os.environ) - set(before):
-            if not name.startswith("VLLM_"):
+            if not name.startswith(_KEPT):
                 del os.environ[name]
-        os.environ |= {n: value for n, value in before.items() if not n.startswith("VLLM_")}
+        os.environ |= {n: value for n, value in before.items() if not n.startswith(_KEPT)}

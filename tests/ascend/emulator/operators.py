@@ -259,8 +259,9 @@ def grouped_matmul(
         sizes = listed
     if group_type == 0:
         matrices = list(weight[0]) if len(weight) == 1 and weight[0].dim() == 3 else weight
-        parts = x[0].split(sizes)
-        return [torch.cat([p @ w for p, w in zip(parts, matrices, strict=True)])]
+        *parts, rest = x[0].split([*sizes, len(x[0]) - sum(sizes)])  # of no group here
+        products = [p @ w for p, w in zip(parts, matrices, strict=True)]
+        return [torch.cat([*products, x[0].new_zeros(len(rest), matrices[0].shape[-1])])]
     assert group_type == 2, f"the emulator has no grouped_matmul with group_type {group_type}"
     pairs = zip(x[0].split(sizes, dim=1), weight[0].split(sizes), strict=True)
     return [torch.stack([left @ right for left, right in pairs])]

@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from ascend.emulator.build import cache_folder  # noqa: E402
+from ascend.emulator.build import ASCEND_FOLDER, cache_folder  # noqa: E402
 from support.ascend_api import PATH, snapshot  # noqa: E402
 from support.ascend_api.sources import Sources, interface  # noqa: E402
 from support.ascend_api.uses import problems, uses_of  # noqa: E402
@@ -41,7 +41,8 @@ def located(folder: Path | None) -> dict[str, Sources]:
     """Packages whose sources are at hand."""
     found = {}
     for name, package in PACKAGES.items():
-        root = folder / name.replace(" ", "-") if folder else cache_folder() / package
+        cached = ASCEND_FOLDER if package == "vllm_ascend" else package
+        root = folder / name.replace(" ", "-") if folder else cache_folder() / cached
         if (folder or name in CACHED) and (root / package).is_dir():
             found[name] = Sources(root, package)
     return found

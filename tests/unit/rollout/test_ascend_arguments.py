@@ -37,7 +37,6 @@ CASES: list[tuple[dict[str, Any], tuple[int, ...], dict[str, object]]] = [
         ({f"rollout_{flag}": value}, (), {key: found})
         for flag, value, key, found in (
             ("multistream_moe", True, "additional_config.multistream_overlap_shared_expert", True),
-            ("scheduler", "balance", "additional_config.enable_balance_scheduling", True),
             ("chunked_prefill", "off", "enable_chunked_prefill", False),
             ("chunked_prefill", "on", "enable_chunked_prefill", True),
             ("expert_map", "m.json", "additional_config.eplb_config.expert_map_path", "m.json"),

@@ -61,6 +61,7 @@ def test_models_with_the_key_and_no_sparse_attention_pass(
     [
         "enable_reduce_sample",
         "dynamic_eplb",
+        "enable_balance_scheduling",
         "enable_async_exponential",
         "multistream_overlap_gate",
     ],

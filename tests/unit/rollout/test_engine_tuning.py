@@ -91,7 +91,7 @@ def test_files_that_are_no_maps(text: str | None, tmp_path: Path) -> None:
 def test_flags_of_vllm_ascend_are_refused_elsewhere() -> None:
     layout = VllmLayout(spec_of(GQA), EngineLayout(1, 1))
     settings = partial(EngineSettings, "unused", layout, 0, "float32", 16, 1, 0, {})
-    for flags in ({"rollout_graph_mode": "piecewise"}, {"rollout_scheduler": "balance"}):
+    for flags in ({"rollout_graph_mode": "piecewise"}, {"rollout_chunked_prefill": "off"}):
         with pytest.raises(ValueError, match=r"vLLM-Ascend.*cpu"):
             HostBackend(settings(EngineTuningConfig(**flags)), CpuPlatform())
     foretold = EngineTuningConfig(rollout_graph_sizes=("auto",), rollout_graph_count=4)

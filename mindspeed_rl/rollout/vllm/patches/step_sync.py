@@ -7,6 +7,7 @@ one integer vector on the device.
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -91,6 +92,13 @@ _SYNC = StepSync()
 
 def apply(platform: str) -> StepSync:
     """Patch vLLM to use the packed reduction, before the engine is built. Idempotent."""
+    if platform == "npu":
+        from vllm_ascend.utils import adapt_patch
+
+        # Its modules import each other in a circle, unless they come in the order of vLLM: the
+        # patches, then the worker.
+        adapt_patch(is_global_patch=True)
+        importlib.import_module("vllm_ascend.worker.worker")
     apply_patch(_ASCEND if platform == "npu" else _VLLM)
     return _SYNC
 
@@ -160,6 +168,6 @@ _ASCEND = Patch(
     make=_ascend_reduction,
     why="two reductions per step where one is enough",
     upstream=_UPSTREAM,
-    versions="vllm-ascend 0.23.0",
+    versions="vllm-ascend 0.23.0, 0.23.0.post1",
     remove_when=_REMOVE_WHEN,
 )

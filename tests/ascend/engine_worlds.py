@@ -1,0 +1,164 @@
+"""What ranks do with vLLM-Ascend's real engine: bodies of tests, on emulated NPUs."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_rl.config.rollout import EngineTuningConfig
+from mindspeed_rl.core.layout import EngineLayout
+from mindspeed_rl.launch.bootstrap import World
+from mindspeed_rl.models.registry import spec_from_hf_config
+from mindspeed_rl.platforms.registry import select_platform
+from mindspeed_rl.rollout.provider import EngineSettings
+from mindspeed_rl.rollout.registry import engine_provider
+from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
+from mindspeed_rl.rollout.vllm.process_state import preserved_environment
+
+GIB = 2**30
+# Of the 61 GiB of a device; the engine is built beside it.
+TRAINER_SHARE = 0.6
+
+
+def prepare() -> None:
+    """Stand-ins of what is not on this machine, before vLLM is imported."""
+    from ascend.emulator import extension, stand_ins
+
+    extension.install()
+    stand_ins.install("triton", *stand_ins.VLLM_NEEDS)
+    os.environ["VLLM_PLUGINS"] = "ascend"
+    from ascend.emulator.engine_operators import SlotMapping
+    from vllm.model_executor.models import registry
+    from vllm.v1.worker import block_table
+
+    registry._run_in_subprocess = lambda function: function()  # its processes have no stand-ins
+    block_table._compute_slot_mapping_kernel = SlotMapping()
+
+
+def trainer_memory() -> list[torch.Tensor]:
+    """Memory that the trainer holds while the engine is built; pages are never touched."""
+    total = torch.npu.mem_get_info()[1]
+    piece = 2 * GIB
+    count = int(total * TRAINER_SHARE) // piece
+    return [torch.empty(piece, dtype=torch.uint8, device="npu") for _ in range(count)]
+
+
+def build(folder: str, dtype: str, layout: EngineLayout, rank: int) -> Any:
+    """The engine of this rank, as the product builds it."""
+    with preserved_environment():  # as when the product imports vLLM
+        prepare()
+    spec = spec_from_hf_config(json.loads((Path(folder) / "config.json").read_text()))
+    provider = engine_provider()
+    settings = EngineSettings(
+        model_dir=folder,
+        layout=provider.installed_layout(
+            provider.layout(spec, layout, EngineTuningConfig()), {}, "npu"
+        ),
+        rank=rank,
+        dtype=dtype,
+        max_model_len=64,
+        kv_cache_bytes=32 * 2**20,
+        seed=1,
+        options={"max_num_batched_tokens": 256, "max_num_seqs": 16},
+    )  # fmt: skip
+    return provider.build(settings, select_platform("npu"))
+
+
+Sampled = Mapping[int, tuple[Sequence[int], Sequence[float]]]
+PROMPTS = ((5, 9, 11), (20, 21, 22, 23, 24, 25, 26), (40,), (33, 7, 12, 60, 3, 8))
+SETTINGS = SamplingSettings(temperature=0.7, max_response_tokens=16, stop_token_ids=())
+
+
+def load(engine: Any, folder: str, version: int) -> dict[str, torch.Tensor]:
+    """Write a checkpoint through the engine's loaders; what its parameters are then."""
+    from safetensors.torch import load_file
+
+    engine.begin_update()
+    for name, value in load_file(Path(folder) / "model.safetensors").items():
+        engine.load_tensor(name, value.to("npu"))
+    engine.finish_update(version)
+    return {name: view.cpu() for name, view in engine.weight_views().items()}
+
+
+def write(engine: Any, weights: Mapping[str, torch.Tensor], version: int) -> None:
+    """Write parameters as a reshard does, each into its place."""
+    engine.begin_update()
+    for name, view in engine.weight_views().items():
+        view.copy_(weights[name])
+    engine.finish_update(version)
+
+
+def sample(engine: Any, version: int, mine: Sequence[int], first: int = 0) -> Sampled:
+    """Tokens and log-probs of some of the prompts, every one with a seed of its own."""
+    asked = [GenerationRequest(first + i, PROMPTS[i], 100 + i) for i in mine]
+    done = engine.generate(asked, SETTINGS, version)
+    return {i - first: (c.token_ids, c.logprobs) for i, c in done.items()}
+
+
+def _process() -> dict[tuple[str, str], object]:
+    """What a process shares: functions of torch and Python by owner and name."""
+    owners = {
+        "torch": torch, "torch.cuda": torch.cuda, "torch.npu": torch.npu,
+        "torch.jit": torch.jit, "torch.distributed": torch.distributed,
+        "torch.accelerator": torch.accelerator, "torch.Tensor": torch.Tensor,
+        "torch.nn.Module": torch.nn.Module, "torch.nn.functional": torch.nn.functional,
+        "builtins": builtins,
+    }  # fmt: skip
+    return {(o, n): value for o, owner in owners.items() for n, value in vars(owner).items()}
+
+
+def whole_life(
+    world: World, folders: Sequence[str], dtype: str, layout: EngineLayout
+) -> dict[str, Any]:
+    """Build beside a trainer, load, sample, sleep, wake, write others, sample again.
+
+    The last of several ranks has one prompt, the first has the others.
+    """
+    mine = range(len(PROMPTS))
+    if world.size > 1:
+        mine = mine[-1:] if world.rank else mine[:-1]
+    before, variables = _process(), dict(os.environ)
+    held = trainer_memory()
+    engine = build(folders[0], dtype, layout, world.rank)
+    after = _process()
+    found: dict[str, Any] = {
+        "replaced": {
+            ".".join(place): (str(value), str(after.get(place)))
+            for place, value in before.items()
+            if after.get(place) is not value
+        },
+        "variables": {
+            n: (variables.get(n), os.environ.get(n))
+            for n in variables.keys() | os.environ.keys()
+            if variables.get(n) != os.environ.get(n)
+        },
+        "operators": variables.get("ASCEND_CUSTOM_OPP_PATH", ""),
+        "format": engine.weight_format,
+        "trainer_bytes": sum(block.numel() for block in held),
+    }
+    other = load(engine, folders[1], 1)
+    load(engine, folders[0], 2)
+    found["sampled"] = [sample(engine, 2, mine), sample(engine, 2, mine, first=10)]
+    torch.npu.empty_cache()
+    free = torch.npu.mem_get_info()[0]
+    engine.free_cache()
+    engine.free_weights()
+    found["freed"] = torch.npu.mem_get_info()[0] - free
+    found["owned"] = engine.weight_bytes + engine.cache_bytes
+    del held
+    engine.wake_weights()
+    write(engine, other, 3)
+    engine.wake_cache()
+    views = engine.weight_views()
+    found["different"] = [n for n, value in other.items() if not torch.equal(views[n].cpu(), value)]
+    found["other"] = sample(engine, 3, mine)
+    found["steps"] = engine.stats
+    last = mine[-1]
+    found["scored"] = engine.score([[*PROMPTS[last], *found["other"][last][0]]], 1.0, False, 3)
+    return found

@@ -1,0 +1,141 @@
+"""vLLM-Ascend's real engine, built by the product beside a trainer, generates on emulated NPUs.
+
+Real: ``vllm.LLM``, vLLM-Ascend's platform, worker, runner, scheduler, sampler, models and the
+bookkeeping of its sleep mode. Emulated: CANN, the kernels (CPU references), the C++ extension and
+with it the virtual memory of the pool. The models are in fp32, which the attention of a device does
+not have, so that log-probs can be compared closely.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ascend import engine_worlds
+from ascend.emulator.build import ASCEND_FOLDER, OPERATORS
+from ascend.npu_ranks import run_npu_ranks
+
+from mindspeed_rl.core.layout import EngineLayout
+
+pytestmark = pytest.mark.ascend_emul
+
+# In latent attention vLLM-Ascend 0.23 rounds what a prompt's attention reads to bfloat16.
+TOLERANCES = {"qwen2": 2e-4, "qwen3_moe": 2e-4, "deepseek_v3": 5e-3}
+# What stays replaced, and is meant to.
+KEPT = {
+    "torch.accelerator.empty_cache",  # lead to the functions of torch.npu
+    "torch.accelerator.memory_reserved",
+    "torch.accelerator.memory_stats",
+    "torch.accelerator.reset_peak_memory_stats",
+    "torch.cuda.set_stream",  # vLLM's, which calls the one before and remembers the stream
+    "torch.jit._get_trace_graph",  # torch's own, when its compiler is imported
+    "torch.jit.trace",
+    "torch.jit.trace_module",
+}
+Life = tuple[str, list[str], dict[str, Any]]
+
+
+def write_models(root: Path, family: str) -> list[str]:
+    """Two checkpoints with other weights."""
+    import make_tiny_model
+
+    return [
+        str(make_tiny_model.write_tiny_model(root / f"{family}-{seed}", family=family, seed=seed))
+        for seed in (0, 1)
+    ]
+
+
+@pytest.fixture(scope="module", params=TOLERANCES)
+def life(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Life:
+    """A family, its checkpoints, and what one rank saw."""
+    root = tmp_path_factory.mktemp(request.param)
+    folders = write_models(root, request.param)
+    world = engine_worlds.whole_life
+    (found,) = run_npu_ranks(
+        world, 1, work_dir=root / "ranks", args=(folders, "float32", EngineLayout(1, 1))
+    )
+    return request.param, folders, found
+
+
+def logprobs(
+    folder: str, prompt: Sequence[int], tokens: Sequence[int], temperature: float
+) -> list[float]:
+    """What transformers' model says about the tokens after a prompt."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    scores = (logits / temperature).log_softmax(-1)
+    return [float(row[token]) for row, token in zip(scores, tokens, strict=True)]
+
+
+def assert_logprobs(folder: str, sampled: engine_worlds.Sampled, tolerance: float) -> None:
+    """Of every token, those of the distribution that it was sampled from."""
+    settings = engine_worlds.SETTINGS
+    for number, (tokens, found) in sampled.items():
+        assert len(tokens) == settings.max_response_tokens
+        prompt = engine_worlds.PROMPTS[number]
+        expected = logprobs(folder, prompt, tokens, settings.temperature)
+        assert found == pytest.approx(expected, abs=tolerance), number
+
+
+def test_its_logprobs_are_those_of_what_it_samples_from(life: Life) -> None:
+    """At temperature 0.7, from a checkpoint that its loaders wrote."""
+    family, folders, found = life
+    first, again = found["sampled"]
+    assert len({tokens for tokens, _ in first.values()}) == len(engine_worlds.PROMPTS)
+    assert first == again, "the seed of a request fixes its tokens"
+    assert_logprobs(folders[0], first, TOLERANCES[family])
+
+
+def test_weights_that_are_written_after_sleep_are_read(life: Life) -> None:
+    """Bits of all parameters; and log-probs of the other checkpoint."""
+    family, folders, found = life
+    assert found["different"] == []
+    assert_logprobs(folders[1], found["other"], TOLERANCES[family])
+    tokens = found["other"][3][0]
+    expected = logprobs(folders[1], engine_worlds.PROMPTS[3], tokens, 1.0)
+    scored = [score for score, _ in found["scored"][0]]
+    assert scored[-len(tokens) :] == pytest.approx(expected, abs=TOLERANCES[family])
+
+
+def test_it_is_built_beside_a_trainer_and_gives_its_memory_back(life: Life) -> None:
+    _, _, found = life
+    assert found["trainer_bytes"] > 0.55 * 61 * engine_worlds.GIB
+    assert found["freed"] == found["owned"] > 32 * 2**20
+    assert found["format"].startswith("engine weights: not in NZ")
+
+
+def test_the_process_is_as_it_was(life: Life) -> None:
+    """Functions of torch and Python, and variables, which CANN's among them has read already."""
+    _, _, found = life
+    replaced = {n: change for n, change in found["replaced"].items() if n not in KEPT}
+    twice = {
+        n for n, (before, _) in replaced.items() if before.startswith("<module 'torch_npu.npu.")
+    }
+    assert replaced.keys() == twice, "vLLM-Ascend imports modules of torch_npu by a second name"
+    assert all(name.startswith("VLLM_") for name in found["variables"])
+    operators = Path(os.environ["MINDSPEED_RL_ASCEND_EMULATOR"], ASCEND_FOLDER, OPERATORS)
+    assert found["operators"] == str(operators), "set before the first operator"
+
+
+@pytest.mark.parametrize("expert_parallel", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_two_data_parallel_ranks(expert_parallel: bool, tmp_path: Path) -> None:
+    """Experts by rank or in slices; one rank has fewer prompts and steps along until the end."""
+    folders = write_models(tmp_path, "qwen3_moe")
+    layout = EngineLayout(2, 1, 2, expert_parallel)
+    args = (folders, "float32", layout)
+    ranks = run_npu_ranks(engine_worlds.whole_life, 2, work_dir=tmp_path / "ranks", args=args)
+    for rank, found in enumerate(ranks):
+        first, again = found["sampled"]
+        assert set(first) == ({3} if rank else {0, 1, 2}) and first == again
+        assert_logprobs(folders[0], first, TOLERANCES["qwen3_moe"])
+        assert_logprobs(folders[1], found["other"], TOLERANCES["qwen3_moe"])
+        assert found["different"] == [] and found["freed"] == found["owned"]
+    assert ranks[0]["steps"].steps == ranks[1]["steps"].steps
+    assert ranks[0]["steps"].reductions == ranks[0]["steps"].steps, "one per step"
