@@ -11,7 +11,7 @@ from mindspeed_rl.config import PretrainRunConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.job import Job
-from mindspeed_rl.planning.run_plan import RunPlan, check_pretrain
+from mindspeed_rl.planning.run_plan import RunPlan, plan_pretrain
 
 if TYPE_CHECKING:
     from mindspeed_rl.data.batches import StepSamples, SupervisedSamples
@@ -35,9 +35,15 @@ OTHER_DATA = (
 def main(job: SftJob) -> None:
     """Train on prompt and solution pairs, or on rows of indexed data."""
     from mindspeed_rl.metrics.output_dir import take_output_dir
-    from mindspeed_rl.rl import checkpoints
+    from mindspeed_rl.metrics.telemetry import (
+        log_description,
+        named_phase,
+        open_logger,
+        open_progress,
+        open_timer,
+    )
     from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
-    from mindspeed_rl.rl.telemetry import open_logger, open_progress, open_timer
+    from mindspeed_rl.trainer import run_checkpoint
     from mindspeed_rl.trainer.export import export_policy
 
     train = job.config.train
@@ -47,8 +53,9 @@ def main(job: SftJob) -> None:
     initialize_parallel(job)
     source = load_source(job)
     engine = build_engine(job, "policy", train.train_iters)
-    describe(job, source)
-    loaded = checkpoints.load(job, engine)
+    batches = f"{job.config.sft.stage}: {train.train_iters} steps of {train.global_batch_size}"
+    log_description(job, source.report(), batches)
+    loaded = run_checkpoint.load(job, engine)
     if loaded.extra:
         source.load_state_dict(
             loaded.extra["sampler"], allow_changed_data=job.config.checkpoint.allow_changed_data
@@ -64,12 +71,12 @@ def main(job: SftJob) -> None:
         for step in range(loaded.step + 1, train.train_iters + 1):
             profiler.begin_step(step)
             values = train_step(job, engine, source.next(train.global_batch_size), timer)
-            with timer("log"):
+            with named_phase(timer, job.watchdog, "log"):
                 logger.log(step, values)
                 progress.update(step, {"loss": values["loss"], "lr": values["optimizer/lr"]})
-            if checkpoints.save_is_due(job.config.checkpoint, train.train_iters, step):
-                with timer("save"), job.watchdog.phase("save"):
-                    checkpoints.save(job, engine, step, {"sampler": source.state_dict()})
+            if run_checkpoint.save_is_due(job.config.checkpoint, train.train_iters, step):
+                with named_phase(timer, job.watchdog, "save"):
+                    run_checkpoint.save(job, engine, step, {"sampler": source.state_dict()})
         profiler.close()
         progress.close()
     if target := job.config.checkpoint.export_hf:
@@ -87,9 +94,10 @@ def train_step(
     from mindspeed_rl.algorithms.losses import supervised_loss
     from mindspeed_rl.metrics.metric_set import Mean, MetricSet, reduce_metrics
     from mindspeed_rl.metrics.names import STEP_TIME, TOKENS_PER_S
+    from mindspeed_rl.metrics.telemetry import named_phase
     from mindspeed_rl.rl.build_models import batch_rules
 
-    with timer("train"), job.watchdog.phase("train"):
+    with named_phase(timer, job.watchdog, "train"):
         batches = engine.prepare(batch_rules(job).pack_own(chosen.samples, chosen.lengths))
         loss = partial(supervised_loss, num_tokens=chosen.num_trained)
         found = engine.forward_backward(batches, loss)
@@ -153,18 +161,5 @@ def load_examples(job: SftJob) -> SupervisedDataset:
     )
 
 
-def describe(job: SftJob, source: SampleSource) -> None:
-    """Log at start what will run."""
-    from mindspeed_rl.rl.telemetry import trainer_lines
-
-    train = job.config.train
-    job.log_rank0(
-        *trainer_lines(job),
-        source.report(),
-        f"{job.config.sft.stage}: {train.train_iters} steps of {train.global_batch_size}",
-        *([f"flags without meaning here: {', '.join(job.ignored)}"] if job.ignored else []),
-    )
-
-
 if __name__ == "__main__":
-    run_entry("mindspeed_rl.pretrain", PretrainRunConfig, check_pretrain, main)
+    run_entry("mindspeed_rl.pretrain", PretrainRunConfig, plan_pretrain, main)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import ScoreRunConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.job import Job
-from mindspeed_rl.planning.run_plan import ScorePlan, check_score
+from mindspeed_rl.planning.run_plan import ScorePlan, plan_score
+from mindspeed_rl.rollout.registry import engine_provider
 
 if TYPE_CHECKING:
     from mindspeed_rl.data.scores import ScoreInputs, Scores
@@ -31,7 +33,7 @@ def main(job: ScoreJob) -> None:
     spec = job.plan.spec
     limit = spec.max_position_embeddings
     if score.backend == "engine":
-        limit = spec.engine_positions - 1  # an engine generates one more token
+        limit = engine_provider().positions(spec) - 1  # an engine generates one more token
     sequences = read_sequences(score.tokens, spec.vocab_size, limit)
     initialize_parallel(job)
     compute = by_trainer if score.backend == "megatron" else by_engine
@@ -49,8 +51,8 @@ def by_trainer(job: ScoreJob, sequences: ScoreInputs) -> list[TokenScore]:
     """Score this rank's part of the tokens by the trainer. Collective: the training grid."""
     import torch
 
+    from mindspeed_rl.core.types import TrainSample
     from mindspeed_rl.rl.build_models import batch_rules, build_engine
-    from mindspeed_rl.samples.packing import TrainSample
 
     engine = build_engine(job, "reference", 0, job.config.score.temperature)
     samples = [
@@ -72,28 +74,14 @@ def by_trainer(job: ScoreJob, sequences: ScoreInputs) -> list[TokenScore]:
 
 def by_engine(job: ScoreJob, sequences: ScoreInputs) -> list[TokenScore]:
     """Score this rank's part of the tokens by the rollout engine. Collective: the world."""
-    from mindspeed_rl.rl.build_engine import rollout_dtype
+    from mindspeed_rl.rl.build_engine import build_inference_engine, installed_layout
     from mindspeed_rl.rl.build_models import load_weights
-    from mindspeed_rl.rollout.provider import EngineSettings
-    from mindspeed_rl.rollout.registry import engine_provider
 
-    config, rank, provider = job.config, job.world.rank, engine_provider()
-    layout = provider.installed_layout(
-        job.plan.rollout_layout, config.engine_options, job.platform.name
+    config, rank, layout = job.config, job.world.rank, installed_layout(job)
+    job = replace(job, plan=replace(job.plan, rollout_layout=layout))
+    engine = build_inference_engine(
+        job, int(sequences.length.max()) + 1, scores_entropy=not config.score.no_entropy
     )
-    dtype = rollout_dtype(config.rollout, config.train)
-    settings = EngineSettings(
-        model_dir=config.model.hf_checkpoint,
-        layout=layout,
-        rank=rank,
-        dtype=str(dtype).removeprefix("torch."),
-        max_model_len=int(sequences.length.max()) + 1,
-        kv_cache_bytes=int(config.rollout.rollout_kv_cache_gb * 2**30),
-        seed=config.train.seed,
-        options=config.engine_options,
-        scores_entropy=not config.score.no_entropy,
-    )
-    engine = provider.build(settings, job.platform)
     _ENGINES.append(engine)
     engine.begin_update()
     load_weights(job, layout, engine.weight_views())
@@ -163,4 +151,4 @@ def compare_files(argv: list[str]) -> int:
 if __name__ == "__main__":
     if "--compare" in sys.argv[1:]:
         sys.exit(compare_files(sys.argv[1:]))
-    run_entry("mindspeed_rl.score", ScoreRunConfig, check_score, main)
+    run_entry("mindspeed_rl.score", ScoreRunConfig, plan_score, main)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.job import Job
-from mindspeed_rl.planning.run_plan import RLPlan, check_rl
+from mindspeed_rl.planning.run_plan import RLPlan, plan_rl
 
 if TYPE_CHECKING:
     from mindspeed_rl.rl.components import Components
@@ -30,29 +30,30 @@ def train(run: Components) -> None:
     state, report = resume.start(run)
     check_engine(run, state)
     run.telemetry.timer.finish_step()  # the start-up belongs to no step
-    for step in range(report.start + 1, run.config.train.train_iters + 1):
+    for step in range(state.step + 1, run.config.train.train_iters + 1):
+        state.step = step
         run.telemetry.profiler.begin_step(step)
         run.scheduler.to_sync()
         synced = sync_weights(run, state.version)
         run.scheduler.to_rollout()
         report.evaluate_if_due(step - 1)
-        rollouts = generate_rollouts(run, state, step)
+        rollouts = generate_rollouts(run, state)
         run.scheduler.to_train()
         with run.phase("train"):
             batches = build_batches(run, rollouts.samples)
             scored = add_model_scores(run, rollouts, batches.placed)
             samples, greedy = scored.samples, scored.greedy_rewards
             batches = compute_logprobs(run, state, batches, samples)
-            batches = compute_advantages(run, state, batches, samples, step, greedy)
-            metrics = update(run, state, batches, step)
+            batches = compute_advantages(run, state, batches, samples, greedy)
+            metrics = update(run, state, batches)
             refresh_reference(run.models, run.scheduler, run.config.rl.ref_update_interval, step)
-        report.log_step(step, scored, metrics.merge(synced), batches.placed)
-        resume.save_if_due(run, state, report, step)
+        report.log_step(scored, metrics.merge(synced), batches.placed)
+        resume.save_if_due(run, state, report)
     # The last evaluation samples with the weights of the last update.
     run.scheduler.to_sync()
     sync_weights(run, state.version)
     run.scheduler.to_rollout()
-    report.finish()
+    report.finish(run.models)
 
 
 def main(job: Job[RLRunConfig, RLPlan]) -> None:
@@ -73,4 +74,4 @@ def main(job: Job[RLRunConfig, RLPlan]) -> None:
 
 
 if __name__ == "__main__":
-    run_entry("mindspeed_rl.train_rl", RLRunConfig, check_rl, main)
+    run_entry("mindspeed_rl.train_rl", RLRunConfig, plan_rl, main)

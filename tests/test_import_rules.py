@@ -7,6 +7,7 @@ A failure names file, line and rule.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -34,6 +35,7 @@ from support.architecture import (
 
 MAX_FUNCTION_LINES = 60
 MAX_ROOM_LINES = 4000
+CAMEL_CASE = re.compile(r"_?[A-Z]\w*[a-z]")
 LONG_FUNCTIONS: dict[str, str] = {}  # "module:function" -> the reason why it may be long
 
 
@@ -97,6 +99,19 @@ def test_rooms_are_small_enough_to_read() -> None:
     for module in modules():
         sizes[module.name.partition(".")[0]] += len(module.text.splitlines())
     assert {room: size for room, size in sizes.items() if size > MAX_ROOM_LINES} == {}
+
+
+def test_no_two_classes_or_type_aliases_share_a_name() -> None:
+    """In product and tools; aliases are assignments of a module to a name in CamelCase."""
+    homes: dict[str, list[str]] = {}
+    for path in [module.path for module in modules()] + [*(ROOT / "tools").rglob("*.py")]:
+        tree = ast.parse(path.read_text())
+        names = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        targets = [t for node in tree.body if isinstance(node, ast.Assign) for t in node.targets]
+        names += [t.id for t in targets if isinstance(t, ast.Name) and CAMEL_CASE.match(t.id)]
+        for name in names:
+            homes.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    assert {name: places for name, places in homes.items() if len(places) > 1} == {}
 
 
 BLOCKED_IMPORT = """

@@ -21,7 +21,7 @@ from layout_texts import ROLLOUT_KEYS, TRAIN_KEYS, config_from_texts, layouts_fr
 
 from mindspeed_rl.checkpoint.names import BUFFERS, mtp_tensors
 from mindspeed_rl.checkpoint.safetensors_files import safetensors_entries
-from mindspeed_rl.core.boxes import Box
+from mindspeed_rl.core.boxes import Box, Shape
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.models.hf_files import INDEX, read_index
@@ -35,9 +35,6 @@ from mindspeed_rl.models.tensors import (
     tensor_groups,
 )
 from mindspeed_rl.weights.layouts.base import Piece, TableLayout
-
-Shape = tuple[int, ...]
-
 
 # --- comparison of a checkpoint with the table --------------------------------------------------
 
@@ -60,9 +57,9 @@ def tensor_shapes(directory: str | Path) -> dict[str, Shape | None]:
     for file in files:
         shapes |= {name: entry.shape for name, entry in safetensors_entries(file).items()}
     if (root / INDEX).is_file():
-        for name, holder in read_index(root / INDEX).items():
-            if shapes[name] is None and (root / holder).is_file():
-                raise UsageError(f"{root / holder}: lacks {name}, which {INDEX} says is there")
+        for name, file_name in read_index(root / INDEX).items():
+            if shapes[name] is None and (root / file_name).is_file():
+                raise UsageError(f"{root / file_name}: lacks {name}, which {INDEX} says is there")
     return shapes
 
 

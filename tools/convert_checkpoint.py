@@ -11,6 +11,8 @@ import torch
 
 from mindspeed_rl.convert.command import run_conversion
 from mindspeed_rl.convert.options import parse_options
+from mindspeed_rl.convert.source import UnreadableError
+from mindspeed_rl.core.errors import UsageError
 
 
 def main() -> int:
@@ -18,7 +20,7 @@ def main() -> int:
     torch.set_num_threads(1)  # --workers are the threads
     try:
         run_conversion(parse_options(sys.argv[1:]), lambda line: print(line, flush=True))
-    except ValueError as error:
+    except (UsageError, UnreadableError) as error:
         print(f"convert_checkpoint: {error}", file=sys.stderr)
         return 2
     except OSError as error:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.files import write_text_atomic
 from mindspeed_rl.data.rows import read_rows
 
@@ -73,7 +74,7 @@ def generate_task(
         {"task": name, "difficulty": int}}``.
 
     Raises:
-        ValueError: The task has fewer different prompts.
+        UsageError: The task has fewer different prompts.
     """
     rng = random.Random(f"{name}/{split}/{seed}")
     seen: set[str] = set()
@@ -83,9 +84,9 @@ def generate_task(
         if problem.question in seen or is_heldout(problem.question) != (split == "heldout"):
             fruitless += 1
             if fruitless >= _MAX_FRUITLESS_DRAWS:
-                raise ValueError(
-                    f"task {name}, split {split}: num_rows={num_rows}, but only {len(seen)} "
-                    "different prompts were found; ask for fewer rows or for harder problems"
+                raise UsageError(
+                    f"--num-rows {num_rows}: only {len(seen)} different prompts of --task {name} "
+                    f"--split {split} were found; ask for fewer rows"
                 )
             continue
         fruitless = 0
@@ -207,12 +208,12 @@ def prompts_of(path: str) -> set[str]:
     """Return the user messages of a file.
 
     Raises:
-        ValueError: There is no such file, or a row of it is broken or has no prompt.
+        UsageError: There is no such file, or a row of it is broken or has no prompt.
     """
     found = set()
     for row in read_rows(path):
         if "prompt" not in row.values:
-            raise ValueError(f"{row.where}: no column 'prompt', only {sorted(row.values)}")
+            raise UsageError(f"{row.where}: no column 'prompt', only {sorted(row.values)}")
         found.add(json.dumps(row.values["prompt"]))
     return found
 
@@ -229,17 +230,20 @@ def main() -> None:
         "--disjoint-from", nargs="*", default=[], help="Files that may share no prompt with it."
     )
     args = parser.parse_args()
-    if args.num_rows < 1:
-        parser.error(f"--num-rows {args.num_rows}: must be at least 1")
     try:
+        if args.num_rows < 1:
+            raise UsageError(f"--num-rows {args.num_rows}: must be at least 1")
         rows = list(generate_task(args.task, args.num_rows, args.seed, args.split))
         mine = {json.dumps(row["prompt"]) for row in rows}
         for other in args.disjoint_from:
             if common := mine & prompts_of(other):
-                parser.error(f"{len(common)} prompts of {args.output} are also in {other}")
+                raise UsageError(
+                    f"--disjoint-from {other}: it has {len(common)} of the prompts; give "
+                    "another --seed or fewer rows"
+                )
         count = write_jsonl(args.output, rows)
-    except (ValueError, OSError) as error:  # OSError: --output cannot be written
-        parser.error(str(error))
+    except (UsageError, OSError) as error:  # OSError: --output cannot be written
+        parser.exit(2, f"make_task_data: {error}\n")
     print(f"{args.output}: {count} rows of {args.task} ({args.split})")
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from make_task_data import generate_task
+
+from mindspeed_rl.core.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -37,6 +39,17 @@ CHAT_TEMPLATE = (
 
 _NUM_BYTES = 256
 _INIT_STD = 0.05
+# The flag of each size that the command line can set.
+_FLAGS = {
+    "hidden_size": "--hidden-size",
+    "num_layers": "--num-layers",
+    "num_heads": "--num-attention-heads",
+    "num_kv_heads": "--num-query-groups",
+    "ffn": "--ffn-hidden-size",
+    "num_experts": "--num-experts",
+    "expert_ffn": "--moe-ffn-hidden-size",
+    "vocab_size": "--vocab-size",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +69,7 @@ class TinySizes:
         expert_ffn: Width of one expert.
 
     Raises:
-        ValueError: The sizes contradict each other.
+        UsageError: The sizes contradict each other.
     """
 
     vocab_size: int = 307
@@ -70,15 +83,18 @@ class TinySizes:
     expert_ffn: int = 64
 
     def __post_init__(self) -> None:
+        smallest, name = min((getattr(self, field.name), field.name) for field in fields(self))
+        if smallest < 1:
+            raise UsageError(f"{_FLAGS.get(name, name)} {smallest}: must be at least 1")
         if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
-            raise ValueError(
-                f"hidden_size={self.hidden_size} with num_heads={self.num_heads} gives no even "
-                "head size; use a hidden_size that is an even multiple of num_heads"
+            raise UsageError(
+                f"--hidden-size {self.hidden_size} is no even multiple of --num-attention-heads "
+                f"{self.num_heads}, as the head size needs; give one"
             )
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
-                "use a divisor"
+            raise UsageError(
+                f"--num-query-groups {self.num_kv_heads} does not divide --num-attention-heads "
+                f"{self.num_heads}; give a divisor"
             )
 
 
@@ -145,7 +161,7 @@ def build_tokenizer(corpus_texts: Iterable[str], vocab_size: int) -> PreTrainedT
         vocab_size: Exact number of tokens, at least 261.
 
     Raises:
-        ValueError: ``vocab_size`` is too small, or larger than the corpus can fill.
+        UsageError: ``vocab_size`` is too small, or larger than the corpus can fill.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -154,8 +170,8 @@ def build_tokenizer(corpus_texts: Iterable[str], vocab_size: int) -> PreTrainedT
     special_tokens = [PAD_TOKEN, END_TOKEN, *ROLE_TOKENS]
     smallest = _NUM_BYTES + len(special_tokens)
     if vocab_size < smallest:
-        raise ValueError(
-            f"vocab_size={vocab_size} is too small; {_NUM_BYTES} bytes and {len(special_tokens)} "
+        raise UsageError(
+            f"--vocab-size {vocab_size} is too small; {_NUM_BYTES} bytes and {len(special_tokens)} "
             f"special tokens need at least {smallest}"
         )
     tokenizer = Tokenizer(models.BPE())
@@ -178,9 +194,8 @@ def build_tokenizer(corpus_texts: Iterable[str], vocab_size: int) -> PreTrainedT
     tokenizer.train_from_iterator(corpus_texts, trainer)
     num_tokens = tokenizer.get_vocab_size()
     if num_tokens != vocab_size:
-        raise ValueError(
-            f"vocab_size={vocab_size}, but the corpus gives only {num_tokens} tokens; lower "
-            "vocab_size or pass more text"
+        raise UsageError(
+            f"--vocab-size {vocab_size}: the corpus gives only {num_tokens} tokens; give fewer"
         )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -213,7 +228,7 @@ def write_tiny_model(
         ``out_dir`` as a path.
 
     Raises:
-        ValueError: The sizes contradict each other.
+        UsageError: The sizes contradict each other.
     """
     from transformers.utils import logging
 
@@ -280,21 +295,17 @@ def main() -> None:
     )
     parser.add_argument("--output", required=True, help="Directory to write.")
     parser.add_argument("--family", choices=tuple(FAMILIES), default="qwen2")
-    for flag, size, help_text in (
-        ("--hidden-size", "hidden_size", None),
-        ("--num-layers", "num_layers", None),
-        ("--num-attention-heads", "num_heads", None),
-        ("--num-query-groups", "num_kv_heads", None),
-        ("--ffn-hidden-size", "ffn", None),
-        ("--num-experts", "num_experts", "In families with experts."),
-        ("--moe-ffn-hidden-size", "expert_ffn", "Of one expert."),
-        ("--vocab-size", "vocab_size", "Odd: TP does not divide it."),
-    ):
+    notes = {"num_experts": "In families with experts.", "expert_ffn": "Of one expert.",
+             "vocab_size": "Odd: TP does not divide it."}  # fmt: skip
+    for size, flag in _FLAGS.items():
         usual = getattr(TinySizes(), size)
-        parser.add_argument(flag, dest=size, type=int, default=usual, help=help_text)
+        parser.add_argument(flag, dest=size, type=int, default=usual, help=notes.get(size))
     parser.add_argument("--seed", type=int, default=0)
     args = vars(parser.parse_args())
-    print(f"model: {write_tiny_model(args.pop('output'), **args)}")
+    try:
+        print(f"model: {write_tiny_model(args.pop('output'), **args)}")
+    except (UsageError, OSError) as error:  # OSError: --output cannot be written
+        parser.exit(2, f"make_tiny_model: {error}\n")
 
 
 if __name__ == "__main__":

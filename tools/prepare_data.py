@@ -25,19 +25,20 @@ from typing import Any
 
 from make_task_data import write_jsonl
 
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.rows import DataRow, read_rows
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 """Asks for the form of answer that the reward ``math`` looks for first."""
 _GSM8K_ANSWER = re.compile(r"####\s*(\S[^\n]*)")
-Problem = tuple[str, str]  # a question in the words of the prompt, and its answer
+QuestionAnswer = tuple[str, str]  # a question in the words of the prompt, and its answer
 
 
 def _text(row: DataRow, *keys: str) -> str:
     """Return the first text among some columns of a row.
 
     Raises:
-        ValueError: No column holds text; the file is probably another data set's.
+        UsageError: No column holds text; the file is probably another data set's.
     """
     for key in keys:
         value = row.get(key)
@@ -45,27 +46,27 @@ def _text(row: DataRow, *keys: str) -> str:
             value = str(value)
         if isinstance(value, str) and value.strip():
             return value.strip()
-    raise ValueError(
+    raise UsageError(
         f"{row.where}: no text in {' or '.join(keys)}; the columns are {sorted(row.values)}: is "
         "this the file of another data set?"
     )
 
 
-def _gsm8k(row: DataRow) -> Problem:
+def _gsm8k(row: DataRow) -> QuestionAnswer:
     """Read ``question``, and from ``answer`` the result after ``####``."""
     question, answer = _text(row, "question"), _text(row, "answer")
     found = _GSM8K_ANSWER.search(answer)
     if not found:
-        raise ValueError(f"{row.where}: no '#### result' in the answer {answer[-60:]!r}")
+        raise UsageError(f"{row.where}: no '#### result' in the answer {answer[-60:]!r}")
     return f"{question}\n{BOXED}", found[1].strip().replace(",", "").lstrip("$")
 
 
-def _deepscaler(row: DataRow) -> Problem:
+def _deepscaler(row: DataRow) -> QuestionAnswer:
     """Read ``problem`` and ``answer``; the solution is left out."""
     return f"{_text(row, 'problem')}\n{BOXED}", _text(row, "answer")
 
 
-def _dapo_math(row: DataRow) -> Problem:
+def _dapo_math(row: DataRow) -> QuestionAnswer:
     """Read the only message, which asks for a form of answer, and ``reward_model.ground_truth``."""
     messages = row.get("prompt")
     if (
@@ -74,11 +75,11 @@ def _dapo_math(row: DataRow) -> Problem:
         or not isinstance(messages[0], Mapping)
         or not isinstance(messages[0].get("content"), str)
     ):
-        raise ValueError(f"{row.where}: prompt is not a list of one message: {messages!r:.120}")
+        raise UsageError(f"{row.where}: prompt is not a list of one message: {messages!r:.120}")
     return messages[0]["content"].strip(), _text(row, "reward_model.ground_truth")
 
 
-PUBLISHED: Mapping[str, Callable[[DataRow], Problem]] = {
+PUBLISHED: Mapping[str, Callable[[DataRow], QuestionAnswer]] = {
     "gsm8k": _gsm8k,
     "deepscaler": _deepscaler,
     "dapo-math-17k": _dapo_math,
@@ -114,7 +115,7 @@ def prepare(name: str, file: str | Path, num_heldout: int = 0) -> Prepared:
             order of the file does not matter.
 
     Raises:
-        ValueError: The file is broken, is another data set's, or has too few questions.
+        UsageError: The file is broken, is another data set's, or has too few questions.
     """
     answers: dict[str, set[str]] = {}
     num_read = 0
@@ -122,9 +123,10 @@ def prepare(name: str, file: str | Path, num_heldout: int = 0) -> Prepared:
         num_read += 1
         answers.setdefault(question, set()).add(answer)
     kept = {q: next(iter(several)) for q, several in answers.items() if len(several) == 1}
-    if num_heldout >= len(kept):
-        raise ValueError(
-            f"{file}: {len(kept)} questions; --heldout {num_heldout} leaves none to train on"
+    if not 0 <= num_heldout < len(kept):
+        raise UsageError(
+            f"--heldout {num_heldout}: {file} has {len(kept)} questions and at least one must be "
+            f"left to train on; give 0 to {len(kept) - 1}"
         )
     held = set(sorted(kept, key=_hash)[:num_heldout])
     rows = {question: _row(name, question, answer) for question, answer in kept.items()}
@@ -161,12 +163,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     try:
         prepared = prepare(given.dataset, given.input, given.heldout)
-    except ValueError as error:
+        write_jsonl(given.output / "train.jsonl", prepared.train)
+        if given.heldout:
+            write_jsonl(given.output / "heldout.jsonl", prepared.heldout)
+    except (UsageError, OSError) as error:  # OSError: --output cannot be written
         print(f"prepare_data: {error}", file=sys.stderr)
         return 2
-    write_jsonl(given.output / "train.jsonl", prepared.train)
-    if given.heldout:
-        write_jsonl(given.output / "heldout.jsonl", prepared.heldout)
     print(
         f"{given.input}: {prepared.num_read} rows, {prepared.num_repeated} repeated, "
         f"{prepared.num_contradicting} questions with several answers left out; "

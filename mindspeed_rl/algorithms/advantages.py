@@ -89,7 +89,7 @@ class TokenRewards:
 
 
 OfSamples = Callable[[GroupRewards, AdvantageSettings], "torch.Tensor"]
-OfTokens = Callable[[TokenRewards, AdvantageSettings], "ValueTargets"]
+TokenEstimator = Callable[[TokenRewards, AdvantageSettings], "ValueTargets"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class Estimator(Choice):
     """
 
     formula: OfSamples
-    of_tokens: OfTokens | None = None
+    of_tokens: TokenEstimator | None = None
     min_group_size: int = 2
     whiten: bool = False
     needs_greedy: bool = False

@@ -114,7 +114,7 @@ class Surrogate:
     outside: torch.Tensor
 
 
-OfTokens = Callable[["LossInputs", SurrogateSettings], Surrogate]
+SurrogateFormula = Callable[["LossInputs", SurrogateSettings], Surrogate]
 Selection = Literal["none", "random", "largest"]
 
 
@@ -129,7 +129,7 @@ class PolicyLoss(Choice):
             the largest covariance of log p and A, random ones within bounds of it, or none.
     """
 
-    formula: OfTokens
+    formula: SurrogateFormula
     aggregation: str = "token-mean"
     selection: Selection = "none"
 

@@ -10,17 +10,16 @@ needs eight sums of 256 counts over the ranks that hold the other tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from mindspeed_rl.algorithms.policy_losses import Selection, SurrogateSettings
+from mindspeed_rl.algorithms.types import SumOverRanks
 
 _BYTES = 8  # size of a key
 _SIGN = -(2**63)
-
-Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,11 @@ class StepTokens:
 
 
 def select_by_covariance(
-    tokens: StepTokens, selection: Selection, settings: SurrogateSettings, seed: int, reduce: Reduce
+    tokens: StepTokens,
+    selection: Selection,
+    settings: SurrogateSettings,
+    seed: int,
+    reduce: SumOverRanks,
 ) -> list[torch.Tensor]:
     """Select by (log p - mean log p)(A - mean A), means over the step: [N] bool per micro-batch.
 
@@ -75,7 +78,7 @@ def select_by_covariance(
     return largest_keys(keys, allowed, number, reduce)
 
 
-def _covariances(tokens: StepTokens, reduce: Reduce) -> list[torch.Tensor]:
+def _covariances(tokens: StepTokens, reduce: SumOverRanks) -> list[torch.Tensor]:
     def total(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.stack([p.sum() for p in parts]).sum()
 
@@ -109,7 +112,7 @@ def _hashed(sample_ids: torch.Tensor, places: torch.Tensor, seed: int) -> torch.
 
 
 def largest_keys(
-    keys: Sequence[torch.Tensor], allowed: Sequence[torch.Tensor], number: int, reduce: Reduce
+    keys: Sequence[torch.Tensor], allowed: Sequence[torch.Tensor], number: int, reduce: SumOverRanks
 ) -> list[torch.Tensor]:
     """Mark the ``number`` largest allowed keys of all ranks; all of them when there are fewer.
 
@@ -127,7 +130,7 @@ def largest_keys(
     return [(k >= border) & a for k, a in zip(keys, allowed, strict=True)]
 
 
-def upper_quantile(parts: Sequence[torch.Tensor], share: float, reduce: Reduce) -> float:
+def upper_quantile(parts: Sequence[torch.Tensor], share: float, reduce: SumOverRanks) -> float:
     """Return the largest value that a ``share`` of all tokens on all ranks reach.
 
     Collective: 9 calls of ``reduce``.
@@ -157,7 +160,7 @@ def _value_of(bits: int) -> float:
 
 
 def _smallest_chosen(
-    keys: Sequence[torch.Tensor], allowed: Sequence[torch.Tensor], number: int, reduce: Reduce
+    keys: Sequence[torch.Tensor], allowed: Sequence[torch.Tensor], number: int, reduce: SumOverRanks
 ) -> int:
     """Find the least of the ``number`` largest allowed keys of all ranks. Collective: 8 calls."""
     # Flipping the sign bit makes the order of signed integers that of unsigned ones.

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+SumOverRanks = Callable[["torch.Tensor"], "torch.Tensor"]
+"""Sums a tensor over the ranks that share the tokens or sequences in question."""
+
 
 @dataclass(frozen=True, slots=True)
 class MeanTerm:

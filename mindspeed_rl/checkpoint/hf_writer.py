@@ -78,7 +78,7 @@ class HfWriter:
 
     def __enter__(self) -> HfWriter:
         refuse_foreign_target(self._target)
-        with self._told():
+        with self._explained():
             shutil.rmtree(self._work, ignore_errors=True)
             self._work.mkdir(parents=True)
         return self
@@ -87,7 +87,7 @@ class HfWriter:
         """Append one whole tensor, in its own element type."""
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._pending_bytes + size > self._shard_bytes:
-            with self._told():
+            with self._explained():
                 self._flush()
         self._pending[name] = tensor.detach().to("cpu").contiguous()
         self._pending_bytes += size
@@ -100,13 +100,13 @@ class HfWriter:
     ) -> None:
         try:
             if error is None:
-                with self._told():
+                with self._explained():
                     self._finish()
         finally:
             shutil.rmtree(self._work, ignore_errors=True)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _explained(self) -> Iterator[None]:
         """Explain errors of the file system by what they mean for the export."""
         try:
             yield

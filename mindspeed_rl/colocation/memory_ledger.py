@@ -36,7 +36,7 @@ class Border:
 
     @property
     def owned_bytes(self) -> int:
-        """Bytes that all owners hold together."""
+        """Sum of the bytes that owners hold."""
         return sum(self.owners.values())
 
     @property

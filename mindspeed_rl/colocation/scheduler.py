@@ -37,7 +37,7 @@ from mindspeed_rl.rollout.engine import InferenceEngine
 
 
 class Phase(enum.Enum):
-    """The use of the devices."""
+    """The state of the devices: who uses them, or that nobody does."""
 
     TRAIN = "train"
     IDLE = "idle"

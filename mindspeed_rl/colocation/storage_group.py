@@ -55,7 +55,7 @@ class StorageGroup:
         self._packing: Packing | None = None
 
     @property
-    def resident(self) -> bool:
+    def is_onloaded(self) -> bool:
         """Whether the memory is on the device."""
         return not self._away
 
@@ -74,7 +74,7 @@ class StorageGroup:
         Copies run on the platform's copy stream, and later work on the device waits for them. After
         an error :meth:`restore` brings everything back.
         """
-        if self.resident:
+        if self.is_onloaded:
             self._before_release()
             tensors = [t for t in self._find() if t.untyped_storage().nbytes()]
             storages: Sequence[torch.UntypedStorage] = storages_of(tensors)
@@ -97,14 +97,14 @@ class StorageGroup:
         return self._num_writes is not None and self._copied_at == self._num_writes()
 
     def restore(self) -> None:
-        """Allocate the memory and copy kept content back. Local; no effect while resident.
+        """Allocate the memory and copy kept content back. Local; no effect while onloaded.
 
         Copies may still be running: call :meth:`Platform.wait_for_copies` before the first use.
 
         Raises:
             RuntimeError: The device is out of memory; the group is released as before.
         """
-        if self.resident:
+        if self.is_onloaded:
             return
         try:
             if self._packing is None:

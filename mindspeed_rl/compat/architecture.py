@@ -55,14 +55,7 @@ def _shared_size(config: HfConfig) -> object:
     return shared * each if shared and each else None
 
 
-def _query_key_norm(config: HfConfig) -> object:
-    """Whether queries and keys are normalised: Qwen3's and latent ones are, others by a switch."""
-    by_family = str(config.get("model_type", "")).startswith("qwen3")
-    return by_family or "kv_lora_rank" in config or config.get("use_qk_norm") or None
-
-
 _FUNCTIONS: Mapping[str, Callable[[HfConfig], object]] = {
-    "query_key_norm": _query_key_norm,
     "shared_size": _shared_size,
     "router_bias": lambda config: config.get("topk_method") == "noaux_tc" or None,
     "interleaved_rope": lambda config: (
@@ -78,7 +71,8 @@ def check_foreign_architecture(compared: Iterable[UsedFlag], hf_config: HfConfig
 
     Args:
         compared: Flags of ``ParsedArguments.checked_arch``.
-        hf_config: Parsed ``config.json``.
+        hf_config: Parsed ``config.json``, with ``spec.NAME`` for properties of the model that it
+            does not say.
 
     Raises:
         UsageError: Flags contradict the model; the message names each, its value and the model's.

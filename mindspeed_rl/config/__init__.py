@@ -125,3 +125,7 @@ class ScoreRunConfig:
     kernels: KernelConfig = field(default_factory=KernelConfig)
     ascend: NpuConfig = field(default_factory=NpuConfig)
     engine_options: dict[str, object] = field(default_factory=dict)
+
+
+TrainingRunConfig = RLRunConfig | PretrainRunConfig
+"""The configuration of a run that trains a model."""

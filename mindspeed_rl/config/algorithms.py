@@ -157,6 +157,7 @@ class KLConfig:
         10000.0,
         "Samples over which the adapted coefficient may change by a fifth.",
         minimum=1.0,
+        needs=Needs("--rl-kl-target"),
     )
 
 

@@ -27,7 +27,6 @@ from mindspeed_rl.config.engine_options import take_engine_options
 from mindspeed_rl.config.needs import needs_of
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flag import FlagInfo, flag_names
-from mindspeed_rl.core.installed import resolve_platform
 
 Run = TypeVar("Run", RLRunConfig, PretrainRunConfig, ScoreRunConfig)
 
@@ -195,9 +194,7 @@ def parse(run_type: type[Run], argv: Sequence[str], prog: str) -> ParsedArgument
     ignored = [_as_typed(used) for used in use.accepted]
     flags = _by_spelling(run_type)
     ignored += dict.fromkeys(name for name, _ in use.own if flags[name].info.inert)
-    parallel = built["parallel"]
-    ignored += parallel.idle_flags
-    ignored += built["kernels"].idle_flags(resolve_platform(parallel.platform))
+    ignored += built["parallel"].idle_flags
     return ParsedArguments(run_type(**built), tuple(ignored), tuple(use.compared))
 
 

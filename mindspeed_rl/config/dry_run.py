@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rl.core.flag import flag
+from mindspeed_rl.core.flag import Needs, flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,4 +77,5 @@ class DryRunConfig:
         "",
         "File for everything that was predicted, as JSON; - prints it instead of the report.",
         names=("--rl-dry-run-json", "--json"),
+        needs=Needs("--rl-dry-run"),
     )

@@ -30,7 +30,10 @@ class EnvironmentConfig:
         + ".",
     )
     rl_environment_max_turns: int = flag(
-        4, "Turns of the model in one response; it is cut after them.", minimum=1
+        4,
+        "Turns of the model in one response; it is cut after them.",
+        minimum=1,
+        needs=Needs("--rl-environment"),
     )
     rl_environment_ray_workers: int = flag(
         0,

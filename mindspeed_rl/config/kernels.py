@@ -53,13 +53,17 @@ class KernelConfig:
         choices=(*DISPATCHERS, "alltoall_seq", "flex"),
     )
 
-    def idle_flags(self, platform: str) -> Iterator[str]:
-        """Yield the flags that were given and do nothing on a platform, with the reason."""
+    def idle_flags(self, obeyed: bool) -> Iterator[str]:
+        """Yield the flags that were given and do nothing, with the reason.
+
+        Args:
+            obeyed: Whether the device has fused kernels or streams that the flags switch.
+        """
         given = [field for field in fields(self) if getattr(self, field.name) != field.default]
         names = ", ".join(flag_names(field)[0] for field in given)
         dispatcher = self.moe_token_dispatcher_type
-        if names and platform == "cpu":
-            yield f"{names} (a CPU has neither fused kernels nor streams to overlap)"
+        if names and not obeyed:
+            yield f"{names} (the device has neither fused kernels nor streams to overlap)"
         elif dispatcher not in DISPATCHERS:
             yield f"--moe-token-dispatcher-type {dispatcher} (computed as alltoall)"
 

@@ -42,12 +42,17 @@ def check_needs(config: Any) -> None:
         needs = needs_of(field)
         if value == field.default or needs is None or needs.met_by(flags[needs.flag][1]):
             continue
-        typed = name if value is True else f"{name} {value}"
+        typed = name if isinstance(value, bool) else f"{name} {_text(value)}"
         if not needs.values:
             raise UsageError(
                 f"{typed} has no effect without {needs.flag}; add it, or remove the flag"
             )
         raise UsageError(
-            f"{typed} has no effect with {needs.flag} {flags[needs.flag][1]}; it is read with "
-            f"{', '.join(needs.values)}; remove it, or change {needs.flag}"
+            f"{typed} has no effect with {needs.flag} {_text(flags[needs.flag][1])}; it is read "
+            f"with {', '.join(needs.values)}; remove it, or change {needs.flag}"
         )
+
+
+def _text(value: object) -> str:
+    """A value as it is typed; of a list that is empty, as it is said."""
+    return " ".join(value) or "not given" if isinstance(value, tuple) else str(value)

@@ -84,7 +84,8 @@ class RLConfig:
     )
     rl_default_temperature: float = flag(
         1.0,
-        "Sampling temperature; the trainer's log-probs use the same. Must be above 0.",
+        "Sampling temperature; the trainer's log-probs use the same.",
+        above=0.0,
         names=("--rl-default-temperature", "--rollout-temperature"),
     )
     rl_default_top_p: float = flag(
@@ -148,7 +149,10 @@ class PromptConfig:
         0, "Sampled responses per prompt of an evaluation, besides the greedy one.", minimum=0
     )
     rl_eval_temperature: float = flag(
-        1.0, "Temperature of --rl-eval-samples; must be above 0.", minimum=0.0
+        1.0,
+        "Temperature of --rl-eval-samples.",
+        above=0.0,
+        needs=Needs("--rl-eval-samples"),
     )
 
     @property

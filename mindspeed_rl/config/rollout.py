@@ -49,9 +49,7 @@ class RolloutConfig:
     rollout_max_response_length: int = flag(
         128, "Longest response, in tokens; a longer one is cut and marked as truncated.", minimum=1
     )
-    rollout_kv_cache_gb: float = flag(
-        0.03125, "Key/value cache of each rank, in GiB; must be above 0."
-    )
+    rollout_kv_cache_gb: float = flag(0.03125, "Key/value cache of each rank, in GiB.", above=0.0)
     rollout_dtype: str = flag(
         "auto",
         "Engine precision; auto takes that of training.",
@@ -83,6 +81,7 @@ class RolloutConfig:
         "On several nodes, send each rectangle once to a node and pass it on there (auto), or "
         "always from its holder (off: right for a flat fabric such as A3's).",
         choices=("auto", "off"),
+        needs=Needs("--reshard-path", ("direct",)),
     )
     reshard_verify_interval: int = flag(
         1,
@@ -130,7 +129,11 @@ class EngineTuningConfig:
         nargs="+",
     )
     rollout_graph_count: int = flag(
-        16, "Most sizes that --rollout-graph-sizes auto may choose.", minimum=1, maximum=512
+        16,
+        "Most sizes that --rollout-graph-sizes auto may choose.",
+        minimum=1,
+        maximum=512,
+        needs=Needs("--rollout-graph-sizes", ("auto",)),
     )
     rollout_multistream_moe: bool = flag(
         False, "Compute shared experts on a stream of their own, beside the routed ones."
@@ -158,6 +161,7 @@ class EngineTuningConfig:
         "With packed, steps between looks at who is done: the ranks of an engine run up to this "
         "many steps without work at the end of a batch.",
         minimum=1,
+        needs=Needs("--rollout-dp-sync", ("auto", "packed")),
     )
 
 

@@ -30,7 +30,7 @@ class ScoreConfig:
         "--rollout-*.",
         choices=("megatron", "engine"),
     )
-    temperature: float = flag(1.0, "Logits are divided by it. Must be above 0.")
+    temperature: float = flag(1.0, "Logits are divided by it.", above=0.0)
     no_entropy: bool = flag(
         False, "Leave entropy out (0): the engine has to hand out its whole distribution for it."
     )

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.flag import flag
+from mindspeed_rl.core.flag import Needs, flag
+
+_WITH_SFT = Needs("--stage", ("sft",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +30,26 @@ class SftConfig:
         choices=("sft", "pretrain"),
     )
     sft_data: str = flag(
-        "", "File of prompts and solutions, jsonl or parquet. Required with --stage sft."
+        "",
+        "File of prompts and solutions, jsonl or parquet. Required with --stage sft.",
+        needs=_WITH_SFT,
     )
-    prompt_key: str = flag("prompt", "Field with the prompt: messages or text.")
-    solution_key: str = flag("solution", "Field with the text to learn; falls back to answer.")
-    answer_key: str = flag("answer", "Field used where the solution is missing.")
+    prompt_key: str = flag("prompt", "Field with the prompt: messages or text.", needs=_WITH_SFT)
+    solution_key: str = flag(
+        "solution", "Field with the text to learn; falls back to answer.", needs=_WITH_SFT
+    )
+    answer_key: str = flag("answer", "Field used where the solution is missing.", needs=_WITH_SFT)
     apply_chat_template: bool = flag(
         True,
         "Tokenise prompts as plain text, for a model without a chat template.",
         names=("--no-chat-template",),
+        needs=_WITH_SFT,
     )
     shuffle: bool = flag(
-        True, "Read the data in file order in every epoch.", names=("--no-shuffle",)
+        True,
+        "Read the data in file order in every epoch.",
+        names=("--no-shuffle",),
+        needs=_WITH_SFT,
     )
 
 

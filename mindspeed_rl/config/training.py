@@ -100,6 +100,7 @@ class TrainConfig:
         "Parts that --recompute-granularity selective recomputes: core_attn (attention without its "
         "projections), mlp (of layers without experts), moe (experts with their dispatch).",
         nargs="+",
+        needs=Needs("--recompute-granularity", ("selective",)),
     )
     logprob_chunk_tokens: int = flag(
         1024,
@@ -183,6 +184,7 @@ class LoggingConfig:
         False,
         "Write token ids and the engine's log-probs to rollouts.jsonl as well: all that another "
         "trainer needs to repeat the updates, with --log-rollouts at the samples of a step.",
+        needs=Needs("--log-rollouts"),
     )
     phase_timeout_s: float = flag(
         1800.0,

@@ -22,10 +22,11 @@ from mindspeed_rl.checkpoint.resume import TRACKER
 from mindspeed_rl.config.layouts import layer_numbers, stage_layout
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
 from mindspeed_rl.convert.format import Format, LayoutFlags, Request
-from mindspeed_rl.convert.source import Shape, Source, StoredTensor, TensorPart
+from mindspeed_rl.convert.source import Source, StoredTensor, TensorPart
 from mindspeed_rl.convert.target import OutputFile, Target, params_of_rank
 from mindspeed_rl.convert.torch_files import read_torch_file, save_unfilled, stored_tensor
 from mindspeed_rl.convert.training_arguments import run_arguments
+from mindspeed_rl.core.boxes import Shape
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.stages import StageLayout, filled_slots
 from mindspeed_rl.models.param_names import (

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from mindspeed_rl.convert.source import Shape, Source
+from mindspeed_rl.convert.source import Source
 from mindspeed_rl.convert.target import Target
+from mindspeed_rl.core.boxes import Shape
 from mindspeed_rl.core.flag import flag
 from mindspeed_rl.models.param_names import ParamNames
 from mindspeed_rl.models.spec import ModelSpec
@@ -22,7 +23,7 @@ from mindspeed_rl.weights.layouts.checkpoint_files import whole_layout
 
 @dataclass(frozen=True, slots=True)
 class LayoutFlags:
-    """Layout of a Megatron target."""
+    """The layout of a target in a Megatron format."""
 
     tensor_parallel: int = flag(
         1,
@@ -104,7 +105,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A checkpoint format.
+    """A format of checkpoints: how it is recognised, opened and planned.
 
     Attributes:
         name: Value of ``--ckpt-format``.

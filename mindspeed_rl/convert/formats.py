@@ -28,7 +28,7 @@ def recognise(directory: Path, model_type: str) -> tuple[Format, Path] | None:
     """
     folders = [directory]
     if (tracker := directory / TRACKER).is_file():
-        newest = tracker.read_text(encoding="utf-8").strip()
+        newest = tracker.read_text(encoding="utf-8", errors="replace").strip()
         folders.append(directory / (f"iter_{int(newest):07d}" if newest.isdecimal() else "release"))
     for folder in folders:
         for format in FORMATS:

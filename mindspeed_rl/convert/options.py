@@ -63,7 +63,7 @@ _TARGETS = {format.name: format.help for format in FORMATS if format.model_type 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFlags:
-    """What is converted into what."""
+    """The checkpoints that a conversion reads and writes, and their formats."""
 
     load_model_type: str = flag("hf", "Hugging Face or Megatron.", choices=_MODEL_TYPES)
     save_model_type: str = flag("mg", "Hugging Face or Megatron.", choices=_MODEL_TYPES)
@@ -96,7 +96,7 @@ class CheckpointFlags:
 
 @dataclass(frozen=True, slots=True)
 class WorkFlags:
-    """How it is done."""
+    """The resources and checks of a conversion."""
 
     max_shard_size_gb: float = flag(
         4.0, "Largest file of a Hugging Face target, in 10^9 bytes.", above=0
@@ -116,7 +116,7 @@ class WorkFlags:
 
     @property
     def num_threads(self) -> int:
-        """``--workers``, or what 0 stands for."""
+        """Number of threads: ``--workers``, or what 0 stands for."""
         return self.workers or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
 
 

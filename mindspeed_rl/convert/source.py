@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.core.boxes import PLAIN, Box, ParamView
+from mindspeed_rl.core.boxes import PLAIN, Box, ParamView, Shape
 from mindspeed_rl.core.errors import UsageError
 
-Shape = tuple[int, ...]
 # Approximate size of the blocks in which tensors are processed and rows of files are read, so that
 # memory does not grow with the model.
 BLOCK_BYTES = 32 << 20
 
 
-class UnreadableError(ValueError):
+class UnreadableError(Exception):
     """Reading a source file failed, which says nothing about the files that were written."""
 
 
@@ -138,7 +137,7 @@ class TensorPart:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type as read."""
+        """Element type of the part as it is read."""
         return torch.bfloat16 if self.scales else self.stored.dtype
 
     def read(self, target: torch.Tensor, box: Box) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.convert.source import Shape, Source
-from mindspeed_rl.core.boxes import Box, ParamView
+from mindspeed_rl.convert.source import Source
+from mindspeed_rl.core.boxes import Box, ParamView, Shape
 from mindspeed_rl.weights.layouts.base import Piece, pieces_of
 from mindspeed_rl.weights.layouts.checkpoint_files import CheckpointLayout
 
@@ -43,7 +43,7 @@ class OutputTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Size in the file."""
+        """Size of the tensor in the file, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def fill(self, source: Source, block: Box, values: torch.Tensor) -> None:
@@ -78,7 +78,7 @@ class OutputFile:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all tensors of the file."""
+        """Size of all tensors of the file, in bytes."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 
@@ -98,7 +98,7 @@ class Target:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all tensors."""
+        """Size of the tensors of all files, in bytes."""
         return sum(file.num_bytes for file in self.files)
 
 

@@ -96,7 +96,10 @@ def open_distributed(folder: Path, spec: ModelSpec, extends_ep: bool) -> Source:
     Raises:
         UsageError: Another format, unreadable files, or weights that the model does not have.
     """
-    kind = json.loads((folder / FORMAT_FILE).read_text(encoding="utf-8")).get("sharded_backend")
+    try:
+        kind = json.loads((folder / FORMAT_FILE).read_text(encoding="utf-8")).get("sharded_backend")
+    except ValueError as error:  # also raised by bytes that are not UTF-8
+        raise UsageError(f"{folder / FORMAT_FILE}: no JSON ({error}); copy it again") from error
     if kind != "torch_dist":
         raise UsageError(
             f"{folder}: distributed checkpoint of format {kind!r}; allowed: torch_dist. Save it "

@@ -93,7 +93,14 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
             return torch.load(
                 archive, map_location="meta", pickle_module=_Pickle, weights_only=False
             )
-    except (pickle.UnpicklingError, EOFError, KeyError, RuntimeError, OSError) as error:
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        KeyError,
+        ValueError,
+        RuntimeError,
+        OSError,
+    ) as error:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: a bad offset.
             raise
         raise UsageError(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+Shape = tuple[int, ...]
+
 # A dimension of this size, cut into the usual number of slices, has slices that differ in size by
 # a few percent only.
 _LONG = 512

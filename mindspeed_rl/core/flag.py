@@ -21,8 +21,10 @@ class Needs:
     values: tuple[str, ...] = ()
 
     def met_by(self, value: object) -> bool:
-        """Whether the other flag is read when the deciding flag has this value."""
-        return value in self.values if self.values else bool(value)
+        """Whether the other flag is read when the deciding flag has this value; of a list, any."""
+        if not self.values:
+            return bool(value)
+        return any(one in self.values for one in (value if isinstance(value, tuple) else (value,)))
 
     def __str__(self) -> str:
         *first, last = self.values or ("",)

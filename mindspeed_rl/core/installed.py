@@ -48,7 +48,7 @@ def foreign_packages() -> Iterator[str]:
 
 
 def import_ray(flag: str, otherwise: str) -> Any:
-    """Import the package ray, an extra.
+    """Import the package ray, which only some flags need.
 
     Args:
         flag: Flag and value that need it, for the message.

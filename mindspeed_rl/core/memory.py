@@ -50,7 +50,7 @@ class MemoryPhase(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Policy:
-    """What an offload mode does.
+    """The effects of an offload mode.
 
     Attributes:
         help: Description of the mode in the help of the flag.

@@ -1,4 +1,4 @@
-"""The values that pass through an RL step: prompts go in, scored rollouts come out.
+"""The values that pass through a step: prompts go in, sequences to train on come out.
 
 Responses cross from rollout to training as token ids only; text is decoded from them for rewards
 and for people, and is never tokenised again.
@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 FINISH_REASONS = ("stop", "length")
 
@@ -88,7 +91,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One scored sample.
+    """The scored response to a prompt, from which the policy learns.
 
     Attributes:
         sample_id: Position of the prompt in the step times the group size, plus the position in the
@@ -102,3 +105,40 @@ class Rollout:
     completion: Completion
     reward: float | None = None
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSample:
+    """One sequence to train on: local, on the host or a device.
+
+    Attributes:
+        sample_id: Id of the sample, equal on all ranks.
+        token_ids: [length] int64, prompt and response.
+        num_prompt_tokens: Number of tokens that are read but not trained on; at least 1.
+        columns: Columns of the trained tokens, [num_trained, ...] by name.
+        token_after: Token after the last one, which is trained on but not read; ``None`` where the
+            sequence ends.
+        loss_mask: [length - num_prompt_tokens] bool, which tokens after the prompt are trained on;
+            ``None``: all.
+    """
+
+    sample_id: int
+    token_ids: torch.Tensor
+    num_prompt_tokens: int
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    token_after: int | None = None
+    loss_mask: torch.Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of prompt and response."""
+        return int(self.token_ids.numel())
+
+    @property
+    def num_trained(self) -> int:
+        """Number of tokens that are trained on."""
+        behind = self.length - self.num_prompt_tokens
+        if self.loss_mask is not None:
+            assert self.loss_mask.numel() == behind, "one entry per token behind the prompt"
+            behind = int(self.loss_mask.sum())
+        return behind + (self.token_after is not None)

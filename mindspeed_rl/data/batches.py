@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl.core.types import TrainSample
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.data.supervised import SupervisedDataset
-from mindspeed_rl.samples.packing import TrainSample
 
 
 @dataclass(frozen=True, slots=True)

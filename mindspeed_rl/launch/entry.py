@@ -14,12 +14,12 @@ from typing import Any, NoReturn, cast
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.architecture import model_config
-from mindspeed_rl.config.arguments import ParsedArguments, parse
+from mindspeed_rl.config.arguments import ParsedArguments, Run, parse
 from mindspeed_rl.config.launch import LaunchConfig, check_launch
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.launch.failures import USAGE_ERROR, WatchdogSettings, report_usage_error
-from mindspeed_rl.launch.job import Job, Plan_co, Run, check_run, check_script, run_job
+from mindspeed_rl.launch.job import Job, Plan_co, check_script, plan_run, run_job
 
 # How long the other ranks of a node wait until the first one has reported a mistake that all of
 # them see. With several nodes it imports torch to report it to them, too.
@@ -30,7 +30,7 @@ FIRST_RANK_OF_NODES_S = 60.0
 def run_entry(
     prog: str,
     run_type: type[Run],
-    check: Callable[[Run, int], Plan_co],
+    plan: Callable[[Run, int], Plan_co],
     main: Callable[[Job[Run, Plan_co]], None],
     argv: Sequence[str] | None = None,
     settings: WatchdogSettings | None = None,
@@ -40,7 +40,7 @@ def run_entry(
     Args:
         prog: Name of the entry's module, for ``--help``; actors of Ray import its ``main``.
         run_type: Class of the run's configuration.
-        check: Makes the plan of a configuration and world size; raises `UsageError`.
+        plan: Makes the plan of a configuration and world size; raises `UsageError`.
         main: Function that does the work of a rank.
         argv: Command line; default ``sys.argv[1:]``.
         settings: Settings of the watchdog.
@@ -65,7 +65,7 @@ def run_entry(
                 _check_world_size(config, num_ranks, "Ray starts" if in_ray else "torchrun started")
         if not in_ray:
             bootstrap.require_launcher(prog, os.environ)
-        checked = check_run(parsed, check, num_ranks)
+        checked = plan_run(parsed, plan, num_ranks)
     except UsageError as error:
         _usage_error(prog, error, world, settings)
     if in_ray:

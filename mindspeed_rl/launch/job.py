@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mindspeed_rl.compat.architecture import check_foreign_architecture
-from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
-from mindspeed_rl.config.arguments import ParsedArguments
+from mindspeed_rl.config.arguments import ParsedArguments, Run
 from mindspeed_rl.config.kernels import module_names
 from mindspeed_rl.config.npu import NpuSetup, check_npu, npu_setup
 from mindspeed_rl.core.errors import UsageError
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from mindspeed_rl.launch.watchdog import Watchdog
     from mindspeed_rl.platforms.base import Platform
 
-Run = TypeVar("Run", RLRunConfig, PretrainRunConfig, ScoreRunConfig)
 Plan_co = TypeVar("Plan_co", covariant=True)
 
 
@@ -59,18 +57,18 @@ class Checked(Generic[Run, Plan_co]):
     setup: NpuSetup | None
 
 
-def check_run(
-    parsed: ParsedArguments[Run], check: Callable[[Run, int], Plan_co], num_ranks: int
+def plan_run(
+    parsed: ParsedArguments[Run], plan: Callable[[Run, int], Plan_co], num_ranks: int
 ) -> Checked[Run, Plan_co]:
-    """Find the user's mistakes before anything heavy is imported. Local.
+    """Find the user's mistakes, and plan the run, before anything heavy is imported. Local.
 
     Raises:
         UsageError: There is one; only the first is reported.
     """
-    plan = check(parsed.config, num_ranks)
+    planned = plan(parsed.config, num_ranks)
     setup = npu_setup_of(parsed)
     check_script(parsed, read_hf_config(parsed.config.model.hf_checkpoint))
-    return Checked(parsed, plan, setup)
+    return Checked(parsed, planned, setup)
 
 
 def run_job(
@@ -97,7 +95,8 @@ def run_job(
         minutes = parallel.distributed_timeout_minutes
         with watchdog.phase(JOIN, timeout_s=60.0 * minutes):
             platform = bootstrap.start(parallel.platform, minutes, world, checked.setup)
-        job = Job(config, checked.plan, world, platform, watchdog, checked.parsed.ignored)
+        ignored = ignored_flags(checked.parsed, platform)
+        job = Job(config, checked.plan, world, platform, watchdog, ignored)
         job.log_rank0(*changed)
         bootstrap.seed_everything(config.train.seed)
         main(job)
@@ -108,6 +107,12 @@ def run_job(
             dist.destroy_process_group()
     except BaseException as error:
         watchdog.fail(error)
+
+
+def ignored_flags(parsed: ParsedArguments[Any], platform: Platform) -> tuple[str, ...]:
+    """Return the flags that were accepted but have no effect, or none on this device."""
+    obeyed = platform.transformer_features().obeys_kernel_flags
+    return (*parsed.ignored, *parsed.config.kernels.idle_flags(obeyed))
 
 
 def npu_setup_of(parsed: ParsedArguments[Any]) -> NpuSetup | None:
@@ -128,8 +133,10 @@ def npu_setup_of(parsed: ParsedArguments[Any]) -> NpuSetup | None:
 
 def check_script(parsed: ParsedArguments[Any], hf_config: dict[str, Any]) -> None:
     """Compare the architecture flags of the script with the model."""
-    implied = dict(weight_table(spec_from_hf_config(hf_config).family).config_keys)
-    check_foreign_architecture(parsed.checked_arch, implied | hf_config)
+    spec = spec_from_hf_config(hf_config)
+    implied = dict(weight_table(spec.family).config_keys)
+    properties = {"spec.qk_norm": any(attention.qk_norm for attention in spec.attentions)}
+    check_foreign_architecture(parsed.checked_arch, implied | hf_config | properties)
 
 
 def _start_watchdog(

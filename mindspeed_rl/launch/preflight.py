@@ -32,7 +32,7 @@ GRACE_S = 10.0  # how long rank 0 waits for the reports of others after its own 
 _ELEMENTS = 1024
 _MIB = 2**20
 
-Groups = Mapping[str, Sequence[tuple[int, ...]]]
+GroupKinds = Mapping[str, Sequence[tuple[int, ...]]]
 """Process groups by kind; a rank is in at most one group of a kind."""
 
 
@@ -93,11 +93,11 @@ class Preflight:
     """
 
     def __init__(
-        self, world: World, platform: Platform, store: Store, groups: Groups, limit_s: float
+        self, world: World, platform: Platform, store: Store, groups: GroupKinds, limit_s: float
     ) -> None:
         self._world, self._platform, self._store = world, platform, store
         self._everyone = tuple(range(world.size))
-        self._kinds: Groups = {CREATION: (self._everyone,), **groups}
+        self._kinds: GroupKinds = {CREATION: (self._everyone,), **groups}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._limit_s = limit_s
         self._own = RankReport(os.uname().nodename)
@@ -179,7 +179,7 @@ def wait_for(store: Store, keys: Sequence[str], seconds: float) -> list[str]:
 
 
 def preflight_rows(
-    kinds: Groups, reports: Mapping[int, RankReport], last: Mapping[int, str], limit_s: float
+    kinds: GroupKinds, reports: Mapping[int, RankReport], last: Mapping[int, str], limit_s: float
 ) -> Iterator[DoctorRow]:
     """Turn the reports of all ranks into rows. Pure.
 

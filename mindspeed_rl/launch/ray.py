@@ -34,8 +34,8 @@ from mindspeed_rl.launch.failures import (
     WatchdogSettings,
     lost_failure,
 )
-from mindspeed_rl.launch.job import Checked, check_run, run_job
-from mindspeed_rl.planning.run_plan import RLPlan, check_rl
+from mindspeed_rl.launch.job import Checked, plan_run, run_job
+from mindspeed_rl.planning.run_plan import RLPlan, plan_rl
 from mindspeed_rl.rewards.worker_process import worker_environment
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class RankActor:
         try:
             _enter(command.folder)
             parsed = parse(RLRunConfig, list(command.arguments), command.prog)
-            checked = check_run(parsed, check_rl, world.size)
+            checked = plan_run(parsed, plan_rl, world.size)
         except UsageError as error:
             from mindspeed_rl.launch.failure_store import publish_usage_error
 

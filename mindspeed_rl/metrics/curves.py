@@ -117,7 +117,7 @@ def draw_run(records: Sequence[Record], title: str) -> Figure:
 def _draw_reward(axes: Axes, records: Sequence[Record]) -> None:
     reward = Series.of(records, names.REWARD)
     held_out = Series.of(records, names.EVAL_REWARD)
-    if _says_missing(axes, names.REWARD, reward, held_out):
+    if _label_if_empty(axes, names.REWARD, reward, held_out):
         return
     _line(axes, held_out, color="C2", label="held out, greedy", linestyle="--")
     window = max(5, len(reward.steps) // 20)
@@ -132,7 +132,7 @@ def _draw_accuracy(axes: Axes, records: Sequence[Record]) -> None:
     lenient = Series.of(records, names.ACCURACY_LENIENT)
     axes.set_ylim(0, 1.05)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    if _says_missing(axes, names.ACCURACY, strict, lenient):
+    if _label_if_empty(axes, names.ACCURACY, strict, lenient):
         return
     _line(axes, lenient, color="C1", label="lenient", linestyle="--")
     _line(axes, strict, color="C2", label="strict")
@@ -141,7 +141,7 @@ def _draw_accuracy(axes: Axes, records: Sequence[Record]) -> None:
 
 def _draw_from_zero(axes: Axes, records: Sequence[Record], name: str, color: str) -> None:
     series = Series.of(records, name)
-    if not _says_missing(axes, name, series):
+    if not _label_if_empty(axes, name, series):
         _line(axes, series, color=color)
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
@@ -149,7 +149,7 @@ def _draw_from_zero(axes: Axes, records: Sequence[Record], name: str, color: str
 
 def _draw_mismatch(axes: Axes, records: Sequence[Record]) -> None:
     mismatch = Series.of(records, names.MISMATCH_MAX)
-    if _says_missing(axes, names.MISMATCH_MAX, mismatch):
+    if _label_if_empty(axes, names.MISMATCH_MAX, mismatch):
         return
     _line(axes, mismatch, color="C4")
     # Bit-equal engines differ by 0, which a logarithmic axis cannot show.
@@ -161,7 +161,7 @@ def _draw_mismatch(axes: Axes, records: Sequence[Record]) -> None:
 
 def _draw_phases(axes: Axes, records: Sequence[Record]) -> None:
     phases = _phase_seconds(records)
-    if _says_missing(axes, "time/<phase>_s", *phases.values()):
+    if _label_if_empty(axes, "time/<phase>_s", *phases.values()):
         return
     steps = np.array(sorted({step for series in phases.values() for step in series.steps}))
     stacked = _largest_phases({name: series.at(steps) for name, series in phases.items()})
@@ -234,7 +234,7 @@ def _line(axes: Axes, series: Series, **options: Any) -> None:
         axes.plot(series.steps, series.values, **options)
 
 
-def _says_missing(axes: Axes, metrics: str, *series: Series) -> bool:
+def _label_if_empty(axes: Axes, metrics: str, *series: Series) -> bool:
     """Write the reason into a panel that has nothing to draw; return whether it is empty."""
     if any(not one.is_empty for one in series):
         return False

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.parallel.small_collectives import gather_rows
+from mindspeed_rl.parallel.small_collectives import gather_objects, gather_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +139,11 @@ def _check_schema(schema: Sequence[str]) -> None:
     digests = gather_rows(torch.from_numpy(np.frombuffer(digest, np.int64).copy()))
     if len(set(digests.flatten().tolist())) == 1:
         return
-    by_rank: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(by_rank, set(schema))
+    by_rank = gather_objects(set(schema))
     lines = []
     for name in sorted(by_rank[0].union(*by_rank) - by_rank[0].intersection(*by_rank)):
-        holders = [rank for rank, names in enumerate(by_rank) if name in names]
-        lines.append(f"  {name}: only on {len(holders)} of {len(by_rank)} ranks: {holders[:8]}")
+        ranks = [rank for rank, names in enumerate(by_rank) if name in names]
+        lines.append(f"  {name}: only on {len(ranks)} of {len(by_rank)} ranks: {ranks[:8]}")
     raise RuntimeError(
         "metric names or kinds differ between the ranks of a reduction:\n"
         + "\n".join(lines)

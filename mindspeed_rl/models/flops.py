@@ -11,7 +11,7 @@ from mindspeed_rl.models.tensors import tensor_groups
 
 
 def active_parameters(spec: ModelSpec) -> int:
-    """Number of weights that one token is multiplied with: of experts, ``top_k`` of each layer."""
+    """Number of weights that one token is multiplied with: of experts, a share in each layer."""
     expert_rows = {
         row.param
         for row in weight_table(spec.family).trainer_rows(spec)
@@ -19,11 +19,8 @@ def active_parameters(spec: ModelSpec) -> int:
     }
     active = 0
     for group in tensor_groups(spec):
-        moe = spec.layer(group.layers[0]).moe
-        if group.row in expert_rows and moe is not None:
-            active += group.num_parameters * moe.top_k // moe.num_experts
-        else:
-            active += group.num_parameters
+        share = spec.layer(group.layers[0]).mlp.active_share if group.row in expert_rows else 1
+        active += int(group.num_parameters * share)
     if not spec.tie_embeddings:  # a tied embedding is the head as well
         active -= spec.vocab_size * spec.hidden_size  # the embedding is looked up
     return active

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import ClassVar
 
 from mindspeed_rl.core.errors import UsageError
@@ -209,14 +210,37 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class DenseMLP:
-    """A gated MLP with ``ffn_hidden_size`` channels between its two projections."""
+    """A gated MLP with ``ffn_hidden_size`` channels between its two projections.
+
+    Attributes:
+        recompute_module: Name of the MLP in ``--recompute-modules``.
+        top_k: Number of experts that a token is routed to.
+        copy_values: Elements of a routed copy of a token.
+        routing_values: Elements per token, in fp32, that a backward pass needs for the routing.
+        active_share: Share of the weights of experts that a token is multiplied with.
+    """
 
     kind: ClassVar[str] = "dense"
+    recompute_module: ClassVar[str] = "mlp"
+    top_k: ClassVar[int] = 0
+    copy_values: ClassVar[int] = 0
+    routing_values: ClassVar[int] = 0
+    active_share: ClassVar[Fraction] = Fraction(1)
 
     ffn_hidden_size: int
 
     def __post_init__(self) -> None:
         check_positive(ffn_hidden_size=self.ffn_hidden_size)
+
+    @property
+    def saved_values(self) -> int:
+        """Elements per token that a backward pass needs: gate, up and their activated product."""
+        return 3 * self.ffn_hidden_size
+
+    @property
+    def engine_values(self) -> int:
+        """Elements per token that an engine works with: gate, up and their activated product."""
+        return 3 * self.ffn_hidden_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +248,7 @@ class MoE:
     """A mixture of experts.
 
     Attributes:
+        recompute_module: Name of the MLP in ``--recompute-modules``.
         num_experts: Number of routed experts of the layer.
         top_k: Number of experts that a token is routed to.
         expert_ffn_size: Intermediate size of one routed expert.
@@ -238,6 +263,7 @@ class MoE:
     """
 
     kind: ClassVar[str] = "moe"
+    recompute_module: ClassVar[str] = "moe"
 
     num_experts: int
     top_k: int
@@ -266,6 +292,31 @@ class MoE:
                 f"model config: n_group {self.num_groups} does not divide the "
                 f"{self.num_experts} experts"
             )
+
+    @property
+    def saved_values(self) -> int:
+        """Elements per token that a backward pass needs of the shared experts."""
+        return 3 * self.shared_ffn_size
+
+    @property
+    def engine_values(self) -> int:
+        """Elements per token that an engine works with in the shared experts."""
+        return 3 * self.shared_ffn_size
+
+    @property
+    def copy_values(self) -> int:
+        """Elements of a routed copy of a token: gate, up and their product, without its input."""
+        return 3 * self.expert_ffn_size
+
+    @property
+    def routing_values(self) -> int:
+        """Elements per token, in fp32, that a backward pass needs for the routing."""
+        return 2 * self.num_experts
+
+    @property
+    def active_share(self) -> Fraction:
+        """Share of the weights of experts that a token is multiplied with."""
+        return Fraction(self.top_k, self.num_experts)
 
 
 Attention = GroupedQueryAttention | LatentAttention

@@ -11,6 +11,7 @@ from typing import Any
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models import families
+from mindspeed_rl.models.config_values import read
 from mindspeed_rl.models.rules import WeightTable
 from mindspeed_rl.models.spec import ModelSpec
 
@@ -32,7 +33,7 @@ def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
             feature is not computed.
     """
     config = {key: value for key, value in config.items() if value is not None}
-    names = list(config.get("architectures") or [])
+    names = read(config, list, "architectures", default=[])
     for table, build in _families():
         if any(name in table.architectures for name in names):
             try:
@@ -58,7 +59,7 @@ def value_spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
     Raises:
         UsageError: As :func:`spec_from_hf_config`, or a classifier has several labels.
     """
-    names = list(config.get("architectures") or [])
+    names = read(config, list, "architectures", default=[])
     is_classifier = any(name.endswith(CLASSIFIER) for name in names)
     labels = len(config.get("id2label") or ()) or int(config.get("num_labels") or 2)
     if is_classifier and labels != 1:

@@ -104,7 +104,7 @@ class WeightRow(ABC):
         """The rectangles of HF tensors that a rank holds."""
 
     def check(self, spec: ModelSpec, count: int) -> None:  # noqa: B027 - most rows need no more
-        """Raise ``ValueError`` when ``count`` tensor-parallel ranks cannot share this row."""
+        """Raise ``UsageError`` when ``count`` tensor-parallel ranks cannot share this row."""
 
     def layers(self, spec: ModelSpec) -> tuple[int, ...]:
         """Numbers of the layers that have this row; the single 0 for rows outside the layers."""
@@ -124,7 +124,7 @@ class WeightRow(ABC):
         at = spec.layer(layer)
         return at.mlp if self.stage in ("dense", "moe") else at.attention
 
-    def first_alike(self, spec: ModelSpec) -> dict[int, int]:
+    def first_equal_layers(self, spec: ModelSpec) -> dict[int, int]:
         """Map every layer that has this row to the first one whose dimensions are the same."""
         first: dict[Attention | MLP, int] = {}
         return {n: first.setdefault(self._part(spec, n), n) for n in self.layers(spec)}

@@ -186,18 +186,6 @@ class ModelSpec:
         """Whether the output is one number per token."""
         return self.head == "value"
 
-    @property
-    def engine_positions(self) -> int:
-        """Longest sequence of an engine, in tokens.
-
-        vLLM's table of YaRN's angles ends with the stretched context, whatever the config's
-        max_position_embeddings, and is read beyond its end without an error.
-        """
-        if self.rope.kind != "yarn":
-            return self.max_position_embeddings
-        stretched = int(self.rope.factor * self.rope.original_max_position)
-        return min(self.max_position_embeddings, stretched)
-
 
 def eos_ids_of(config: Mapping[str, Any]) -> tuple[int, ...]:
     """The end-of-sequence ids of a config, which holds one id, a list, or nothing."""

@@ -64,9 +64,9 @@ def tensor_groups(spec: ModelSpec) -> tuple[TensorGroup, ...]:
         if spec.tie_embeddings and row.tied_to:
             continue
         experts = spec.num_experts if isinstance(row, ExpertRow) else 1
-        first_alike = row.first_alike(spec)
-        for first in dict.fromkeys(first_alike.values()):
-            layers = tuple(n for n, alike in first_alike.items() if alike == first)
+        first_equals = row.first_equal_layers(spec)
+        for first in dict.fromkeys(first_equals.values()):
+            layers = tuple(n for n, equal in first_equals.items() if equal == first)
             groups += [
                 TensorGroup(pattern, row.param, shape, layers, experts, row.dtype)
                 for pattern, shape in row.hf_shapes(spec.at(first)).items()

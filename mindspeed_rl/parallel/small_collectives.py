@@ -18,7 +18,7 @@ T = TypeVar("T")
 DIRECT_BYTES = 2**20
 
 
-def sum_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def all_reduce_sum(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Sum the tensors of all ranks of a group. Collective: the group.
 
     Args:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from mindspeed_rl.config import TrainConfig
 from mindspeed_rl.core.layout import round_up
-from mindspeed_rl.models.layers import DenseMLP
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 _FP32 = 4
@@ -109,23 +108,20 @@ class TrainingMemory:
         spec, parallel = self.layout.spec, self.layout.parallel
         tokens, item, tp = work.tokens // parallel.cp, self._item, parallel.tp
         attention, mlp = spec.layers[layer].attention, spec.layers[layer].mlp
-        parts = {
-            # inputs of both norms and of the projections after them
-            "stream": 4 * self._residual(work),
-            "attention": tokens * attention.saved_values // tp * item,
-            "core_attn": tokens * attention.num_heads // tp * _FP32,  # row statistics
-        }
-        if isinstance(mlp, DenseMLP):
-            parts["mlp"] = 3 * tokens * mlp.ffn_hidden_size // tp * item
-            return parts
         local = self._local_tokens(work)
         # copies of tokens from all ranks that this rank's experts process
         taken = local * mlp.top_k * parallel.etp
         taken = int(taken * (self.imbalance if parallel.ep > 1 else 1.0))
-        experts = taken * (spec.hidden_size + 3 * mlp.expert_ffn_size // parallel.etp)
-        shared = 3 * tokens * mlp.shared_ffn_size // tp
-        parts["moe"] = (experts + shared) * item + local * mlp.num_experts * 2 * _FP32  # routing
-        return parts
+        experts = taken * (spec.hidden_size + mlp.copy_values // parallel.etp)
+        every_token = tokens * mlp.saved_values // tp
+        return {
+            # inputs of both norms and of the projections after them
+            "stream": 4 * self._residual(work),
+            "attention": tokens * attention.saved_values // tp * item,
+            "core_attn": tokens * attention.num_heads // tp * _FP32,  # row statistics
+            mlp.recompute_module: (experts + every_token) * item
+            + local * mlp.routing_values * _FP32,
+        }
 
     def _again(self, layer: int, work: Workload) -> int:
         """Return the bytes of a layer that ``--recompute-modules`` recomputes and does not keep."""

@@ -6,15 +6,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config import RLRunConfig, TrainingRunConfig
 from mindspeed_rl.config.dry_run import MACHINES, Machine
 from mindspeed_rl.core.memory import FIXED_MODES, OffloadMode
-from mindspeed_rl.planning.prediction import Config, MemoryPrediction
+from mindspeed_rl.planning.prediction import MemoryPrediction
 
 _GIB = 2**30
 
 
-def machine_on(config: Config, platform: str | None = None) -> Machine:
+def machine_on(config: TrainingRunConfig, platform: str | None = None) -> Machine:
     """Return the machine of ``--rl-dry-run-machine``, or the first one of another platform.
 
     On NPUs its communicators have the size of ``HCCL_BUFFSIZE``.
@@ -32,7 +32,7 @@ def machine_on(config: Config, platform: str | None = None) -> Machine:
     return machine
 
 
-def device_bytes(config: Config, found_bytes: float) -> int:
+def device_bytes(config: TrainingRunConfig, found_bytes: float) -> int:
     """Return the bytes of a device: ``--device-memory-gb``, else those of machine or driver."""
     return int(config.device.device_memory_gb * _GIB or found_bytes)
 

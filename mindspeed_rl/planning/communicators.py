@@ -14,7 +14,7 @@ from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
 
-Groups = dict[str, tuple[int, ...]]
+GroupsOfRank = dict[str, tuple[int, ...]]
 _Peers = Callable[[int], tuple[int, ...]]
 
 WORLD = "world"
@@ -62,7 +62,7 @@ class RunGroups:
             engine_mc2=engine_mc2,
         )
 
-    def of_rank(self, rank: int) -> Groups:
+    def of_rank(self, rank: int) -> GroupsOfRank:
         """Return the groups of more than one rank that this rank uses in a step, by name."""
         groups = {name: peers(rank) for name, peers in self._peers().items()}
         return {name: ranks for name, ranks in groups.items() if len(ranks) > 1}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindspeed_rl.core.layout import round_up
-from mindspeed_rl.models.layers import MLP, DenseMLP, LatentAttention, MoE
+from mindspeed_rl.models.layers import MLP, LatentAttention
 from mindspeed_rl.rollout.provider import EngineSizes
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
@@ -53,10 +53,10 @@ class EngineMemory:
         block = self.token_bytes() * self.sizes.block_tokens
         return self.kv_cache_bytes // block * block
 
-    def routed_tokens(self, moe: MoE) -> int:
+    def routed_tokens(self, mlp: MLP) -> int:
         """Return the copies of tokens that the busiest rank computes in one layer of experts."""
         engine = self.layout.engine
-        copies = self.sizes.batched_tokens * engine.dp * moe.top_k
+        copies = self.sizes.batched_tokens * engine.dp * mlp.top_k
         if not engine.expert_parallel:
             return copies  # every rank has a slice of every expert
         return int(copies / engine.size * self.imbalance)
@@ -84,9 +84,7 @@ class EngineMemory:
     def _mlp_values(self, mlp: MLP) -> int:
         """Return the elements of the working memory of one MLP."""
         engine, tokens = self.layout.engine, self.sizes.batched_tokens
-        if isinstance(mlp, DenseMLP):
-            return tokens * 3 * mlp.ffn_hidden_size // engine.tp
-        hidden, width = self.layout.spec.hidden_size, mlp.expert_ffn_size // engine.expert_tp
+        hidden, of_copy = self.layout.spec.hidden_size, mlp.copy_values // engine.expert_tp
         sent = tokens * mlp.top_k // engine.tp if engine.expert_parallel else 0
-        experts = self.routed_tokens(mlp) * (2 * hidden + 3 * width) + sent * hidden
-        return experts + tokens * 3 * mlp.shared_ffn_size // engine.tp
+        experts = self.routed_tokens(mlp) * (2 * hidden + of_copy) + sent * hidden
+        return experts + tokens * mlp.engine_values // engine.tp

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config import RLRunConfig, TrainingRunConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import MemoryPhase
 from mindspeed_rl.planning.budget import device_bytes, machine_on, resolve_offload, usable_bytes
-from mindspeed_rl.planning.prediction import Config, MemoryPrediction, Peak, Table
+from mindspeed_rl.planning.prediction import MemoryPrediction, Peak, Table
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.planning.suggestions import Suggestion, plan_of, suggest
 from mindspeed_rl.weights.planner import plan_reshard
@@ -52,7 +52,7 @@ class Findings:
         return self.peak.num_bytes <= self.budget_bytes
 
 
-def world_size(config: Config, environment: Mapping[str, str]) -> int:
+def world_size(config: TrainingRunConfig, environment: Mapping[str, str]) -> int:
     """Return the number of ranks of the run that is predicted.
 
     Raises:
@@ -69,7 +69,7 @@ def world_size(config: Config, environment: Mapping[str, str]) -> int:
     return int(given)
 
 
-def find_out(config: Config, world: int) -> Findings:
+def find_out(config: TrainingRunConfig, world: int) -> Findings:
     """Predict a run of ``world`` ranks. Pure but for reading config.json.
 
     Args:

@@ -6,20 +6,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.config import RLRunConfig, TrainingRunConfig
 from mindspeed_rl.config.dry_run import MACHINES, Machine
 from mindspeed_rl.config.npu import group_buffers
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner, MemoryPhase, OffloadMode
 from mindspeed_rl.planning.activations import TrainingMemory, TrainPeak, Workload
-from mindspeed_rl.planning.communicators import Groups, RunGroups
+from mindspeed_rl.planning.communicators import GroupsOfRank, RunGroups
 from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.model_state import ModelState, model_state
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
 from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
-Config = RLRunConfig | PretrainRunConfig
 Table = dict[MemoryOwner, int]
 _GIB, _MIB = 2**30, 2**20
 # Buffers that vLLM-Ascend sets whatever HCCL_BUFFSIZE is, which applies to its dispatch group.
@@ -53,7 +52,7 @@ class MemoryPrediction:
         offload: Trainer memory that is offloaded during rollouts; not ``AUTO``.
     """
 
-    config: Config
+    config: TrainingRunConfig
     plan: RunPlan
     machine: Machine = field(default=MACHINES["cpu"])
     offload: OffloadMode = OffloadMode.NONE
@@ -276,7 +275,7 @@ class MemoryPrediction:
 
     # --- communicators -------------------------------------------------------------------------
 
-    def groups(self, rank: int) -> Groups:
+    def groups(self, rank: int) -> GroupsOfRank:
         """Return the groups that a step uses on a device, also for a CPU, which has no buffers."""
         mc2 = self.machine.platform == "npu"
         return RunGroups.of(self.config, self.plan, engine_mc2=mc2).of_rank(rank)

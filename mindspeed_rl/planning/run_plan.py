@@ -100,48 +100,19 @@ class RLPlan(RunPlan):
     reward_model: MegatronLayout | None = None
 
 
-def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
-    """Validate an RL configuration for ``world`` ranks, with ``files`` also its files, and plan it.
+def plan_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
+    """Check an RL configuration for ``world`` ranks, with ``files`` also its files, and plan it.
 
     Raises:
         UsageError: A flag is wrong; names it, its value, what is allowed and the fix.
     """
-    rl = config.rl
-    engine_provider().check_options(config.engine_options)
-    check_algorithms(config)
-    _check_sampling(config)
-    if files:
-        _need_file("--prompt-data", config.prompts.prompt_data)
-        for name, file in config.prompts.eval_files.items():
-            _need_file(f"--rl-eval-data {name}" if name else "--eval-prompt-data", file)
-        check_paths(config)
-        check_trackers(config.trackers)
-    check_profiler(config.profiler, world)
-    if config.rollout.rollout_kv_cache_gb <= 0:
-        raise UsageError(
-            f"--rollout-kv-cache-gb {config.rollout.rollout_kv_cache_gb:g}: must be positive; one "
-            "sequence of the longest length must fit"
-        )
-    _check_dropout(config.model)
-    _check_steps(config.train)
-    environment = config.environment.rl_environment
-    check_rewards(config.rewards, config.logging.phase_timeout_s, environment, files=files)
-    if environment:
-        check_name("--rl-environment", environment, BUILT_IN_ENVIRONMENTS, files=files)
-    base = check_layout(config, world, files)
-    if files:
-        _check_tokenizer(config.model)
-    _check_mtp(config.checkpoint, config.model, base.spec)
-    if rl.rl_routing_replay != "none" and not base.spec.expert_layers:
-        raise UsageError(
-            f"--rl-routing-replay {rl.rl_routing_replay}: the model has no experts; remove it"
-        )
-    engine = engine_layout(config.rollout, world)
+    _check_rl_flags(config, world, files)
+    base = plan_training(config, world, files)
     limit = config.train.seq_length or (
         config.prompts.max_prompt_length + config.rollout.rollout_max_response_length
     )
-    _check_length(limit, config, base.spec)
-    _check_kv_cache(limit, config, base.spec)
+    _check_rl_model(config, base.spec, limit, files)
+    engine = engine_layout(config.rollout, world)
     batch = batch_arithmetic(config, base.parallel.dp)
     rollout = engine_provider().layout(base.spec, engine, config.engine)
     _check_rollout_share(batch, engine)
@@ -157,6 +128,40 @@ def check_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     )
 
 
+def _check_rl_flags(config: RLRunConfig, world: int, files: bool) -> None:
+    """Check what flags alone say, and with ``files`` the files that they name."""
+    engine_provider().check_options(config.engine_options)
+    check_algorithms(config)
+    _check_sampling(config)
+    if files:
+        _need_file("--prompt-data", config.prompts.prompt_data)
+        for name, file in config.prompts.eval_files.items():
+            _need_file(f"--rl-eval-data {name}" if name else "--eval-prompt-data", file)
+        check_paths(config)
+        check_trackers(config.trackers)
+    check_profiler(config.profiler, world)
+    _check_dropout(config.model)
+    _check_steps(config.train)
+    environment = config.environment.rl_environment
+    check_rewards(config.rewards, config.logging.phase_timeout_s, environment, files=files)
+    if environment:
+        check_name("--rl-environment", environment, BUILT_IN_ENVIRONMENTS, files=files)
+
+
+def _check_rl_model(config: RLRunConfig, spec: ModelSpec, limit: int, files: bool) -> None:
+    """Check the flags against the model; the longest sequence has ``limit`` tokens."""
+    if files:
+        _check_tokenizer(config.model)
+    _check_mtp(config.checkpoint, config.model, spec)
+    if config.rl.rl_routing_replay != "none" and not spec.expert_layers:
+        raise UsageError(
+            f"--rl-routing-replay {config.rl.rl_routing_replay}: the model has no experts; "
+            "remove it"
+        )
+    _check_length(limit, config, spec)
+    _check_kv_cache(limit, config, spec)
+
+
 def _check_sampling(config: RLRunConfig) -> None:
     """Refuse sampling flags that change the distribution which the loss assumes."""
     rl = config.rl
@@ -166,19 +171,9 @@ def _check_sampling(config: RLRunConfig) -> None:
             "truncated sampling renormalises the engine's log-probs and biases the update; "
             "allowed: top-p 1, top-k -1"
         )
-    if rl.rl_default_temperature <= 0:
-        raise UsageError(
-            f"--rl-default-temperature {rl.rl_default_temperature}: must be positive; rollouts "
-            "for training are sampled, evaluation is greedy by itself"
-        )
-    if config.prompts.rl_eval_samples and not config.prompts.rl_eval_temperature:
-        raise UsageError(
-            "--rl-eval-temperature 0: the samples of --rl-eval-samples would all be the greedy "
-            "response, which is evaluated anyway; give a temperature above 0, or leave both out"
-        )
 
 
-def check_score(config: ScoreRunConfig, world: int) -> ScorePlan:
+def plan_score(config: ScoreRunConfig, world: int) -> ScorePlan:
     """Validate a scoring configuration for ``world`` ranks, and plan it.
 
     Raises:
@@ -190,14 +185,12 @@ def check_score(config: ScoreRunConfig, world: int) -> ScorePlan:
     if not score.output:
         raise UsageError("--output is required: give the .npz file to write")
     check_output_file("--output", score.output)
-    if score.temperature <= 0:
-        raise UsageError(f"--temperature {score.temperature}: must be positive")
     if score.temperature != 1 and score.backend == "engine":
         raise UsageError(
             f"--temperature {score.temperature} with --backend engine: engines score prompts "
             "without temperature; allowed: 1"
         )
-    base = check_layout(config, world)
+    base = plan_training(config, world)
     engine = engine_layout(config.rollout, world)
     rollout = engine_provider().layout(base.spec, engine, EngineTuningConfig())
     return ScorePlan(base.spec, base.parallel, base.megatron, rollout)
@@ -235,7 +228,7 @@ def batch_arithmetic(config: RLRunConfig, dp: int) -> BatchArithmetic:
     )
 
 
-def check_pretrain(config: PretrainRunConfig, world: int, *, files: bool = True) -> RunPlan:
+def plan_pretrain(config: PretrainRunConfig, world: int, *, files: bool = True) -> RunPlan:
     """Validate a supervised configuration for ``world`` ranks, with ``files`` also its files.
 
     Raises:
@@ -251,7 +244,7 @@ def check_pretrain(config: PretrainRunConfig, world: int, *, files: bool = True)
         check_paths(config)
         check_trackers(config.trackers)
     check_profiler(config.profiler, world)
-    base = check_layout(config, world, files)
+    base = plan_training(config, world, files)
     if files and config.sft.stage == "sft":
         _check_tokenizer(config.model)
     _check_mtp(config.checkpoint, config.model, base.spec)
@@ -321,13 +314,11 @@ def _check_length(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
             f"--max-prompt-length {prompt} + --rollout-max-response-length {response} exceeds "
             f"--seq-length {limit}; raise --seq-length or lower one of the two"
         )
-    if limit > spec.engine_positions:
-        what = "max_position_embeddings"
-        if spec.engine_positions < spec.max_position_embeddings:
-            what = "YaRN factor x original_max_position_embeddings"
+    if limit > (positions := engine_provider().positions(spec)):
         raise UsageError(
-            f"sequences of up to {limit} tokens exceed the model's {what} "
-            f"{spec.engine_positions}; lower --max-prompt-length, "
+            f"sequences of up to {limit} tokens exceed the {positions} positions that the engine "
+            f"has for a {spec.rope.kind} model of max_position_embeddings "
+            f"{spec.max_position_embeddings}; lower --max-prompt-length, "
             "--rollout-max-response-length or --seq-length"
         )
 
@@ -353,7 +344,7 @@ def _check_kv_cache(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
         )
 
 
-def check_layout(
+def plan_training(
     config: RLRunConfig | PretrainRunConfig | ScoreRunConfig, world: int, files: bool = True
 ) -> RunPlan:
     """Plan the training layout of a model, with ``files`` also checking that weights exist.

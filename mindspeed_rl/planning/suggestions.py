@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config import RLRunConfig, TrainingRunConfig
 from mindspeed_rl.config.engine_options import as_flag
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import FIXED_MODES
 from mindspeed_rl.planning.budget import resolve_offload
-from mindspeed_rl.planning.prediction import Config, MemoryPrediction, Peak
-from mindspeed_rl.planning.run_plan import RunPlan, check_pretrain, check_rl
+from mindspeed_rl.planning.prediction import MemoryPrediction, Peak
+from mindspeed_rl.planning.run_plan import RunPlan, plan_pretrain, plan_rl
 from mindspeed_rl.rollout.registry import engine_provider
 
 
@@ -23,15 +24,15 @@ class Suggestion:
     peak: Peak
 
 
-def plan_of(config: Config, world: int) -> RunPlan:
+def plan_of(config: TrainingRunConfig, world: int) -> RunPlan:
     """Plan the run of a configuration without looking at the files that it names.
 
     Raises:
         UsageError: The configuration is not possible.
     """
     if isinstance(config, RLRunConfig):
-        return check_rl(config, world, files=False)
-    return check_pretrain(config, world, files=False)
+        return plan_rl(config, world, files=False)
+    return plan_pretrain(config, world, files=False)
 
 
 def suggest(prediction: MemoryPrediction, ranks: Sequence[int], usable: int) -> list[Suggestion]:
@@ -45,7 +46,7 @@ def suggest(prediction: MemoryPrediction, ranks: Sequence[int], usable: int) -> 
         changed = replace(config, **sections)
         try:
             plan = plan_of(changed, prediction.world)
-        except ValueError:  # the model or the layout does not allow the change
+        except UsageError:  # the model or the layout does not allow the change
             continue
         after = replace(prediction, config=changed, plan=plan)
         after = replace(after, offload=resolve_offload(after, ranks, usable)[0])
@@ -54,7 +55,7 @@ def suggest(prediction: MemoryPrediction, ranks: Sequence[int], usable: int) -> 
     return sorted(found, key=lambda suggestion: suggestion.peak.num_bytes)
 
 
-def _changes(config: Config) -> list[tuple[str, str, dict[str, Any]]]:
+def _changes(config: TrainingRunConfig) -> list[tuple[str, str, dict[str, Any]]]:
     """Return the changes to try: flags as typed, and the fields of a section that they set."""
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     full = {

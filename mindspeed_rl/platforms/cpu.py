@@ -40,16 +40,16 @@ class CpuPlatform:
         share_devices()
 
     def synchronize(self) -> None:
-        """Nothing is queued on a CPU."""
+        """Do nothing, because a CPU has no queue of work to wait for."""
 
     def rng_state(self) -> torch.Tensor | None:
         return None
 
     def set_rng_state(self, state: torch.Tensor | None) -> None:
-        """A CPU has no generator beyond torch's own."""
+        """Do nothing, because a CPU has no generator beyond torch's own."""
 
     def install(self, setup: NpuSetup | None = None) -> None:
-        """Give megatron-core a CPU accelerator."""
+        """Make megatron-core's modules take the CPU for their accelerator."""
         from mindspeed_rl.platforms import cpu_install
 
         cpu_install.install()
@@ -95,4 +95,4 @@ class CpuPlatform:
         return nullcontext()
 
     def wait_for_copies(self) -> None:
-        """Copies on a CPU are done when their call returns."""
+        """Do nothing, because copies on a CPU are done when their call returns."""

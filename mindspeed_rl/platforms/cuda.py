@@ -26,7 +26,7 @@ class CudaPlatform(AcceleratorPlatform):
         super().__init__(self.name, torch.cuda)
 
     def install(self, setup: NpuSetup | None = None) -> None:
-        """megatron-core runs on CUDA without changes."""
+        """Do nothing, because megatron-core runs on CUDA without changes."""
 
     def transformer_features(self) -> TransformerFeatures:
         """Return Megatron's features, with those fusions whose packages are installed."""
@@ -41,6 +41,7 @@ class CudaPlatform(AcceleratorPlatform):
             frees_sent_outputs=True,
             overlaps_reduction=True,
             chooses_dispatcher=True,
+            exchanges_uneven_pieces=True,
         )
 
     def profiler(self, config: ProfilerConfig, folder: Path, worker: str) -> TorchProfiler:

@@ -1,4 +1,4 @@
-"""The features that megatron-core may use on a device: fusions, overlap and construction."""
+"""The features of a device: fusions, overlap, construction, and the attention of packed rows."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ class TransformerFeatures:
         overlaps_reduction: Whether the flag for reducing gradients during computation is obeyed.
         chooses_dispatcher: Whether the flag for the token dispatcher is obeyed; otherwise tokens
             get to their experts by all-to-all.
+        exchanges_uneven_pieces: Whether collectives take the pieces of unequal sizes that
+            megatron-core sends to experts; otherwise patches make the exchange work.
+        packed_attention: The attention of packed rows, a name of
+            ``trainer.packed_attention.PACKED_ATTENTIONS``.
     """
 
     fusions: frozenset[str] = frozenset()
@@ -25,3 +29,10 @@ class TransformerFeatures:
     frees_sent_outputs: bool = False
     overlaps_reduction: bool = False
     chooses_dispatcher: bool = False
+    exchanges_uneven_pieces: bool = False
+    packed_attention: str = "padded_sdpa"
+
+    @property
+    def obeys_kernel_flags(self) -> bool:
+        """Whether some flag of fused kernels or of overlap changes what the device does."""
+        return bool(self.fusions) or self.overlaps_reduction or self.chooses_dispatcher

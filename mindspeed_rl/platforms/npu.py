@@ -37,6 +37,7 @@ class NpuPlatform(AcceleratorPlatform):
             frees_sent_outputs=True,
             overlaps_reduction=True,
             chooses_dispatcher=True,
+            exchanges_uneven_pieces=True,
         )
 
     def profiler(self, config: ProfilerConfig, folder: Path, worker: str) -> Profiler:

@@ -23,7 +23,11 @@ class NpuProfiler:
 
     def __init__(self, config: ProfilerConfig, folder: Path, worker: str) -> None:
         self._folder, self._worker = folder, worker
-        levels = torch_npu.profiler.ProfilerLevel  # Level0, Level1, ...
+        levels = {
+            "level0": torch_npu.profiler.ProfilerLevel.Level0,
+            "level1": torch_npu.profiler.ProfilerLevel.Level1,
+            "level2": torch_npu.profiler.ProfilerLevel.Level2,
+        }
         self._profiler = torch_npu.profiler.profile(
             activities=[
                 torch_npu.profiler.ProfilerActivity.CPU,
@@ -36,7 +40,7 @@ class NpuProfiler:
             profile_memory=config.profile_with_memory,
             with_stack=config.profile_with_stack,
             experimental_config=torch_npu.profiler._ExperimentalConfig(
-                profiler_level=getattr(levels, config.profile_level.capitalize())
+                profiler_level=levels[config.profile_level]
             ),
         )
 

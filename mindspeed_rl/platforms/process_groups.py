@@ -13,7 +13,7 @@ _NAMELESS = "undefined"  # torch's description of a group without a name
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ExistingGroup:
     """One process group of this rank.
 
     Attributes:
@@ -27,7 +27,7 @@ class Group:
     backend: str
 
 
-def existing_groups() -> list[Group]:
+def existing_groups() -> list[ExistingGroup]:
     """Return all groups that this rank is in, in the order of their creation. Local."""
     found = []
     for group, (_, _) in distributed_c10d._world.pg_map.items():
@@ -35,11 +35,11 @@ def existing_groups() -> list[Group]:
         name = "world" if group is dist.group.WORLD else group.group_desc.lower()
         name = "engine" if name == _NAMELESS else name
         config = distributed_c10d._world.pg_backend_config.get(group, "")
-        found.append(Group(name, ranks, str(config) or dist.get_backend(group)))
+        found.append(ExistingGroup(name, ranks, str(config) or dist.get_backend(group)))
     return found
 
 
-def group_lines(groups: Sequence[Group], buffer_bytes: Mapping[str, int]) -> Iterator[str]:
+def group_lines(groups: Sequence[ExistingGroup], buffer_bytes: Mapping[str, int]) -> Iterator[str]:
     """Yield log lines about the groups of more than one rank, with equal groups in one line.
 
     Args:

@@ -33,7 +33,7 @@ class TorchProfiler:
         self._profiler.start()
 
     def stop(self, window: str) -> None:
-        """Write ``<worker>_<window>.pt.trace.json``."""
+        """Write the trace as ``<worker>_<window>.pt.trace.json``."""
         self._profiler.stop()
         trace = self._folder / f"{self._worker}_{window}.pt.trace.json"
         self._profiler.export_chrome_trace(str(trace))

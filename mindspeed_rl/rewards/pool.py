@@ -63,7 +63,7 @@ class RewardPool:
     """Scores samples in worker processes; see `score`.
 
     The constructor returns when all workers are ready, so a wrong reward fails at once. Use as a
-    context manager or call `close`. Thread-safe. After an error of its own (`ValueError`,
+    context manager or call `close`. Thread-safe. After an error of its own (`UsageError`,
     `RewardError` of a worker that does not start) it is closed.
 
     Args:

@@ -36,7 +36,7 @@ class WeightedReward:
 
     @classmethod
     def from_spec(cls, spec: RewardSpec, settings: RewardSettings | None = None) -> WeightedReward:
-        """Resolve ``spec`` in this process; raises `ValueError` as `resolve_reward` does."""
+        """Resolve ``spec`` in this process; raises `UsageError` as `resolve_reward` does."""
         return cls(spec.label, spec.weight, resolve_reward(spec, settings))
 
 

@@ -40,17 +40,16 @@ def compute_advantages(
     state: RunState,
     batches: StepBatches,
     samples: Sequence[RolloutInfo],
-    step: int,
     greedy: Sequence[float] | None = None,
 ) -> StepBatches:
     """Add the advantages of all trained tokens, and a critic's targets. Collective: last stage.
 
     Args:
         run: Parts of the run.
-        state: State of the run, with the coefficient of the KL.
+        state: State of the run: the coefficient of the KL, and the step, which seeds the control
+            experiment.
         batches: Batches, with old and reference log-probs where the KL is in the reward.
         samples: Samples of the step, in the order of the groups.
-        step: Number of the step, which seeds the control experiment.
         greedy: Reward of the greedy response to each prompt, where the estimator needs it.
 
     Raises:
@@ -62,7 +61,7 @@ def compute_advantages(
         batches = batches.with_metrics(MetricSet({"reward/kl": Mean(0.0, 0.0)}))
     if not samples:
         return batches
-    rewards = torch.tensor(shaped_rewards(run.config, samples, step))
+    rewards = torch.tensor(shaped_rewards(run.config, samples, state.step))
     penalties: list[torch.Tensor] | None = None
     micro, position = batches.micro_batches, {s.sample_id: i for i, s in enumerate(samples)}
     owners = [sample_of_token(m, position) for m in micro]

@@ -22,14 +22,14 @@ from mindspeed_rl.samples.rollout_info import RolloutInfo
 
 @dataclass(frozen=True, slots=True)
 class EngineAssignment:
-    """Deals samples to engines; equal on all ranks except for ``rank``.
+    """Assigns samples to engines; equal on all ranks except for ``rank``.
 
     Attributes:
         engine: Layout of the engines.
         rank: Global rank.
         limit: Most tokens of a response.
         partial_tokens: Most tokens by which one pass extends a response; 0: to its end.
-        by_length: Whether to deal samples by the lengths of earlier responses.
+        by_length: Whether to assign samples by the lengths of earlier responses.
         rules: When requests move between engines while they generate; ``None``: never.
     """
 

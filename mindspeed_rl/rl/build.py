@@ -12,10 +12,10 @@ from mindspeed_rl.config import PromptConfig, RLRunConfig
 from mindspeed_rl.config.outputs import ROLLOUTS_FILE
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.prompts import PromptDataset, load_prompts
-from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.environments import EnvironmentRunner, LocalRunner, RayRunner, resolve_environment
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.jsonl import JsonlWriter
+from mindspeed_rl.metrics.telemetry import named_phase, open_logger, open_timer
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rewards import RewardSpec
@@ -37,11 +37,10 @@ from mindspeed_rl.rl.build_models import (
     initialize_parallel,
     load_tokenizer,
 )
-from mindspeed_rl.rl.components import Components, PromptData, Telemetry, named_phase
+from mindspeed_rl.rl.components import Components, PromptData, Telemetry
 from mindspeed_rl.rl.multi_turn import Environments
 from mindspeed_rl.rl.rollout_worker import RolloutWorker
 from mindspeed_rl.rl.scoring import RewardFunctions
-from mindspeed_rl.rl.telemetry import open_logger, open_timer
 from mindspeed_rl.rollout.engine import InferenceEngine
 from mindspeed_rl.samples.columns import Column, experts_column, response_columns
 from mindspeed_rl.samples.device_cache import TensorCache
@@ -77,6 +76,7 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
     sharing.leave_all()  # so that the engine is built with the device memory it will have
     engine = build_rollout_engine(job)
     cache = TensorCache(job.platform.device)
+    store = build_sample_store(job, data.train, cache)
     ledger = open_ledger(job, sharing, engine, cache)
     phase = partial(named_phase, timer, job.watchdog)
     scheduler = DeviceScheduler(engine, phase, watched(sharing, ledger))
@@ -84,8 +84,8 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
         job=job,
         data=data,
         models=models,
-        rollouts=build_rollout_worker(job, engine, rewards, environments, cache, tokenizer),
-        samples=build_sample_store(job, data.train, cache),
+        rollouts=build_rollout_worker(job, engine, rewards, environments, store, tokenizer),
+        samples=store,
         scheduler=scheduler,
         weight_sync=build_weight_sync(job, models.policy),
         telemetry=Telemetry(
@@ -147,7 +147,7 @@ def build_rollout_worker(
     engine: InferenceEngine,
     rewards: RewardFunctions,
     environments: Environments | None,
-    cache: TensorCache,
+    store: SampleStore,
     tokenizer: PreTrainedTokenizerBase,
 ) -> RolloutWorker:
     """Build the worker that generates and scores samples on this rank. Local."""
@@ -164,7 +164,8 @@ def build_rollout_worker(
             rules=rebalance_rules(config, plan, engine.max_num_seqs, item),
         ),
         rewards=rewards,
-        cache=cache,
+        cache=store.cache,
+        columns=store.columns,
         seed=config.train.seed,
         stop_token_ids=stop_token_ids(tokenizer, plan),
         history_folder=Path(config.logging.output_dir) if job.world.rank == 0 else None,
@@ -237,13 +238,12 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, plan: RLPlan) -> tuple[in
 
 
 def _prompt_data(job: Job[RLRunConfig, RLPlan], tokenizer: PreTrainedTokenizerBase) -> PromptData:
-    """Load the data sets and build the sampler of prompts. Local."""
+    """Load the data sets. Local."""
     config = job.config
     prompts, held_out = load_data(
         config.prompts, tokenizer, job.plan.spec, progress=job.world.rank == 0
     )
-    sampler = PromptSampler(len(prompts), config.train.seed, fingerprint=prompts.fingerprint)
-    return PromptData(tokenizer, prompts, held_out, sampler)
+    return PromptData(tokenizer, prompts, held_out)
 
 
 def load_data(

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from mindspeed_rl.colocation.memory_ledger import MemoryLedger
 from mindspeed_rl.colocation.scheduler import CHAIN, ColocationPlan
 from mindspeed_rl.colocation.transition import nothing
-from mindspeed_rl.config import RLRunConfig, RolloutConfig, TrainConfig
+from mindspeed_rl.config import RLRunConfig, RolloutConfig, ScoreRunConfig, TrainConfig
 from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.planning.budget import device_bytes, machine_on, resolve_offload, usable_bytes
 from mindspeed_rl.planning.prediction import MemoryPrediction
-from mindspeed_rl.planning.run_plan import RLPlan
+from mindspeed_rl.planning.run_plan import RLPlan, ScorePlan
 from mindspeed_rl.rl.components import Models
 from mindspeed_rl.rollout.engine import EngineState, InferenceEngine
 from mindspeed_rl.rollout.graph_sizes import AUTO, best_graph_sizes, read_history
@@ -29,6 +29,7 @@ from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.resident_memory import trainer_memory
 from mindspeed_rl.trainer.train_engine import TrainEngine
 from mindspeed_rl.weights.executor import Resharder
+from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 from mindspeed_rl.weights.stream import TensorStream
 from mindspeed_rl.weights.sync import WeightPath, WeightSync, reshard_path, stream_path
 from mindspeed_rl.weights.transports import make_transport
@@ -150,20 +151,40 @@ def build_rollout_engine(job: Job[RLRunConfig, RLPlan]) -> InferenceEngine:
     build = "building the rollout engine"
     records = config.rl.rl_routing_replay == "rollout"
     with job.watchdog.phase("build engine"), parallel_state.unchanged(build):
-        settings = EngineSettings(
-            model_dir=config.model.hf_checkpoint,
-            layout=plan.rollout_layout,
-            rank=job.world.rank,
-            dtype=str(rollout_dtype(config.rollout, config.train)).removeprefix("torch."),
-            max_model_len=plan.max_model_len,
-            kv_cache_bytes=agreed_cache_bytes(config.rollout.rollout_kv_cache_gb),
-            seed=config.train.seed,
-            options=config.engine_options,
+        return build_inference_engine(
+            job,
+            plan.max_model_len,
             tuning=config.engine,
             graph_sizes=graph_sizes(job),
             recorded_layers=tuple(plan.spec.expert_layers) if records else (),
         )
-        return engine_provider().build(settings, job.platform)
+
+
+def build_inference_engine(
+    job: Job[RLRunConfig, RLPlan] | Job[ScoreRunConfig, ScorePlan],
+    max_model_len: int,
+    **special: Any,
+) -> InferenceEngine:
+    """Build the engine that the flags and the rollout layout describe. Collective: the world.
+
+    Args:
+        job: Job with the rollout layout of the installed engine.
+        max_model_len: Most tokens of a prompt and its response.
+        special: Further settings of this kind of run, see :class:`EngineSettings`.
+    """
+    config = job.config
+    settings = EngineSettings(
+        model_dir=config.model.hf_checkpoint,
+        layout=job.plan.rollout_layout,
+        rank=job.world.rank,
+        dtype=str(rollout_dtype(config.rollout, config.train)).removeprefix("torch."),
+        max_model_len=max_model_len,
+        kv_cache_bytes=agreed_cache_bytes(config.rollout.rollout_kv_cache_gb),
+        seed=config.train.seed,
+        options=config.engine_options,
+        **special,
+    )
+    return engine_provider().build(settings, job.platform)
 
 
 def graph_sizes(job: Job[RLRunConfig, RLPlan]) -> tuple[int, ...]:
@@ -197,10 +218,21 @@ def with_installed_engine(job: Job[RLRunConfig, RLPlan]) -> Job[RLRunConfig, RLP
     Raises:
         UsageError: the flags ask for what the installed engine cannot do.
     """
-    provider, platform = engine_provider(), job.platform.name
-    provider.check_run(job.config, platform)
-    layout = provider.installed_layout(job.plan.rollout_layout, job.config.engine_options, platform)
-    return replace(job, plan=replace(job.plan, rollout_layout=layout))
+    engine_provider().check_run(job.config, job.platform.name)
+    return replace(job, plan=replace(job.plan, rollout_layout=installed_layout(job)))
+
+
+def installed_layout(
+    job: Job[RLRunConfig, RLPlan] | Job[ScoreRunConfig, ScorePlan],
+) -> RolloutLayout:
+    """Return the rollout layout in which the installed engine keeps its weights. Local.
+
+    Raises:
+        UsageError: the installed engine lacks one of the options.
+    """
+    return engine_provider().installed_layout(
+        job.plan.rollout_layout, job.config.engine_options, job.platform.name
+    )
 
 
 def build_weight_sync(job: Job[RLRunConfig, RLPlan], policy: TrainEngine) -> WeightSync:

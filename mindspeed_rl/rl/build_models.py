@@ -18,8 +18,7 @@ from mindspeed_rl.models.flops import sequence_flops
 from mindspeed_rl.parallel.groups import check_equal_nodes
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rl.components import Models
-from mindspeed_rl.samples.balance import SequenceCost
-from mindspeed_rl.samples.batching import BatchRules
+from mindspeed_rl.samples.placement import BatchRules, SequenceCost
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.export import kept_mtp
 from mindspeed_rl.trainer.train_engine import TrainEngine

@@ -1,9 +1,9 @@
-"""The parts of an RL run on one rank, which never change, and the state that does."""
+"""The parts of an RL run on one rank, and the state that changes from step to step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,10 +13,10 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.launch.job import Job
-from mindspeed_rl.launch.watchdog import Watchdog
 from mindspeed_rl.metrics.jsonl import JsonlWriter
 from mindspeed_rl.metrics.loggers import RunLogger
 from mindspeed_rl.metrics.profiler import StepProfiler
+from mindspeed_rl.metrics.telemetry import named_phase
 from mindspeed_rl.metrics.timers import PhaseTimer
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rl.rollout_worker import RolloutWorker
@@ -54,17 +54,15 @@ class Models:
 
 @dataclass(frozen=True)
 class PromptData:
-    """The prompts of a run and the order in which they are used.
+    """The prompts of a run.
 
     Attributes:
         held_out: Sets to evaluate on, by name; the set of ``--eval-prompt-data`` has the name "".
-        sampler: Deals out the prompts of ``train``.
     """
 
     tokenizer: PreTrainedTokenizerBase
     train: PromptDataset
     held_out: dict[str, PromptDataset]
-    sampler: PromptSampler
 
 
 @dataclass(frozen=True)
@@ -82,13 +80,6 @@ class Telemetry:
         self.profiler.close()
         self.logger.close()
         self.dump.close()
-
-
-@contextmanager
-def named_phase(timer: PhaseTimer, watchdog: Watchdog, name: str) -> Iterator[None]:
-    """Run the body as the named phase of a timer and a watchdog."""
-    with timer(name), watchdog.phase(name):
-        yield
 
 
 @dataclass(frozen=True)
@@ -133,6 +124,8 @@ class RunState:
     """What changes from step to step; equal on all ranks, and part of a checkpoint.
 
     Attributes:
+        sampler: Decides which prompts come next.
+        step: Number of the present step; 0 before the first.
         version: Number of optimizer updates of the policy, which names its weights.
         kl_beta: Present coefficient of the KL to the reference.
         carried_groups: Groups that dynamic sampling accepted beyond the need of their step.
@@ -140,8 +133,16 @@ class RunState:
         lengths: Lengths of earlier responses, by prompt.
     """
 
+    sampler: PromptSampler
+    step: int = 0
     version: int = 0
     kl_beta: float = 0.0
     carried_groups: list[Sequence[RolloutInfo]] = field(default_factory=list)
     partial_groups: list[Sequence[RolloutInfo]] = field(default_factory=list)
     lengths: LengthHistory = field(default_factory=LengthHistory)
+
+    @classmethod
+    def at_start(cls, config: RLRunConfig, prompts: PromptDataset) -> RunState:
+        """Return the state of a run that has done no step on ``prompts``."""
+        sampler = PromptSampler(len(prompts), config.train.seed, fingerprint=prompts.fingerprint)
+        return cls(sampler, kl_beta=config.rl.grpo_kl_beta)

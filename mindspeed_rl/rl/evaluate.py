@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from mindspeed_rl.algorithms.pass_at_k import pass_at_k, reported_k
-from mindspeed_rl.colocation.scheduler import Phase
+from mindspeed_rl.colocation.scheduler import DeviceScheduler, Phase
+from mindspeed_rl.config import PromptConfig
 from mindspeed_rl.core.types import Prompt, Rollout
 from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.metrics import names
 from mindspeed_rl.metrics.metric_set import MetricSet, reduce_metrics
 from mindspeed_rl.rewards import lenient_match
 from mindspeed_rl.rewards.registry import verdicts
-from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.rollout_worker import PassRequest, RolloutWorker
 from mindspeed_rl.rl.scoring import RewardFunctions
-from mindspeed_rl.samples.rollout_info import RolloutInfo
+from mindspeed_rl.samples.rollout_info import Correctness, RolloutInfo
 
 # Attempt number of evaluations, far above any of training, so that their seeds differ.
 _ATTEMPT = 1 << 40
@@ -74,31 +74,42 @@ class Evaluation:
         return {names.of_set(key, name): value for key, value in values.items()}
 
 
-def evaluate(run: Components, state: RunState, dataset: PromptDataset, step: int) -> Evaluation:
+def evaluate(
+    worker: RolloutWorker,
+    scheduler: DeviceScheduler,
+    flags: PromptConfig,
+    dataset: PromptDataset,
+    *,
+    step: int,
+    version: int,
+) -> Evaluation:
     """Answer and score every prompt of a set. Collective: the world; within ROLLOUT.
 
-    It answers once greedily, and ``--rl-eval-samples`` times at ``--rl-eval-temperature``. The time
-    counts for no training step.
+    It answers once greedily, and ``--rl-eval-samples`` times at ``--rl-eval-temperature``.
+
+    Args:
+        worker: Worker that generates and scores the responses.
+        scheduler: Scheduler that knows the present phase.
+        flags: Flags of the evaluation.
+        dataset: Set of held-out prompts.
+        step: Number of the step after which the evaluation comes; it seeds the samples.
+        version: Version of the weights.
     """
-    run.scheduler.require(Phase.ROLLOUT, "evaluate")
-    flags = run.config.prompts
+    scheduler.require(Phase.ROLLOUT, "evaluate")
     limit = flags.rl_prompts_per_eval or len(dataset)
     prompts = dataset[: min(limit, len(dataset))]
     start = time.perf_counter()
-    with run.telemetry.timer.excluded(), run.job.watchdog.phase("evaluate"):
-        samples, found = _answers(run.rollouts, prompts, step, 0.0, state.version)
-        several = [p for p in prompts for _ in range(flags.rl_eval_samples)]
-        sampled: list[RolloutInfo] = []
-        if several:
-            sampled, more = _answers(
-                run.rollouts, several, step, flags.rl_eval_temperature, state.version
-            )
-            found = found.merge(more)
-        failed = reduce_metrics(MetricSet({name: found[name] for name in _FAILED}))
+    samples, found = _answers(worker, prompts, step, 0.0, version)
+    several = [p for p in prompts for _ in range(flags.rl_eval_samples)]
+    sampled: list[RolloutInfo] = []
+    if several:
+        sampled, more = _answers(worker, several, step, flags.rl_eval_temperature, version)
+        found = found.merge(more)
+    failed = reduce_metrics(MetricSet({name: found[name] for name in _FAILED}))
     rewards = [s.reward for s in samples if not math.isnan(s.reward)]
     return Evaluation(
-        accuracy=sum(s.judgements[0] for s in samples) / len(samples),
-        accuracy_lenient=sum(s.judgements[1] for s in samples) / len(samples),
+        accuracy=sum(s.correctness.exact for s in samples) / len(samples),
+        accuracy_lenient=sum(s.correctness.lenient for s in samples) / len(samples),
         num_prompts=len(samples),
         reward=_mean(rewards),
         num_unscored=len(samples) - len(rewards),
@@ -115,28 +126,28 @@ def _answers(
 ) -> tuple[list[RolloutInfo], MetricSet]:
     settings = worker.settings(temperature)
     request = PassRequest(prompts, step, settings, version, attempt=_ATTEMPT)
-    found = worker.run(request, lambda _: nullcontext(), partial(judged, worker.rewards))
+    found = worker.run(request, lambda _: nullcontext(), partial(correctness_of, worker.rewards))
     return found.samples, found.metrics
 
 
-def judged(rewards: RewardFunctions, rollout: Rollout) -> tuple[float, float]:
+def correctness_of(rewards: RewardFunctions, rollout: Rollout) -> Correctness:
     """Return whether a response is the answer to the letter, and whether it is right. Local."""
     completion, answer = rollout.completion, rollout.prompt.answer
     text = rewards.response_text(completion)
     exact = not completion.truncated and text.strip() == answer.strip()
-    return float(exact), float(is_right(rollout.reward_parts, text, answer))
+    return Correctness(float(exact), float(is_right(rollout.reward_parts, text, answer)))
 
 
 def sampled_metrics(samples: Sequence[RolloutInfo], per_prompt: int) -> dict[str, float]:
     """Return ``mean@n``, ``pass@k`` and the mean reward of ``per_prompt`` samples of each prompt.
 
     Args:
-        samples: Samples with their judgements, siblings together.
+        samples: Samples with their correctness, siblings together.
         per_prompt: Number of samples of a prompt; 0 for no metrics.
     """
     if not per_prompt:
         return {}
-    right = [int(s.judgements[1]) for s in samples]
+    right = [int(s.correctness.lenient) for s in samples]
     counts = [sum(right[i : i + per_prompt]) for i in range(0, len(right), per_prompt)]
     values = {
         f"pass@{k}": _mean([pass_at_k(per_prompt, count, k) for count in counts])

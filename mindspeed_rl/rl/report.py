@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,15 @@ from mindspeed_rl.metrics.names import (
     headline,
 )
 from mindspeed_rl.metrics.output_dir import take_output_dir
+from mindspeed_rl.metrics.telemetry import log_description, named_phase, open_progress
 from mindspeed_rl.planning.budget import machine_on
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.platforms.npu_install import determinism_line
 from mindspeed_rl.platforms.process_groups import existing_groups, group_lines
-from mindspeed_rl.rl.components import Components, RunState
+from mindspeed_rl.rl.components import Components, Models, RunState
 from mindspeed_rl.rl.evaluate import Evaluation, evaluate
 from mindspeed_rl.rl.rollouts import RolloutBatch
 from mindspeed_rl.rl.sync import check_difference
-from mindspeed_rl.rl.telemetry import open_progress, trainer_lines
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import PlacedSamples, ResponseTensors
@@ -55,12 +56,17 @@ from mindspeed_rl.trainer.train_engine import TrainEngine
 
 def describe(run: Components) -> None:
     """Log at start what will run: data, layouts, batch arithmetic, rewards, ignored flags."""
-    plan = run.plan
-    held_out = [dataset.report() for dataset in run.data.held_out.values()]
-    run.job.log_rank0(
+    plan, on_npu = run.plan, run.job.platform.name == "npu"
+    prediction = MemoryPrediction(run.config, plan, machine_on(run.config, run.job.platform.name))
+    weight_format = run.rollouts.engine.weight_format
+    experts = (
+        "experts: each pass over a sample chooses its own; routing/agreement says how many of "
+        "them differ, and --rl-routing-replay trainer or rollout keeps them"
+    )
+    log_description(
+        run.job,
         run.data.train.report(),
-        *held_out,
-        *trainer_lines(run.job),
+        *(dataset.report() for dataset in run.data.held_out.values()),
         f"rollout layout: {plan.engine.describe(experts=plan.spec.moe is not None)}",
         *plan.batch.lines(plan.parallel.dp, plan.engine.num_replicas),
         f"advantages: {run.config.advantages.rl_advantage_estimator}; policy loss: "
@@ -69,20 +75,11 @@ def describe(run: Components) -> None:
         f"rewards: {', '.join(run.config.rewards.reward_function)}"
         + (f"; control: {run.config.rl.rl_control}" if run.config.rl.rl_control != "none" else ""),
         *(pool.notices if (pool := run.rollouts.rewards.pool) is not None else ()),
+        *group_lines(existing_groups(), prediction.group_bytes(0)),
+        *([determinism_line()] if on_npu else []),
+        *([weight_format] if weight_format else []),
+        *([experts] if plan.spec.moe and run.config.rl.rl_routing_replay == "none" else []),
     )
-    prediction = MemoryPrediction(run.config, plan, machine_on(run.config, run.job.platform.name))
-    run.job.log_rank0(*group_lines(existing_groups(), prediction.group_bytes(0)))
-    if run.job.platform.name == "npu":
-        run.job.log_rank0(determinism_line())
-    if run.rollouts.engine.weight_format:
-        run.job.log_rank0(run.rollouts.engine.weight_format)
-    if plan.spec.moe and run.config.rl.rl_routing_replay == "none":
-        run.job.log_rank0(
-            "experts: each pass over a sample chooses its own; routing/agreement says how many of "
-            "them differ, and --rl-routing-replay trainer or rollout keeps them"
-        )
-    if run.job.ignored:
-        run.job.log_rank0(f"flags without meaning here: {', '.join(run.job.ignored)}")
 
 
 @dataclass
@@ -114,7 +111,9 @@ class RunReporter:
         start: int = 0,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        self._run = run
+        self._job, self._data, self._telemetry = run.job, run.data, run.telemetry
+        self._worker, self._store, self._scheduler = run.rollouts, run.samples, run.scheduler
+        self._reward_names = run.reward_names
         self._state = run_state
         self.start = start
         self._writer = run.job.world.rank == 0
@@ -148,44 +147,47 @@ class RunReporter:
 
     def evaluate_if_due(self, step: int) -> None:
         """Evaluate before the first step and every ``--eval-interval`` steps. Collective."""
-        interval = self._run.config.prompts.eval_interval
+        interval = self._job.config.prompts.eval_interval
         due = step == 0 or (interval > 0 and step % interval == 0)
-        if not due or not self._run.data.held_out or step in self._evaluations:
+        if not due or not self._data.held_out or step in self._evaluations:
             return
         self._evaluate(step)
 
     def _evaluate(self, step: int) -> None:
-        run = self._run
-        results = {
-            name: evaluate(run, self._state, data, step) for name, data in run.data.held_out.items()
-        }
+        flags, version = self._job.config.prompts, self._state.version
+        # The time counts for no training step.
+        with self._telemetry.timer.excluded(), self._job.watchdog.phase("evaluate"):
+            results = {
+                name: evaluate(
+                    self._worker, self._scheduler, flags, dataset, step=step, version=version
+                )
+                for name, dataset in self._data.held_out.items()
+            }
         self._evaluations[step] = results
         values: dict[str, float] = {}
         for name, result in results.items():
             values |= result.metrics(name)
             sampled = "".join(f", {key} {value:.4g}" for key, value in result.sampled.items())
-            run.job.log_rank0(
+            self._job.log_rank0(
                 f"evaluation{f' on {name}' if name else ''} after step {step}: reward "
                 f"{result.reward:.4g}, accuracy {result.accuracy:.1%}, lenient "
                 f"{result.accuracy_lenient:.1%} on {result.num_prompts} held-out prompts{sampled}"
             )
-        run.telemetry.logger.log(step, values)
+        self._telemetry.logger.log(step, values)
 
-    def log_step(
-        self, step: int, rollouts: RolloutBatch, metrics: MetricSet, placed: PlacedSamples
-    ) -> None:
+    def log_step(self, rollouts: RolloutBatch, metrics: MetricSet, placed: PlacedSamples) -> None:
         """Reduce and write the metrics of a step; stop the run if the mismatch is too large.
 
         The time of this call belongs to the next step. ``placed`` says where samples are.
         """
-        run, samples = self._run, rollouts.generated
-        times = run.telemetry.timer.finish_step()
-        with run.phase("log"):
-            num_shown = min(run.config.logging.log_rollouts, len(samples))
+        step, samples, timer = self._state.step, rollouts.generated, self._telemetry.timer
+        times = timer.finish_step()
+        with named_phase(timer, self._job.watchdog, "log"):
+            num_shown = min(self._job.config.logging.log_rollouts, len(samples))
             # At even distances, so that they are of different prompts.
             shown = [samples[i * len(samples) // num_shown] for i in range(num_shown)]
             # Fetched first, so that the other ranks need not wait for the writer.
-            responses = run.samples.fetch(shown, placed, (TOKEN_IDS, ROLLOUT_LOGPROBS))
+            responses = self._store.fetch(shown, placed, (TOKEN_IDS, ROLLOUT_LOGPROBS))
             metrics = metrics.merge(rollouts.metrics).merge(times.metrics())
             values = self._log(step, samples, metrics)
             if self._writer:
@@ -195,12 +197,12 @@ class RunReporter:
     def _log(
         self, step: int, samples: Sequence[RolloutInfo], metrics: MetricSet
     ) -> Mapping[str, float]:
-        run = self._run
-        values = reduce_metrics(metrics.merge(run.telemetry.ledger.metrics()))
+        values = reduce_metrics(metrics.merge(self._telemetry.ledger.metrics()))
         if self._writer:
-            values |= sample_metrics(samples, run.reward_names, run.plan.batch.group_size)
+            group_size = self._job.plan.batch.group_size
+            values |= sample_metrics(samples, self._reward_names, group_size)
             if warning := self._constant.see(values["reward/min"], values["reward/max"]):
-                run.job.log_rank0(f"warning: step {step}: {warning}")
+                self._job.log_rank0(f"warning: step {step}: {warning}")
         values |= derived_mismatch(values)
         tokens = sum(s.num_tokens for s in samples)
         values[TOKENS_PER_S] = tokens / values[STEP_TIME]
@@ -210,12 +212,12 @@ class RunReporter:
         self._totals.step_seconds += values[STEP_TIME]
         worst = np.maximum(self._totals.worst_mismatch, values[MISMATCH_MAX])  # NaN is the largest
         self._totals.worst_mismatch = float(worst)
-        run.telemetry.logger.log(step, values)
+        self._telemetry.logger.log(step, values)
         self._progress.update(step, headline(values))
         return values
 
     def _check(self, step: int, values: Mapping[str, float]) -> None:
-        config = self._run.config
+        config = self._job.config
         check_mismatch(step, values[MISMATCH_MAX], config.rl.rl_max_logprob_diff)
         interval = config.rollout.reshard_verify_interval
         if interval and (step - 1) % interval == 0:
@@ -227,39 +229,39 @@ class RunReporter:
         self, step: int, shown: Sequence[RolloutInfo], responses: Sequence[ResponseTensors]
     ) -> None:
         """Write samples for people to read."""
-        run = self._run
         pairs = sorted(zip(shown, responses, strict=True), key=lambda pair: pair[0].sample_id)
         for sample, response in pairs:
-            prompt = run.data.train[sample.prompt_index]
+            prompt = self._data.train[sample.prompt_index]
             row = {
                 "reward": sample.reward,  # None when the reward function abstained
                 "sample_id": sample.sample_id,
                 "prompt": prompt.text,
-                "response": str(run.data.tokenizer.decode(response[TOKEN_IDS.name].tolist())),
+                "response": str(self._data.tokenizer.decode(response[TOKEN_IDS.name].tolist())),
                 "answer": prompt.answer,
                 "finish_reason": "stop" if sample.stopped else "length",
-                "parts": dict(zip(run.reward_names, sample.parts, strict=True)),
+                "parts": dict(zip(self._reward_names, sample.parts, strict=True)),
             }
-            if run.config.logging.log_rollout_tokens:
+            if self._job.config.logging.log_rollout_tokens:
                 row |= _tokens(prompt, sample, response)
-            run.telemetry.dump.append(step, row)
+            self._telemetry.dump.append(step, row)
 
-    def finish(self) -> None:
+    def finish(self, models: Models) -> None:
         """Evaluate the result, export it, write curves and summary. Collective; in ROLLOUT."""
-        run, config = self._run, self._run.config
+        job, config, telemetry = self._job, self._job.config, self._telemetry
         last = config.train.train_iters
-        run.telemetry.profiler.close()  # evaluation and export are not part of a step
+        telemetry.profiler.close()  # evaluation and export are not part of a step
         self._progress.close()
-        if run.data.held_out and last not in self._evaluations:
+        if self._data.held_out and last not in self._evaluations:
             self._evaluate(last)
-        run.scheduler.to_train()
+        self._scheduler.to_train()
         output = Path(config.logging.output_dir)
         export = export_target(config)
-        with run.phase("export"):
-            export_policy(run.job, run.models.policy, export, last)
-        if run.models.critic is not None and config.critic.critic_export_hf:
-            with run.phase("export"), run.scheduler.onloaded(MemoryOwner.CRITIC):
-                export_critic(run.job, run.models.critic, last)
+        phase = partial(named_phase, telemetry.timer, job.watchdog, "export")
+        with phase():
+            export_policy(job, models.policy, export, last)
+        if models.critic is not None and config.critic.critic_export_hf:
+            with phase(), self._scheduler.onloaded(MemoryOwner.CRITIC):
+                export_critic(job, models.critic, last)
         if not self._writer:
             return
         # Of --eval-prompt-data, else of the first set.
@@ -280,21 +282,21 @@ class RunReporter:
             "tokens_per_s": totals.tokens / max(totals.step_seconds, 1e-9),
             "step_s_mean": totals.step_seconds / max(1, totals.steps),
             "worst_mismatch": totals.worst_mismatch,
-            "parameters_abs_sum": _checksum(run.models.policy),
+            "parameters_abs_sum": _checksum(models.policy),
             "seed": config.train.seed,
             "control": config.rl.rl_control,
             "hf_checkpoint": export,
         }
         from mindspeed_rl.metrics.curves import plot_run
 
-        run.telemetry.logger.close()
+        telemetry.logger.close()
         write_text_atomic(output / SUMMARY_FILE, encode_json(summary, indent=2) + "\n")
         plot_run(output / METRICS_FILE, output / CURVES_FILE)
-        run.telemetry.dump.close()
+        telemetry.dump.close()
         if final:
             before = f"{first.accuracy:.1%} -> " if first else ""
-            run.job.log_rank0(f"held-out accuracy {before}{final.accuracy:.1%}")
-        run.job.log_rank0(
+            job.log_rank0(f"held-out accuracy {before}{final.accuracy:.1%}")
+        job.log_rank0(
             f"largest trainer/engine log-prob difference {totals.worst_mismatch:.2e}",
             f"results: {output}/{SUMMARY_FILE}, {METRICS_FILE}, {ROLLOUTS_FILE}, {CURVES_FILE}, "
             f"{config.logging.tensorboard_dir or TENSORBOARD_FOLDER}; model: {export}",

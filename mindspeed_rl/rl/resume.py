@@ -10,13 +10,13 @@ import torch
 from mindspeed_rl.colocation.scheduler import Phase
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner
-from mindspeed_rl.rl import checkpoints
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.dynamic_sampling import Group
 from mindspeed_rl.rl.report import RunReporter
 from mindspeed_rl.samples.columns import LOSS_MASK, TOKEN_IDS, Column
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 from mindspeed_rl.samples.store import ResponseTensors, SampleStore
+from mindspeed_rl.trainer import run_checkpoint
 
 
 def start(run: Components) -> tuple[RunState, RunReporter]:
@@ -30,22 +30,22 @@ def start(run: Components) -> tuple[RunState, RunReporter]:
             groups that it carries.
     """
     run.scheduler.require(Phase.TRAIN, "load")
-    state = RunState(kl_beta=run.config.rl.grpo_kl_beta)
+    state = RunState.at_start(run.config, run.data.train)
     with run.scheduler.onloaded(*CRITIC_OWNERS, MemoryOwner.REFERENCE):
         companions = run.models.companions(run.config.rl.ref_update_interval)
-        loaded = checkpoints.load(run.job, run.models.policy, companions)
+        loaded = run_checkpoint.load(run.job, run.models.policy, companions)
     extra = loaded.extra
     if not extra:
         return state, RunReporter(run, state)
-    run.data.sampler.load_state_dict(
+    state.sampler.load_state_dict(
         extra["sampler"], allow_changed_data=run.config.checkpoint.allow_changed_data
     )
-    state.version = extra["version"]
+    state.step, state.version = loaded.step, extra["version"]
     if run.config.kl.rl_kl_target:
         state.kl_beta = extra["kl_beta"]
-    if run.data.sampler.fingerprint == extra["sampler"]["fingerprint"]:
+    if state.sampler.fingerprint == extra["sampler"]["fingerprint"]:
         partial = run.config.balance.partial_rollout_tokens > 0
-        restore_carryover(run.samples, state, extra, loaded.step, continues_partial=partial)
+        restore_carryover(run.samples, state, extra, continues_partial=partial)
         state.lengths.load_state_dict(extra["lengths"])
     return state, RunReporter(run, state, loaded.step, extra["report"])
 
@@ -54,7 +54,6 @@ def restore_carryover(
     store: SampleStore,
     state: RunState,
     extra: Mapping[str, Any],
-    step: int,
     *,
     continues_partial: bool,
 ) -> None:
@@ -62,9 +61,8 @@ def restore_carryover(
 
     Args:
         store: Store that takes the tokens of the carried samples.
-        state: State that takes the groups.
+        state: State after the step of the checkpoint, which takes the groups.
         extra: What the checkpoint holds besides the models.
-        step: Number of the step after which the checkpoint was saved.
         continues_partial: Whether this run continues incomplete responses.
 
     Raises:
@@ -72,7 +70,7 @@ def restore_carryover(
     """
     groups, responses = restored_carryover(
         extra["carryover"],
-        step,
+        state.step,
         store.columns,
         store.engine.num_groups,
         extra["num_groups"],
@@ -85,19 +83,21 @@ def restore_carryover(
         )
     border = len(groups) - num_partial
     state.carried_groups, state.partial_groups = list(groups[:border]), list(groups[border:])
-    store.begin_step(step, [])
+    store.begin_step(state.step, [])
     store.keep_responses(responses, [s for group in groups for s in group])
 
 
-def save_if_due(run: Components, state: RunState, report: RunReporter, step: int) -> None:
-    """Save the state after ``step`` when ``--save-interval`` or the end asks for it. Collective."""
-    if not checkpoints.save_is_due(run.config.checkpoint, run.config.train.train_iters, step):
+def save_if_due(run: Components, state: RunState, report: RunReporter) -> None:
+    """Save the state after the step when ``--save-interval`` or the end asks for it. Collective."""
+    if not run_checkpoint.save_is_due(
+        run.config.checkpoint, run.config.train.train_iters, state.step
+    ):
         return
     run.scheduler.require(Phase.TRAIN, "save")
     carried = [*state.carried_groups, *state.partial_groups]
     responses = run.samples.fetch([s for group in carried for s in group])
     extra: dict[str, Any] = {
-        "sampler": run.data.sampler.state_dict(),
+        "sampler": state.sampler.state_dict(),
         "version": state.version,
         "kl_beta": state.kl_beta,
         "carryover": carryover_state(carried if run.job.world.rank == 0 else [], responses),
@@ -108,7 +108,7 @@ def save_if_due(run: Components, state: RunState, report: RunReporter, step: int
     }
     with run.phase("save"), run.scheduler.onloaded(*CRITIC_OWNERS, MemoryOwner.REFERENCE):
         companions = run.models.companions(run.config.rl.ref_update_interval)
-        checkpoints.save(run.job, run.models.policy, step, extra, companions)
+        run_checkpoint.save(run.job, run.models.policy, state.step, extra, companions)
 
 
 def carryover_state(

@@ -18,13 +18,16 @@ from mindspeed_rl.rl.scoring import RewardFunctions, Scorer
 from mindspeed_rl.rollout.engine import InferenceEngine
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, request_seed
 from mindspeed_rl.rollout.stats import StepStats, record_history, step_metrics
-from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
+from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS, Column
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.lengths import LengthHistory
-from mindspeed_rl.samples.rollout_info import UNCACHED, RolloutInfo, SampleKey, exchange_table
-
-#: How many numbers the judge of a sample returns.
-NUM_JUDGEMENTS = 2
+from mindspeed_rl.samples.rollout_info import (
+    UNCACHED,
+    Correctness,
+    RolloutInfo,
+    SampleKey,
+    exchange_table,
+)
 
 PhaseContext = Callable[[str], AbstractContextManager[None]]
 
@@ -77,6 +80,7 @@ class RolloutWorker:
     Attributes:
         assignment: Decides which samples this engine generates.
         cache: Holds the tokens of the responses that a later pass continues.
+        columns: Columns that are kept for every token of a response.
         seed: Seed of the run.
         stop_token_ids: Token ids that end a response when sampled.
         history_folder: Where decode steps are recorded; ``None`` on ranks that record none.
@@ -87,6 +91,7 @@ class RolloutWorker:
     assignment: EngineAssignment
     rewards: RewardFunctions
     cache: TensorCache
+    columns: tuple[Column, ...]
     seed: int
     stop_token_ids: tuple[int, ...]
     history_folder: Path | None = None
@@ -100,7 +105,7 @@ class RolloutWorker:
         self,
         request: PassRequest,
         phase: PhaseContext,
-        judge: Callable[[Rollout], Sequence[float]] | None = None,
+        compare: Callable[[Rollout], Correctness] | None = None,
     ) -> GenerationResult:
         """Generate one scored response to each prompt of a request. Collective: the world.
 
@@ -109,7 +114,7 @@ class RolloutWorker:
         Args:
             request: Prompts, seeds and weights of the samples.
             phase: Names the parts of the pass for timer and watchdog.
-            judge: Returns :data:`NUM_JUDGEMENTS` numbers about a sample, which all ranks get.
+            compare: Compares a response with the answer in an evaluation; all ranks learn it.
         """
         stats = self.engine.stats = StepStats()
         with self.rewards.scorer() as scorer:
@@ -122,7 +127,7 @@ class RolloutWorker:
                 record_history(self.history_folder, stats, self.assignment.engine.dp)
             with phase("reward"):
                 rollouts, found = scorer.finish()
-                judgements = {r.sample_id: judge(r) for r in rollouts} if judge else None
+                correctness = {r.sample_id: compare(r) for r in rollouts} if compare else None
         with phase("wait"):  # for the slowest engine, so that its time is not counted as exchange
             dist.all_reduce(torch.zeros(1))
         leads = self.assignment.leads_engine
@@ -133,8 +138,8 @@ class RolloutWorker:
                 self.rewards.names,
                 len(request.prompts),
                 request.key,
-                judgements,
-                NUM_JUDGEMENTS if judge else 0,
+                correctness,
+                columns=self.columns,
                 copies=() if leads else own,
                 # Of a conversation only the rank that leads the engine knows the sample.
                 num_copies=1 if self.environments else self.assignment.engine.tp,

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
+from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.metrics.metric_set import MetricSet
+from mindspeed_rl.metrics.telemetry import named_phase
 from mindspeed_rl.rl.advantages import length_penalty
 from mindspeed_rl.rl.assignment import observe_lengths
-from mindspeed_rl.rl.components import Components, RunState
+from mindspeed_rl.rl.components import Components, PromptData, RunState
 from mindspeed_rl.rl.dynamic_sampling import Group, fill_step
 from mindspeed_rl.rl.partial_rollouts import complete_groups
-from mindspeed_rl.rl.rollout_worker import PassRequest
+from mindspeed_rl.rl.rollout_worker import PassRequest, PhaseContext, RolloutWorker
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
+from mindspeed_rl.samples.store import SampleStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +42,27 @@ class RolloutBatch:
 
 @dataclass
 class _StepSampling:
-    """The passes of one step, each with its own seeds and sample keys, and their merged metrics."""
+    """The passes of one step, each with its own seeds and sample keys, and their merged metrics.
 
-    run: Components
+    Attributes:
+        worker: Worker that generates and scores the samples.
+        store: Store that keeps their tokens.
+        data: Prompts of the run.
+        config: Flags of the run.
+        group_size: Number of samples of a prompt.
+        phase: Names the parts of a pass for timer and watchdog.
+        state: State of the run.
+        num_generated: Number of samples generated so far.
+        metrics: Metrics of the passes so far.
+    """
+
+    worker: RolloutWorker
+    store: SampleStore
+    data: PromptData
+    config: RLRunConfig
+    group_size: int
+    phase: PhaseContext
     state: RunState
-    step: int
     num_generated: int = 0
     metrics: MetricSet = field(default_factory=MetricSet)
 
@@ -50,41 +70,40 @@ class _StepSampling:
         self, prompts: Sequence[Prompt], attempt: int, prefixes: Sequence[RolloutInfo | None] = ()
     ) -> list[RolloutInfo]:
         """Generate a response to each prompt, or continue its prefix. Collective: the world."""
-        worker = self.run.rollouts
         request = PassRequest(
             prompts,
-            self.step,
-            worker.settings(self.run.config.rl.rl_default_temperature),
+            self.state.step,
+            self.worker.settings(self.config.rl.rl_default_temperature),
             self.state.version,
             attempt=attempt,
-            key=SampleKey(self.step, self.num_generated),
+            key=SampleKey(self.state.step, self.num_generated),
             lengths=self.state.lengths,
             prefixes=prefixes,
         )
-        found = worker.run(request, self.run.phase)
-        self.run.samples.keep(found.rollouts, found.samples)
+        found = self.worker.run(request, self.phase)
+        self.store.keep(found.rollouts, found.samples)
         self.num_generated += len(prompts)
         self.metrics = self.metrics.merge(found.metrics)
         return found.samples
 
     def new_groups(self, num_groups: int, attempt: int) -> list[Group]:
         """Generate complete groups for the next prompts of the data set."""
-        data, size = self.run.data, self.run.plan.batch.group_size
-        prompts = [data.train[i] for i in data.sampler.next(num_groups)]
+        data, size = self.data, self.group_size
+        prompts = [data.train[i] for i in self.state.sampler.next(num_groups)]
         samples = self.one_pass([p for p in prompts for _ in range(size)], attempt)
         return [samples[i : i + size] for i in range(0, len(samples), size)]
 
     def grown_groups(self, needed: int, in_flight: int) -> list[Group]:
         """Return complete groups of partial rollouts; the other groups wait for the next step."""
-        run, state = self.run, self.state
+        state = self.state
         done = complete_groups(
             state.partial_groups,
             needed,
             in_flight,
-            group_size=run.plan.batch.group_size,
-            limit=run.rollouts.assignment.limit,
-            next_prompts=run.data.sampler.next,
-            prompts=run.data.train,
+            group_size=self.group_size,
+            limit=self.worker.assignment.limit,
+            next_prompts=state.sampler.next,
+            prompts=self.data.train,
             # Each pass of a step needs seeds of its own.
             run_pass=lambda p, prefixes: self.one_pass(p, self.num_generated, prefixes),
         )
@@ -94,25 +113,33 @@ class _StepSampling:
 
     def greedy_rewards(self, groups: Sequence[Group]) -> list[float]:
         """Return the reward of a greedy response to the prompt of each group, penalised."""
-        prompts = [self.run.data.train[group[0].prompt_index] for group in groups]
-        worker = self.run.rollouts
-        request = PassRequest(prompts, self.step, worker.settings(0.0), self.state.version)
-        found = worker.run(request, self.run.phase)
+        prompts = [self.data.train[group[0].prompt_index] for group in groups]
+        settings = self.worker.settings(0.0)
+        request = PassRequest(prompts, self.state.step, settings, self.state.version)
+        found = self.worker.run(request, self.phase)
         self.metrics = self.metrics.merge(found.metrics)
         # Penalised as samples are; otherwise a long greedy response is too high a baseline.
-        return [s.reward + length_penalty(self.run.config, s) for s in found.samples]
+        return [s.reward + length_penalty(self.config, s) for s in found.samples]
 
 
-def generate_rollouts(run: Components, state: RunState, step: int) -> RolloutBatch:
+def generate_rollouts(run: Components, state: RunState) -> RolloutBatch:
     """Sample and score the rollouts of a step. Collective: the world; within ROLLOUT."""
-    sampling = _StepSampling(run, state, step)
+    sampling = _StepSampling(
+        worker=run.rollouts,
+        store=run.samples,
+        data=run.data,
+        config=run.config,
+        group_size=run.plan.batch.group_size,
+        phase=partial(named_phase, run.telemetry.timer, run.job.watchdog),
+        state=state,
+    )
     carried = [s for group in (*state.carried_groups, *state.partial_groups) for s in group]
-    run.samples.begin_step(step, carried)
+    run.samples.begin_step(state.step, carried)
     num_groups, flags = run.plan.batch.prompts, run.config.sampling
-    partial = run.config.balance.partial_rollout_tokens > 0
+    is_partial = run.config.balance.partial_rollout_tokens > 0
 
     def draw(needed: int, in_flight: int, attempt: int) -> list[Group]:
-        if partial:
+        if is_partial:
             return sampling.grown_groups(needed, in_flight)
         return sampling.new_groups(in_flight, attempt)
 
@@ -127,7 +154,7 @@ def generate_rollouts(run: Components, state: RunState, step: int) -> RolloutBat
         )
         groups, generated, state.carried_groups = filled.groups, filled.generated, filled.carried
         sampling.metrics = sampling.metrics.merge(filled.metrics)
-    elif partial:
+    elif is_partial:
         missing = max(0, num_groups - len(state.carried_groups))
         in_flight = math.ceil(missing * flags.rl_resample_factor)
         generated = draw(missing, in_flight, 0) if missing else []

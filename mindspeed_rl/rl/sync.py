@@ -56,7 +56,7 @@ def check_engine(run: Components, state: RunState) -> float:
         known, copies = (own, []) if worker.assignment.leads_engine else ([], own)
         samples = exchange_table(
             known, engine.group_of(run.job.world.rank), (), engine.num_groups, SampleKey(0, 0),
-            copies=copies, num_copies=engine.tp,
+            columns=store.columns, copies=copies, num_copies=engine.tp,
         )  # fmt: skip
         probe_store = replace(store, cache=TensorCache(store.cache.device))
         probe_store.keep(own, samples)

@@ -34,7 +34,7 @@ RATIO = "policy/ratio_max_deviation"
 FIRST_RATIO = "policy/ratio_first_step_max_deviation"
 
 
-def update(run: Components, state: RunState, batches: StepBatches, step: int) -> MetricSet:
+def update(run: Components, state: RunState, batches: StepBatches) -> MetricSet:
     """Run all optimizer steps of an RL step, the critic's first. Collective: the training grid.
 
     During ``--critic-warmup-steps`` the policy is not updated.
@@ -46,7 +46,7 @@ def update(run: Components, state: RunState, batches: StepBatches, step: int) ->
         with run.scheduler.onloaded(*CRITIC_OWNERS):
             loss = critic_loss(run.config)
             metrics = metrics.merge(update_critic(critic, loss, batches.updates, iterations))
-    warmup = step <= run.config.critic.critic_warmup_steps
+    warmup = state.step <= run.config.critic.critic_warmup_steps
     updates = [] if warmup else batches.updates
     routes = bool(updates) and run.plan.spec.moe is not None
     metrics = metrics.merge(_empty_metrics(run.config, state.kl_beta, routes))

@@ -108,6 +108,10 @@ class EngineProvider(ABC):
         """
 
     @abstractmethod
+    def positions(self, spec: ModelSpec) -> int:
+        """Return the length of the longest sequence of a model, in tokens. Pure."""
+
+    @abstractmethod
     def sizes(self, options: Mapping[str, object], spec: ModelSpec, platform: str) -> EngineSizes:
         """Return the sizes that decide the engine's memory on a platform. Pure."""
 

@@ -1,8 +1,15 @@
 """Declarations of everything that is known of every token of a response.
 
-A column of :func:`response_columns` is filled from what the engine returns. It is kept on the
-device that sampled it, moves to the ranks that train on it and is packed, without further code. A
-column of :data:`TRAINING_COLUMNS` is added to packed micro-batches by a later stage of the step.
+A column of :func:`response_columns` is filled from a completion. It is compared between the ranks
+of an engine, kept on the device that sampled it, moves to the ranks that train on it and is packed,
+without further code. A column of :data:`TRAINING_COLUMNS` is added to packed micro-batches by a
+later stage of the step.
+
+One fact of a token is no column: the version of the weights that sampled it. Weights change between
+passes of generation only, so the versions of a response are a few spans, which every rank reads to
+decide what is stale, also ranks without its tokens. They are part of the sample table
+(:attr:`~mindspeed_rl.samples.rollout_info.RolloutInfo.earlier_versions`); what a loss needs of them
+is the column ``on_policy_mask``.
 """
 
 from __future__ import annotations

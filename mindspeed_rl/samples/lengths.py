@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from mindspeed_rl.samples.balance import partition
+from mindspeed_rl.samples.placement import partition
 
 # Weight of the newest step in the relative length of a prompt.
 _NEWEST = 0.5
@@ -120,7 +120,7 @@ def assign_to_engines(
 ) -> list[list[int]]:
     """Divide the samples of a step among the groups that generate, in number and work.
 
-    With a history, samples are divided by expected length (:func:`.balance.partition`), which
+    With a history, samples are divided by expected length (:func:`.placement.partition`), which
     spreads the siblings of a hard prompt. Without one they are divided in order: neighbours share
     the prefix of their prompt in the cache.
 

@@ -17,44 +17,8 @@ from typing import Any
 import torch
 
 from mindspeed_rl.core.layout import round_up
+from mindspeed_rl.core.types import TrainSample
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TRAINING_COLUMNS
-
-
-@dataclass(frozen=True, slots=True)
-class TrainSample:
-    """One sequence to train on: local, on the host or a device.
-
-    Attributes:
-        sample_id: Id of the sample, equal on all ranks.
-        token_ids: [length] int64, prompt and response.
-        num_prompt_tokens: Number of tokens that are read but not trained on; at least 1.
-        columns: Columns of the trained tokens, [num_trained, ...] by name.
-        token_after: Token after the last one, which is trained on but not read; ``None`` where the
-            sequence ends.
-        loss_mask: [length - num_prompt_tokens] bool, which tokens after the prompt are trained on;
-            ``None``: all.
-    """
-
-    sample_id: int
-    token_ids: torch.Tensor
-    num_prompt_tokens: int
-    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    token_after: int | None = None
-    loss_mask: torch.Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        """Number of tokens of prompt and response."""
-        return int(self.token_ids.numel())
-
-    @property
-    def num_trained(self) -> int:
-        """Number of tokens that are trained on."""
-        behind = self.length - self.num_prompt_tokens
-        if self.loss_mask is not None:
-            assert self.loss_mask.numel() == behind, "one entry per token behind the prompt"
-            behind = int(self.loss_mask.sum())
-        return behind + (self.token_after is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,25 +95,6 @@ class MicroBatch:
 _ROW_TENSORS = ("token_ids", "positions", "targets", "loss_mask", "sequence_of", "trained_index")
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """The tokens of samples, one sample after another.
-
-    Attributes:
-        owner: [tokens of samples with their padding] int64, the sample that each token belongs to.
-        token_ids: [T] int64, like the next three fields as in :class:`MicroBatch`.
-        positions: [T] int64.
-        targets: [T] int64.
-        loss_mask: [T] bool.
-    """
-
-    owner: torch.Tensor
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    targets: torch.Tensor
-    loss_mask: torch.Tensor
-
-
 def pack(
     samples: Sequence[TrainSample], padded_length: int, sequence_multiple: int = 1
 ) -> MicroBatch:
@@ -158,20 +103,48 @@ def pack(
     Each sample is padded to a multiple of ``sequence_multiple``. An empty list gives a well-formed
     micro-batch that trains on nothing.
     """
-    real = [s.length for s in samples]
-    lengths = tuple(round_up(length, sequence_multiple) for length in real)
+    lengths = tuple(round_up(s.length, sequence_multiple) for s in samples)
     total = sum(lengths)
     if total > padded_length:
         raise RuntimeError(f"{total} tokens do not fit into a micro-batch of {padded_length}")
     device = samples[0].token_ids.device if samples else torch.device("cpu")
-    row = _row_of(samples, real, lengths, padded_length, device)
-    sequence_of = row.owner[row.loss_mask[:total]]
+
+    def of_samples(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    length = of_samples(lengths)
+    real = of_samples([s.length for s in samples])
+    # For each token of the samples and their padding: its sample, its place, whether one follows.
+    owner = torch.repeat_interleave(length, output_size=total)
+    position = torch.arange(total, device=device) - (length.cumsum(0) - length)[owner]
+    continues = of_samples([s.token_after is not None for s in samples])
+    has_target = position < (real - 1 + continues)[owner]
+    token_ids = torch.zeros(padded_length, dtype=torch.int64, device=device)
+    token_ids[:total][position < real[owner]] = _cat([s.token_ids for s in samples], device).to(
+        torch.int64
+    )
+    positions = torch.zeros_like(token_ids)
+    positions[:total] = position
+    targets = torch.zeros_like(token_ids)
+    targets[:total] = token_ids.roll(-1)[:total] * has_target
+    at_end = has_target & (position == (real - 1)[owner])
+    targets[:total][at_end] = of_samples(
+        [s.token_after for s in samples if s.token_after is not None]
+    )
+    num_prompt = of_samples([s.num_prompt_tokens for s in samples])
+    loss_mask = torch.zeros(padded_length, dtype=torch.bool, device=device)
+    loss_mask[:total] = has_target & (position >= (num_prompt - 1)[owner])
+    for sample, start in zip(samples, accumulate(lengths, initial=0), strict=False):
+        if sample.loss_mask is not None:  # The mask of token t + 1 belongs to position t.
+            first = start + sample.num_prompt_tokens - 1
+            loss_mask[first : first + sample.loss_mask.numel()] &= sample.loss_mask
+    sequence_of = owner[loss_mask[:total]]
     num_trained = tuple(s.num_trained for s in samples)
     return MicroBatch(
-        token_ids=row.token_ids,
-        positions=row.positions,
-        targets=row.targets,
-        loss_mask=row.loss_mask,
+        token_ids=token_ids,
+        positions=positions,
+        targets=targets,
+        loss_mask=loss_mask,
         lengths=lengths,
         sample_ids=tuple(s.sample_id for s in samples),
         sequence_of=sequence_of,
@@ -204,47 +177,6 @@ def _columns_of(
                 f"{wrong.num_trained} trained tokens"
             )
     return {name: torch.cat([s.columns[name] for s in samples]) for name in names}
-
-
-def _row_of(
-    samples: Sequence[TrainSample],
-    sizes: Sequence[int],
-    lengths: Sequence[int],
-    padded_length: int,
-    device: torch.device,
-) -> _Row:
-    """Lay out the samples in one row; ``lengths`` are their ``sizes`` with padding."""
-    total = sum(lengths)
-
-    def of_samples(values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
-    length = of_samples(lengths)
-    real = of_samples(sizes)
-    num_prompt = of_samples([s.num_prompt_tokens for s in samples])
-    owner = torch.repeat_interleave(length, output_size=total)
-    position = torch.arange(total, device=device) - (length.cumsum(0) - length)[owner]
-    continues = of_samples([s.token_after is not None for s in samples])
-    has_target = position < (real - 1 + continues)[owner]
-    token_ids = torch.zeros(padded_length, dtype=torch.int64, device=device)
-    token_ids[:total][position < real[owner]] = _cat([s.token_ids for s in samples], device).to(
-        torch.int64
-    )
-    positions = torch.zeros_like(token_ids)
-    positions[:total] = position
-    targets = torch.zeros_like(token_ids)
-    targets[:total] = token_ids.roll(-1)[:total] * has_target
-    at_end = has_target & (position == (real - 1)[owner])
-    targets[:total][at_end] = of_samples(
-        [s.token_after for s in samples if s.token_after is not None]
-    )
-    mask = torch.zeros(padded_length, dtype=torch.bool, device=device)
-    mask[:total] = has_target & (position >= (num_prompt - 1)[owner])
-    for sample, start in zip(samples, accumulate(lengths, initial=0), strict=False):
-        if sample.loss_mask is not None:  # The mask of token t + 1 belongs to position t.
-            first = start + sample.num_prompt_tokens - 1
-            mask[first : first + sample.loss_mask.numel()] &= sample.loss_mask
-    return _Row(owner, token_ids, positions, targets, mask)
 
 
 def _cat(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -7,8 +7,8 @@ them until a plan moves them. Prompt tokens never travel: every rank has the dat
 
 from __future__ import annotations
 
+import math
 import zlib
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 
 from mindspeed_rl.core.types import Rollout
-from mindspeed_rl.parallel.small_collectives import sum_over_ranks
+from mindspeed_rl.parallel.small_collectives import all_reduce_sum
+from mindspeed_rl.samples.columns import Column
 
 # prompt index, tokens, sampled tokens, stopped, weights version, group of ranks, times seen,
 # checksum, sum of the checksums of all copies
@@ -40,6 +41,22 @@ class SampleKey(NamedTuple):
 UNCACHED = SampleKey(-1, 0)
 
 
+class Correctness(NamedTuple):
+    """Whether a response of an evaluation is right, by a strict and a lenient rule.
+
+    Attributes:
+        exact: 1 when it ended by itself and equals the answer to the letter, else 0.
+        lenient: 1 when it is right by a verdict reward or else by its last number, else 0.
+    """
+
+    exact: float
+    lenient: float
+
+
+#: Correctness of a sample that no evaluation compared with the answer.
+NOT_COMPARED = Correctness(math.nan, math.nan)
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutInfo:
     """A finished sample as every rank knows it.
@@ -54,7 +71,7 @@ class RolloutInfo:
         group: Engine ranks that have its tokens: see ``EngineLayout.group_of``.
         reward: Reward; NaN when the reward abstained.
         parts: Scores of the single reward functions, NaN where one abstained.
-        judgements: Numbers that an evaluation found about it: see ``RolloutWorker.run``.
+        correctness: In an evaluation, whether the response is right.
         key: Key under which the ranks of its group keep its tokens.
         earlier_versions: (version, tokens) of what earlier passes of generation sampled, from the
             start of the response; the rest is of ``weights_version``.
@@ -69,7 +86,7 @@ class RolloutInfo:
     group: int
     reward: float
     parts: tuple[float, ...] = ()
-    judgements: tuple[float, ...] = ()
+    correctness: Correctness = NOT_COMPARED
     key: SampleKey = UNCACHED
     earlier_versions: tuple[tuple[int, int], ...] = ()
 
@@ -104,9 +121,9 @@ def exchange_table(
     part_names: Sequence[str],
     num_samples: int,
     key_of: SampleKey,
-    judgements: Mapping[int, Sequence[float]] | None = None,
-    num_judgements: int = 0,
+    correctness: Mapping[int, Correctness] | None = None,
     *,
+    columns: Sequence[Column],
     copies: Sequence[Rollout] = (),
     num_copies: int = 1,
 ) -> list[RolloutInfo]:
@@ -121,31 +138,34 @@ def exchange_table(
         part_names: Names of the reward functions, equal on all ranks.
         num_samples: Number of samples that there must be in all.
         key_of: Key of sample 0; the numbers of the others follow it.
-        judgements: Judgements of each of ``rollouts``, by sample id.
-        num_judgements: Number of judgements of each sample, equal on all ranks.
+        correctness: Correctness of each of ``rollouts``, by sample id; ``None`` on all ranks or
+            on none.
+        columns: Columns that a run keeps for every token; copies must agree in them.
         copies: The same rollouts, on the other ranks of the engine.
         num_copies: Number of ranks of an engine that have each sample.
 
     Raises:
         RuntimeError: A sample is missing or there twice, or the ranks of an engine have different
-            tokens or log-probs for it.
+            tokens or columns for it.
     """
-    width = _INTEGERS + 1 + len(part_names) + num_judgements
+    width = _INTEGERS + 1 + len(part_names)
+    if correctness is not None:
+        width += len(NOT_COMPARED)
     rows = torch.zeros(num_samples + 1, width, dtype=torch.int64)
     if rollouts:
         scores = [
-            [*_scores(r, part_names), *(judgements[r.sample_id] if judgements else ())]
+            [*_scores(r, part_names), *(correctness[r.sample_id] if correctness else ())]
             for r in rollouts
         ]
         bits = torch.tensor(scores, dtype=torch.float32).view(torch.int32)
-        mine = torch.cat([torch.tensor([_facts(r, group) for r in rollouts]), bits], dim=1)
+        mine = torch.cat([torch.tensor([_facts(r, group, columns) for r in rollouts]), bits], dim=1)
         # Invalid ids are counted in a row of their own, for the error message.
         ids = [r.sample_id if 0 <= r.sample_id < num_samples else num_samples for r in rollouts]
         rows.index_add_(0, torch.tensor(ids), mine)
     if copies:
-        sums = torch.tensor([_checksum(r) for r in copies])
+        sums = torch.tensor([_checksum(r, columns) for r in copies])
         rows[:, _COPIES].index_add_(0, torch.tensor([r.sample_id for r in copies]), sums)
-    rows = sum_over_ranks(rows)
+    rows = all_reduce_sum(rows)
     _check_table(rows, num_samples, num_copies)
     return _samples_of(rows, key_of, len(part_names))
 
@@ -163,7 +183,7 @@ def _check_table(rows: torch.Tensor, num_samples: int, num_copies: int) -> None:
         group = int(rows[differing[0], 5])
         raise RuntimeError(
             f"samples {differing[:8]}: the {num_copies} ranks of engine {group} have different "
-            "tokens or log-probs for them, so tensor-parallel ranks would train on different data; "
+            "tokens or columns for them, so tensor-parallel ranks would train on different data; "
             "the engine's sampler is not deterministic across its ranks"
         )
 
@@ -183,15 +203,15 @@ def _samples_of(rows: torch.Tensor, key_of: SampleKey, num_parts: int) -> list[R
             group=facts[5],
             reward=numbers[0],
             parts=tuple(numbers[1:end]),
-            judgements=tuple(numbers[end:]),
+            correctness=Correctness(*numbers[end:]) if numbers[end:] else NOT_COMPARED,
             key=SampleKey(key_of.step, key_of.number + i),
         )
         for i, (facts, numbers) in enumerate(zip(rows[:-1].tolist(), floats, strict=True))
     ]
 
 
-def _facts(rollout: Rollout, group: int) -> list[int]:
-    done, checksum = rollout.completion, _checksum(rollout)
+def _facts(rollout: Rollout, group: int, columns: Sequence[Column]) -> list[int]:
+    done, checksum = rollout.completion, _checksum(rollout, columns)
     return [
         rollout.prompt.index,
         len(done.token_ids),
@@ -205,12 +225,12 @@ def _facts(rollout: Rollout, group: int) -> list[int]:
     ]
 
 
-def _checksum(rollout: Rollout) -> int:
-    """Checksum the bits of tokens, log-probs and experts; 32 bits, so that sums stay exact."""
-    done = rollout.completion
-    of_tokens = zlib.crc32(array("q", done.token_ids).tobytes())
-    of_logprobs = zlib.crc32(array("d", done.logprobs).tobytes(), of_tokens)
-    return zlib.crc32(done.experts or b"", of_logprobs)
+def _checksum(rollout: Rollout, columns: Sequence[Column]) -> int:
+    """Checksum the bits of every column as it is kept; 32 bits, so that sums stay exact."""
+    found = 0
+    for column in columns:
+        found = zlib.crc32(column.gather([rollout.completion]).numpy().tobytes(), found)
+    return found
 
 
 def _scores(rollout: Rollout, part_names: Sequence[str]) -> list[float]:

@@ -15,16 +15,22 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
-from mindspeed_rl.core.types import Prompt, Rollout
+from mindspeed_rl.core.types import Prompt, Rollout, TrainSample
 from mindspeed_rl.metrics.metric_set import Max, MetricSet, Total
-from mindspeed_rl.samples.balance import MicroBatchPlan
-from mindspeed_rl.samples.batching import BatchRules
 from mindspeed_rl.samples.columns import LOSS_MASK, TOKEN_IDS, Column
 from mindspeed_rl.samples.device_cache import TensorCache
-from mindspeed_rl.samples.exchange import Redistribution, sample_words
-from mindspeed_rl.samples.packing import MicroBatch, TrainSample
+from mindspeed_rl.samples.exchange import (
+    Hop,
+    OwnerRanks,
+    Redistribution,
+    copies_moved,
+    plan_gather,
+    plan_hops,
+    sample_words,
+)
+from mindspeed_rl.samples.packing import MicroBatch
+from mindspeed_rl.samples.placement import BatchRules, MicroBatchPlan
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
-from mindspeed_rl.samples.routes import Hop, OwnerRanks, copies_moved, plan_gather, plan_hops
 
 ResponseTensors = Mapping[str, torch.Tensor]
 """The tokens of one response, [n] or [n, width] by the name of a column; token ids are int64."""

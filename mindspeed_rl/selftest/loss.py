@@ -26,14 +26,15 @@ from mindspeed_rl.algorithms.losses import LossSettings, policy_loss
 from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES, SurrogateSettings
 from mindspeed_rl.algorithms.selection import select_by_covariance
 from mindspeed_rl.algorithms.token_advantages import generalized_advantages, rewards_to_tokens
-from mindspeed_rl.algorithms.types import Denominators
+from mindspeed_rl.algorithms.types import Denominators, SumOverRanks
 from mindspeed_rl.algorithms.value_loss import value_loss
 from mindspeed_rl.config import ModelConfig, ParallelConfig, RLRunConfig, TrainConfig
+from mindspeed_rl.core.types import TrainSample
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.metric_set import reduce_metrics
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.tensors import tensor_groups
-from mindspeed_rl.planning.run_plan import RLPlan, check_layout, value_layout
+from mindspeed_rl.planning.run_plan import RLPlan, plan_training, value_layout
 from mindspeed_rl.rl.build_models import (
     batch_rules,
     build_engine,
@@ -43,7 +44,7 @@ from mindspeed_rl.rl.build_models import (
 )
 from mindspeed_rl.rl.critic import empty_value_metrics, values_of_rows
 from mindspeed_rl.rl.update import empty_loss_metrics, with_covariance_mask
-from mindspeed_rl.samples.packing import MicroBatch, TrainSample, pack
+from mindspeed_rl.samples.packing import MicroBatch, pack
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.train_engine import TrainEngine
 from mindspeed_rl.weights.executor import Resharder
@@ -79,7 +80,6 @@ _SCALES = {
 
 RLJobOf = Job[RLRunConfig, RLPlan]
 Gradients = dict[str, torch.Tensor]
-Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +310,7 @@ def in_layout(job: RLJobOf, layout: Layout) -> Iterator[SelftestModels]:
         platform=job.config.parallel.platform,
     )
     config = replace(job.config, parallel=parallel)
-    base = check_layout(config, job.world.size)
+    base = plan_training(config, job.world.size)
     plan = replace(job.plan, spec=base.spec, parallel=base.parallel, megatron=base.megatron)
     job = replace(job, config=config, plan=plan)
     flags = ("", "--hf-checkpoint")
@@ -364,7 +364,7 @@ def _outcome(
     batches: Sequence[MicroBatch],
     samples: Sequence[TrainSample],
     case: Case,
-    reduce: Reduce | None = None,
+    reduce: SumOverRanks | None = None,
 ) -> Outcome:
     """Do one update without its optimizer step. Collective: the world.
 
@@ -412,7 +412,7 @@ def _annotated(micro: MicroBatch) -> MicroBatch:
 
 
 def _with_targets(
-    engine: TrainEngine, batches: Sequence[MicroBatch], reduce: Reduce
+    engine: TrainEngine, batches: Sequence[MicroBatch], reduce: SumOverRanks
 ) -> list[MicroBatch]:
     """Add a pass's values, moved a little, and GAE's returns; one sample has no reward."""
     result = []

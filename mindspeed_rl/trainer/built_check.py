@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 
+from mindspeed_rl.core.boxes import Shape
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.trainer.model_config import architecture_fields
 
 # Name of a field, its value in the built model, its value in the model's config.
 _Pair = tuple[str, Any, Any]
-Shape = tuple[int, ...]
+# Values that mean the same as None: MindSpeed's adaptor writes them into the configuration.
+_NEUTRAL = {"moe_shared_expert_intermediate_size": 0, "moe_router_topk_scaling_factor": 1.0}
 
 
 def check_weights(built: Mapping[str, torch.Tensor], declared: Mapping[str, Shape]) -> None:
@@ -56,9 +58,18 @@ def check_built(model: GPTModel, spec: ModelSpec, num_layers: int) -> None:
         *(pair for layer in model.decoder.layers for pair in _layer_pairs(layer, model, spec)),
         *_norm_pairs(model, spec),
     ]
-    wrong = [f"{name}: built {built}, model {real}" for name, built, real in pairs if built != real]
+    wrong = [
+        f"{name}: built {built}, model {real}"
+        for name, built, real in pairs
+        if _meaning(name, built) != _meaning(name, real)
+    ]
     if wrong:
         raise RuntimeError("the built model differs from config.json: " + "; ".join(wrong))
+
+
+def _meaning(name: str, value: Any) -> Any:
+    """Return the value of a field, or ``None`` where it means that the feature is not used."""
+    return None if name in _NEUTRAL and value == _NEUTRAL[name] else value
 
 
 def _norm_pairs(model: GPTModel, spec: ModelSpec) -> Iterator[_Pair]:

@@ -312,15 +312,15 @@ def _agree_on_latest(directory: str | os.PathLike[str]) -> resume.Found:
     Raises:
         UsageError: On all ranks, with the problem that rank 0 found.
     """
-    answer: list[resume.Found | ValueError | None] = [None]
+    answer: list[resume.Found | UsageError | None] = [None]
     if dist.get_rank() == 0:
         try:
             answer[0] = resume.find_latest(directory)
-        except ValueError as error:
+        except UsageError as error:
             answer[0] = error
     dist.broadcast_object_list(answer, 0)
     found = answer[0]
-    if isinstance(found, ValueError):
+    if isinstance(found, UsageError):
         raise found
     assert found is not None
     return found

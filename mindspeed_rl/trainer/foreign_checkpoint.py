@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.convert.formats import open_checkpoint, recognise
-from mindspeed_rl.convert.source import Source
+from mindspeed_rl.convert.source import Source, UnreadableError
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.trainer.train_engine import TrainEngine
@@ -37,7 +37,7 @@ def load_foreign(directory: str | os.PathLike[str], engine: TrainEngine) -> str:
     try:
         source = open_checkpoint(Path(found[0]), "mg", engine.spec, flag="--load")
         _fill(engine, source)
-    except (OSError, ValueError) as error:
+    except (OSError, UsageError, UnreadableError) as error:
         problem = f"rank {dist.get_rank()}: {error}"
     if problem := next(filter(None, gather_objects(problem)), ""):
         raise UsageError(f"--load {directory}: {problem}")

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
-from mindspeed_rl.algorithms.types import LossInputs, Sequences, ValueInputs
+from mindspeed_rl.algorithms.types import LossInputs, Sequences, SumOverRanks, ValueInputs
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.samples.packing import MicroBatch
 from mindspeed_rl.trainer.logprobs import selected_logprobs
@@ -25,8 +25,6 @@ from mindspeed_rl.trainer.logprobs import selected_logprobs
 Outputs = tuple[torch.Tensor, ...]
 Head = Callable[[MicroBatch, torch.Tensor], Outputs]
 """Turns hidden states [T, 1, h] (this rank's rows if sequence-parallel) into [N] each."""
-Reduce = Callable[[torch.Tensor], torch.Tensor]
-"""Sums a tensor over the context-parallel ranks."""
 
 
 class LogProbHead:
@@ -88,7 +86,7 @@ class ValueOutputHead:
         return (F.linear(rows.float(), weight.float())[:, 0],)
 
 
-def policy_inputs(micro: MicroBatch, outputs: Outputs, reduce: Reduce) -> LossInputs:
+def policy_inputs(micro: MicroBatch, outputs: Outputs, reduce: SumOverRanks) -> LossInputs:
     """Build the inputs of a policy loss. Collective if the loss sums over sequences, see below.
 
     Args:
@@ -111,7 +109,7 @@ def policy_inputs(micro: MicroBatch, outputs: Outputs, reduce: Reduce) -> LossIn
     )
 
 
-def value_inputs(micro: MicroBatch, outputs: Outputs, reduce: Reduce) -> ValueInputs:
+def value_inputs(micro: MicroBatch, outputs: Outputs, reduce: SumOverRanks) -> ValueInputs:
     """Build the inputs of a value loss.
 
     Args:
@@ -125,7 +123,7 @@ def value_inputs(micro: MicroBatch, outputs: Outputs, reduce: Reduce) -> ValueIn
     )
 
 
-def _sequences(micro: MicroBatch, reduce: Reduce) -> Sequences:
+def _sequences(micro: MicroBatch, reduce: SumOverRanks) -> Sequences:
     device = micro.sequence_of.device
     num_trained = torch.tensor(micro.num_trained, dtype=torch.float32, device=device)
     return Sequences(micro.sequence_of, num_trained, reduce)

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from mindspeed_rl.config.supervised import IndexedDataConfig, data_bytes, parse_blend
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.types import TrainSample
 from mindspeed_rl.data.batches import StepSamples
-from mindspeed_rl.samples.packing import TrainSample
 
 _HELPERS = "megatron.core.datasets.helpers_cpp"
 _ORDER_CHUNK = 1 << 20

@@ -25,10 +25,12 @@ from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.models.layers import LayerSpec
 from mindspeed_rl.models.param_names import ParamNames
 from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.platforms.base import Platform
+from mindspeed_rl.platforms.features import TransformerFeatures
 from mindspeed_rl.trainer.built_check import check_built
 from mindspeed_rl.trainer.latent_attention import DuplicatedLinear
 from mindspeed_rl.trainer.norm import RMSNorm
-from mindspeed_rl.trainer.packed_attention import PackedSelfAttention
+from mindspeed_rl.trainer.packed_attention import packed_attention
 from mindspeed_rl.trainer.patches import (
     expert_splits_on_host,
     uneven_collectives,
@@ -112,15 +114,15 @@ def _cut_dimension(module: torch.nn.Module) -> int | None:
     return {"column": 0, "row": 1}.get(getattr(module, "parallel_mode", None) or "")
 
 
-def _apply_patches(spec: ModelSpec, modules: ParamNames, device: torch.device) -> None:
+def _apply_patches(spec: ModelSpec, modules: ParamNames, features: TransformerFeatures) -> None:
     if (spec.moe or spec.latent_attention) and not modules.fused_norms:
         without_transformer_engine.apply()
-    if spec.moe and device.type == "cpu":
+    if spec.moe and not features.exchanges_uneven_pieces:
         expert_splits_on_host.apply()
         uneven_collectives.apply()
 
 
-def _layer_spec(layer: LayerSpec, modules: ParamNames) -> ModuleSpec:
+def layer_spec(layer: LayerSpec, modules: ParamNames, features: TransformerFeatures) -> ModuleSpec:
     """Return megatron-core's modules of one layer. A new kind of layer has its modules here."""
     common = {
         "num_experts": layer.moe.num_experts if layer.moe else None,
@@ -130,29 +132,32 @@ def _layer_spec(layer: LayerSpec, modules: ParamNames) -> ModuleSpec:
     }
     if modules.fused_norms:
         built = get_gpt_layer_with_transformer_engine_spec(**common)
-        built.submodules.self_attention.submodules.core_attention = PackedSelfAttention
-        return built
-    return _with_our_norms(get_gpt_layer_local_spec(**common, normalization="RMSNorm"), layer)
+    else:
+        built = get_gpt_layer_local_spec(**common, normalization="RMSNorm")
+        _set_our_norms(built, layer)
+    attention = packed_attention(features.packed_attention)
+    built.submodules.self_attention.submodules.core_attention = attention
+    return built
 
 
-def _with_our_norms(built: ModuleSpec, layer: LayerSpec) -> ModuleSpec:
-    """Put this project's norms and attention into a spec of megatron-core's own modules."""
+def _set_our_norms(built: ModuleSpec, layer: LayerSpec) -> None:
+    """Put this project's norms into a spec of megatron-core's own modules."""
     parts = built.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
-    attention.core_attention = PackedSelfAttention
     if layer.latent_attention:
         attention.q_layernorm = attention.kv_layernorm = RMSNorm
         attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
     elif layer.attention.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return built
 
 
-def _block_spec(layout: MegatronLayout, stage: int, chunk: int) -> TransformerBlockSubmodules:
+def _block_spec(
+    layout: MegatronLayout, stage: int, chunk: int, features: TransformerFeatures
+) -> TransformerBlockSubmodules:
     spec, modules = layout.spec, layout.modules
     layers = [spec.layers[n] for n in layout.parallel.stages.layers_of(stage, chunk)]
-    kinds = {layer: _layer_spec(layer, modules) for layer in layers}
+    kinds = {layer: layer_spec(layer, modules, features) for layer in layers}
     norm: Any = RMSNorm
     if modules.fused_norms:
         from megatron.core.extensions.transformer_engine import TENorm
@@ -167,7 +172,7 @@ def build_model(
     spec: ModelSpec,
     layout: MegatronLayout,
     config: TransformerConfig,
-    device: torch.device,
+    platform: Platform,
     chunk: int = 0,
 ) -> GPTModel:
     """Build one chunk of this rank's part of the model, with uninitialised parameters. Local.
@@ -176,17 +181,18 @@ def build_model(
         spec: Architecture of the model.
         layout: Gives the stage's layers and the padded vocabulary.
         config: Result of :func:`~mindspeed_rl.trainer.model_config.build_transformer_config`.
-        device: Device of the parameters.
+        platform: Gives the device of the parameters and its features.
         chunk: Index of the chunk in an interleaved pipeline.
     """
     from megatron.core import parallel_state
 
-    _apply_patches(spec, layout.modules, device)
+    device, features = platform.device, platform.transformer_features()
+    _apply_patches(spec, layout.modules, features)
     stages = layout.parallel.stages
     stage = parallel_state.get_pipeline_model_parallel_rank()
     model = GPTModel(
         config,
-        _block_spec(layout, stage, chunk),
+        _block_spec(layout, stage, chunk, features),
         vocab_size=round_up(spec.vocab_size, layout.vocab_multiple),
         max_sequence_length=spec.max_position_embeddings,
         pre_process=stage == 0 and chunk == 0,

@@ -27,6 +27,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from numpy.typing import NDArray
 
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.samples.packing import context_index
 
 # Sequences share a dense batch if the shortest has at least this fraction of the longest's length.
@@ -274,3 +275,21 @@ def _gather_row(
     whole = gather_from_sequence_parallel_region(both, group=group).index_select(0, order)
     keys, values = whole.split([k.size(-1), v.size(-1)], dim=-1)
     return keys, values
+
+
+PACKED_ATTENTIONS: dict[str, type[MegatronModule]] = {"padded_sdpa": PackedSelfAttention}
+"""The attentions of packed rows, by the name that the features of a platform give."""
+
+
+def packed_attention(name: str) -> type[MegatronModule]:
+    """Return the module of an attention of packed rows.
+
+    Raises:
+        UsageError: There is no such module.
+    """
+    if name not in PACKED_ATTENTIONS:
+        raise UsageError(
+            f"--platform: the platform names {name!r} for the attention of packed rows, which has "
+            f"no module; there are: {', '.join(PACKED_ATTENTIONS)}"
+        )
+    return PACKED_ATTENTIONS[name]

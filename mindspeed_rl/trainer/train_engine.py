@@ -99,7 +99,7 @@ class TrainEngine:
         self._config = config
         #: The chunks of this rank: one, or several with an interleaved pipeline.
         self.modules: list[Any] = [
-            build_model(self.spec, layout, config, platform.device, chunk)
+            build_model(self.spec, layout, config, platform, chunk)
             for chunk in range(layout.parallel.stages.vpp)
         ]
         self._replay = None

@@ -65,7 +65,7 @@ def _slices(boxes: tuple[Box, ...], count: int) -> tuple[tuple[Box, ...] | None,
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
-    """Everything that one rank does in a reshard.
+    """The messages and the local copies of one rank in a reshard.
 
     ``sends``, ``receives`` and ``copies`` have the same order on all ranks, so that both ends of a
     message list its rectangles alike. ``local_duplicates`` copy within the target what the rank
@@ -145,7 +145,8 @@ def needs_of(target: ShardLayout, hf_name: str) -> list[Cell]:
 
 
 @lru_cache(maxsize=4096)
-def _turn_of_pattern(pattern: str) -> int:
+def _round_robin_offset(pattern: str) -> int:
+    """Return where the rotation starts for a kind of tensor."""
     return zlib.crc32(pattern.encode()) & 0xFFFF
 
 
@@ -155,7 +156,7 @@ def rotation_of(hf_name: str, experts_per_rank: int = 1) -> int:
     Experts and layers of one rank have consecutive numbers.
     """
     pattern, layer, expert = locate(hf_name)
-    return _turn_of_pattern(pattern) + layer * experts_per_rank + expert
+    return _round_robin_offset(pattern) + layer * experts_per_rank + expert
 
 
 def overlaps(

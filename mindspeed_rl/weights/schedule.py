@@ -63,7 +63,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """Bounds of what the ranks move for one unit.
+    """Bounds of the bytes that ranks move for one unit.
 
     Attributes:
         loads: [hops, world] bytes that each rank sends plus receives if the whole unit travels.
@@ -79,7 +79,7 @@ class _Cost:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A slice of a unit."""
+    """A slice of a unit, which travels in one round."""
 
     unit: Unit
     cost: _Cost
@@ -125,7 +125,7 @@ def plan_schedule(
         stages = stages_of.setdefault(source.dtype_of(unit.names[0]), {})
         batches = _tensors(source, unit, bucket_bytes // (2 * item_bytes))
         stages.setdefault(unit.stage, []).extend(
-            batches if target.wants_whole_tensors else [(unit,)]
+            batches if target.fills_tensor_by_tensor else [(unit,)]
         )
     slots: dict[str, list[Slot]] = {}
     completed: list[tuple[str, ...]] = []
@@ -224,7 +224,7 @@ class _Costs:
 
 
 def _fill(stages: list[list[Batch]], costs: _Costs, bucket_bytes: int) -> list[list[_Item]]:
-    """Return the items of every round."""
+    """Return the slices of units that each round sends."""
     _check_budget(stages, costs, bucket_bytes)
     quantum = bucket_bytes / (2 * len(stages))
     queues = [[i for batch in stage for i in _slices(batch, costs, quantum)] for stage in stages]

@@ -164,7 +164,7 @@ def _shares(known: Sequence[_Fixed]) -> frozenset[tuple[int, int]]:
 
 
 @lru_cache(maxsize=1 << 12)
-def _num_slices(shares: frozenset[tuple[int, int]], num_turns: int) -> int:
+def _num_slices(shares: frozenset[tuple[int, int]], num_rotations: int) -> int:
     """Return the number of slices of a matrix that lets rotations even out its owner ranks' loads.
 
     When n destinations are divided among h owner ranks t times, each owner rank serves t n / h of
@@ -172,8 +172,8 @@ def _num_slices(shares: frozenset[tuple[int, int]], num_turns: int) -> int:
     """
 
     def unevenness(parts: int) -> float:
-        turns = num_turns * parts
-        return max((-(-turns * n // h) * h / (turns * n) for n, h in shares), default=1.0)
+        rotations = num_rotations * parts
+        return max((-(-rotations * n // h) * h / (rotations * n) for n, h in shares), default=1.0)
 
     several = range(1, _MAX_SLICES)
     return next((parts for parts in several if unevenness(parts) <= _EVEN), _MAX_SLICES)

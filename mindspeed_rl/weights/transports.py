@@ -14,7 +14,7 @@ Tensors = Mapping[int, Sequence[torch.Tensor]]
 
 
 class Pending(Protocol):
-    """A round in flight."""
+    """The communication of a round that has started."""
 
     def wait(self) -> None:
         """Wait until received messages may be read and sent ones may be overwritten."""
@@ -84,7 +84,7 @@ class AllToAllTransport(_GroupTransport):
 
 @dataclass(frozen=True, slots=True)
 class _All:
-    """Several operations in flight."""
+    """Several operations that have started and are waited for together."""
 
     works: Sequence[Pending]
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.core.boxes import Box
-from mindspeed_rl.parallel.small_collectives import gather_objects, sum_over_ranks
+from mindspeed_rl.parallel.small_collectives import all_reduce_sum, gather_objects
 from mindspeed_rl.weights.executor import wire_dtype
 from mindspeed_rl.weights.layouts.base import Piece, Shard, ShardLayout, pieces_of
 
@@ -232,7 +232,7 @@ class WeightVerifier:
 
         Every rank gets the same list. Two int64 per tensor go to every rank.
         """
-        sums = sum_over_ranks(self.checksums(read, write), group)
+        sums = all_reduce_sum(self.checksums(read, write), group)
         differs = (sums[0] * self._copies) != sums[1]
         return [name for name, wrong in zip(self._names, differs.tolist(), strict=True) if wrong]
 

@@ -19,9 +19,9 @@ from support.training_worlds import (
     run_case,
 )
 
+from mindspeed_rl.core.types import TrainSample
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.samples.packing import TrainSample
 
 ROUTER_BIAS = "e_score_correction_bias"
 SMALL = ("--micro-batch-size", "3", "--make-vocab-size-divisible-by", "8", "--lr", "1e-3")
@@ -215,9 +215,8 @@ def exchange(world: World, num_samples: int) -> list[tuple[object, ...]]:
     from mindspeed_rl.core.types import Rollout as Finished
     from mindspeed_rl.samples.columns import experts_column, response_columns
     from mindspeed_rl.samples.device_cache import TensorCache
-    from mindspeed_rl.samples.exchange import Redistribution
+    from mindspeed_rl.samples.exchange import OwnerRanks, Redistribution, plan_hops
     from mindspeed_rl.samples.rollout_info import SampleKey, exchange_table
-    from mindspeed_rl.samples.routes import OwnerRanks, plan_hops
     from mindspeed_rl.samples.store import keep_rollouts, responses_in
 
     mine = []
@@ -228,11 +227,13 @@ def exchange(world: World, num_samples: int) -> list[tuple[object, ...]]:
         done = Completion(tokens, tuple(-0.25 * n for n in range(i)), "stop", 3, mask, experts)
         prompt = Prompt(7 * i, (1, 2), "text", "answer")
         mine.append(Finished(i, prompt, done, 0.5 * i, {"math": 1.0}))
-    table = exchange_table(mine, world.rank, ("math",), num_samples, SampleKey(1, 0))
-    cache = TensorCache(torch.device("npu", torch.npu.current_device()))
-    cache.begin_step(1)
     # experts of every token; messages are of 32-bit words
     columns = response_columns(has_environment=True, experts=experts_column(256, 3))
+    table = exchange_table(
+        mine, world.rank, ("math",), num_samples, SampleKey(1, 0), columns=columns
+    )
+    cache = TensorCache(torch.device("npu", torch.npu.current_device()))
+    cache.begin_step(1)
     keep_rollouts(cache, columns, mine, table)
     wanted = [(s.group + 1) % world.size for s in table]
     layout = ParallelLayout.build(world=world.size, stages=even_stages(1))

@@ -62,17 +62,17 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 @pytest.mark.parametrize("model", CHANGES)
 def test_whatever_was_built_otherwise_is_named(model: str, findings: dict[str, list[str]]) -> None:
     *several, layers = findings[model]
-    assert "layers of the chunk: built 4, model 5" in layers
-    for (path, _, name), told in zip(CHANGES[model], several, strict=True):
-        assert told.startswith("the built model differs from config.json: "), path
-        assert re.search(rf"(: |; ){re.escape(name)}: built ", told), (path, told)
+    assert re.search(r"layers.*4.*5", layers)
+    for (path, _, name), message in zip(CHANGES[model], several, strict=True):
+        assert re.search(rf"(: |; ){re.escape(name)}: ", message), (path, message)
 
 
 def test_parameters_that_only_one_side_has_are_named() -> None:
     """One without a row of the table would stay 0 and travel nowhere."""
     weight = torch.zeros(2, 3)
     check_weights({"a": weight}, {"a": (2, 3)})
-    with pytest.raises(RuntimeError, match=r"^3 parameters of the built model differ .*: "
-                       r"a: built \(2, 3\), table \(3, 2\); b: built \(2, 3\), table None; "
-                       r"c: built None, table \(1,\)$"):  # fmt: skip
-        check_weights({"a": weight, "b": weight}, {"a": (3, 2), "c": (1,)})
+    with pytest.raises(RuntimeError, match=r"\ba: .*\bb: .*\bc: ") as refused:
+        check_weights(
+            {"a": weight, "b": weight, "d": weight}, {"a": (3, 2), "c": (1,), "d": (2, 3)}
+        )
+    assert "d: " not in str(refused.value)

@@ -232,7 +232,7 @@ def test_kill_during_a_save_leaves_the_previous_checkpoint(
 ) -> None:
     folder = tmp_path / "save"
     args = (str(tiny_model), str(folder))
-    with pytest.raises(RankError, match="rank 1: ended by SIGKILL"):
+    with pytest.raises(RankError, match=r"rank 1.*SIGKILL"):
         run_ranks(die_in_second_save, 2, work_dir=tmp_path, args=args)
     assert (folder / "iter_0000002.partial").is_dir()
     for loaded, saved in run_ranks(go_on, 2, work_dir=tmp_path, args=args):

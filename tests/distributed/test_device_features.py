@@ -14,10 +14,10 @@ from support.family_models import FAMILY_CASES, VOCAB, write_family_model
 from support.spawn import run_ranks
 from support.training_worlds import Case, WorldResult, make_samples, relative_errors, train_world
 
+from mindspeed_rl.core.types import TrainSample
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.platforms.features import TransformerFeatures
-from mindspeed_rl.samples.packing import TrainSample
 
 FEATURES = TransformerFeatures(
     frozenset({"bias_activation_fusion", "bias_dropout_fusion"}),

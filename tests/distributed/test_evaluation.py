@@ -24,7 +24,6 @@ def evaluate_sets(world: World, output: str, sizes: Sequence[int]) -> list[tuple
     """
     from support.rl_run import Answers, answering_run
 
-    from mindspeed_rl.rl.components import RunState
     from mindspeed_rl.rl.evaluate import evaluate
 
     found = []
@@ -33,7 +32,8 @@ def evaluate_sets(world: World, output: str, sizes: Sequence[int]) -> list[tuple
         flags = "--grpo-prompts-per-step 4 --rl-eval-samples 2 --rl-eval-temperature 0.5"
         folder = Path(output) / f"{size}-{world.rank}"
         run = answering_run(folder, rows, ["math"], flags, world)
-        result = evaluate(run, RunState(), run.data.held_out[""], 0)
+        prompts, dataset = run.config.prompts, run.data.held_out[""]
+        result = evaluate(run.rollouts, run.scheduler, prompts, dataset, step=0, version=0)
         asked, _ = cast(Answers, run.rollouts.engine).asked[0]
         found.append((result.metrics() | {"eval/time_s": 0.0}, [r.sample_id for r in asked]))
     return found

@@ -107,7 +107,7 @@ def test_another_order_of_data_is_refused(
 ) -> None:
     runs("one")
     saved = resume_from_step_2(root, "saved-other")
-    with pytest.raises(RankError, match=r"first 8 rows of this run are not those .*--seed"):
+    with pytest.raises(RankError, match="--seed"):
         start(root, "other", 1, "--load", saved, "--split", "50,50,0")
 
 

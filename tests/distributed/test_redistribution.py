@@ -22,8 +22,7 @@ def exchange_world(world: World) -> tuple[int, int]:
     import torch.distributed as dist
     from support.sample_world import COLUMNS, Case, layout_of
 
-    from mindspeed_rl.samples.exchange import Redistribution
-    from mindspeed_rl.samples.routes import AXES
+    from mindspeed_rl.samples.exchange import AXES, Redistribution
 
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     draw = random.Random(world.size)

@@ -20,7 +20,7 @@ def compare_with_the_backend(world: World) -> int:
     import torch.distributed as dist
 
     from mindspeed_rl.parallel import small_collectives
-    from mindspeed_rl.parallel.small_collectives import gather_rows, sum_over_ranks
+    from mindspeed_rl.parallel.small_collectives import all_reduce_sum, gather_rows
 
     others = dist.new_group(list(range(1, world.size)))
     groups = [None, others] if world.rank else [None]
@@ -35,7 +35,7 @@ def compare_with_the_backend(world: World) -> int:
             dist.all_reduce(total, group=group)
             rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
             dist.all_gather(rows, mine, group=group)
-            summed, gathered = sum_over_ranks(mine, group), gather_rows(mine, group)
+            summed, gathered = all_reduce_sum(mine, group), gather_rows(mine, group)
             assert summed.dtype is dtype and torch.equal(summed, total), (shape, dtype)
             assert torch.equal(gathered, torch.stack(rows)), (shape, dtype)
             assert torch.equal(mine, kept)

@@ -63,7 +63,7 @@ def test_hang_ends_with_a_stack_dump(tmp_path: Path) -> None:
 
 
 def test_death_of_a_rank_ends_its_peers(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="rank 0: ended by SIGKILL") as error:
+    with pytest.raises(RankError, match=r"rank 0.*SIGKILL") as error:
         run_ranks(die, 2, work_dir=tmp_path, args=(str(tmp_path),), timeout_s=50.0)
     assert error.value.returncodes[0] == -signal.SIGKILL
     for file in tmp_path.glob("*.pid"):

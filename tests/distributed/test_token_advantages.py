@@ -11,8 +11,8 @@ import pytest
 import torch
 from support.spawn import run_ranks
 
+from mindspeed_rl.core.types import TrainSample
 from mindspeed_rl.launch.bootstrap import World
-from mindspeed_rl.samples.packing import TrainSample
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 
 pytestmark = pytest.mark.distributed
@@ -78,8 +78,8 @@ def advantages_in(world: World, model: str) -> dict[str, dict[str, list[torch.Te
                 step = StepBatches(
                     [OptimizerBatch(annotated, Denominators(41, 6))], cast(Any, None)
                 )
-                state = RunState(kl_beta=BETA)
-                micro = compute_advantages(cast(Any, run), state, step, samples, 1).micro_batches
+                state = RunState(cast(Any, None), kl_beta=BETA)
+                micro = compute_advantages(cast(Any, run), state, step, samples).micro_batches
                 found = [m.columns.get("advantages") for m in micro]
                 result[name][estimator] = by_sample(engine, micro, found, len(samples))
     return result if world.rank == 0 else None

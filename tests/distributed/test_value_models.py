@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from mindspeed_rl.colocation.storage_group import StorageGroup
     from mindspeed_rl.config import RLRunConfig
     from mindspeed_rl.core.memory import MemoryOwner
+    from mindspeed_rl.core.types import TrainSample
     from mindspeed_rl.launch.job import Job
     from mindspeed_rl.planning.run_plan import RLPlan
-    from mindspeed_rl.samples.packing import MicroBatch, TrainSample
+    from mindspeed_rl.samples.packing import MicroBatch
     from mindspeed_rl.trainer.train_engine import TrainEngine
 
 pytestmark = pytest.mark.distributed
@@ -117,8 +118,8 @@ def _scores(
     """Of the last token of every sample."""
     from support.batches import local_batches
 
+    from mindspeed_rl.core.types import TrainSample
     from mindspeed_rl.rl.reward_model import last_token_values
-    from mindspeed_rl.samples.packing import TrainSample
 
     at_the_end = [TrainSample(s.sample_id, s.token_ids, s.length, token_after=0) for s in samples]
     rows = local_batches(job, scorer, at_the_end)
@@ -138,7 +139,7 @@ def _interrupted(
     """New engines after an update, all memory away and back, a save and a load."""
     from mindspeed_rl.colocation.scheduler import ColocationPlan
     from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
-    from mindspeed_rl.rl import checkpoints
+    from mindspeed_rl.trainer import run_checkpoint
     from mindspeed_rl.trainer.checkpoint import load_checkpoint
     from mindspeed_rl.trainer.resident_memory import trainer_memory
 
@@ -151,7 +152,7 @@ def _interrupted(
     for owner in MemoryOwner:
         if owner in groups:
             groups[owner].restore()
-    checkpoints.save(job, policy, 1, {"version": 1}, {"critic": critic})
+    run_checkpoint.save(job, policy, 1, {"version": 1}, {"critic": critic})
     policy, critic = _build(job)
     config = job.config.checkpoint
     load_checkpoint(config.save, policy, config, {"critic": critic})

@@ -100,10 +100,8 @@ def joining(address: str) -> list[str]:
 
 
 def wait_until_gone(marker: str) -> None:
-    """Nothing of a job is left within seconds."""
-    deadline = time.monotonic() + 30.0
-    while left := [pid for pid in processes_of(marker) if not is_agent(pid)]:
-        assert time.monotonic() < deadline, left
+    """Nothing of a job is left; pytest-timeout ends the test where something stays."""
+    while not all(map(is_agent, processes_of(marker))):
         time.sleep(0.2)
 
 
@@ -174,9 +172,8 @@ def test_nothing_outlives_the_driver(folder: Path) -> None:
     with (folder / "killed.log").open("w") as log:
         driver = subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log)
     try:
-        deadline = time.monotonic() + LIMIT_S
         while "fault planted" not in (folder / "killed.log").read_text():
-            assert driver.poll() is None and time.monotonic() < deadline
+            assert driver.poll() is None
             time.sleep(0.2)
     finally:
         driver.send_signal(signal.SIGKILL)

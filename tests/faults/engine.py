@@ -61,7 +61,7 @@ ENGINE = (
           takes(step=lambda _: 0), _REQUESTS + "test_seeds_of_a_run_are_all_different",
           "Every step would draw with the same random numbers."),
     Fault("tokens-of-an-earlier-engine-lost",
-          "mindspeed_rl.rollout.vllm.open_requests:OpenRequests.finish",
+          "mindspeed_rl.rollout.vllm.requests:OpenRequests.finish",
           _own_tokens_only, _UNCHANGED,
           "A moved response would lose its beginning."),
     Fault("an-entry-of-the-cache-is-overwritten",

@@ -59,11 +59,11 @@ def _local(values: Any) -> Any:
 
 
 SAMPLES = (
-    Fault("targets-not-shifted", "mindspeed_rl.samples.packing:_row_of",
-          gives_fields(targets=lambda row: row.token_ids), _ROW,
+    Fault("targets-not-shifted", "mindspeed_rl.samples.packing:pack",
+          gives_fields(targets=lambda micro: micro.token_ids), _ROW,
           "The model would learn to repeat the token it has just read."),
-    Fault("loss-mask-off-by-one", "mindspeed_rl.samples.packing:_row_of",
-          gives_fields(loss_mask=lambda row: row.loss_mask.roll(1)), _ROW,
+    Fault("loss-mask-off-by-one", "mindspeed_rl.samples.packing:pack",
+          gives_fields(loss_mask=lambda micro: micro.loss_mask.roll(1)), _ROW,
           "The first token of a response would not be trained on."),
     Fault("tokens-of-the-environment-trained", "mindspeed_rl.samples.store:keep_rollouts",
           takes(rollouts=_without_masks),
@@ -95,6 +95,10 @@ SAMPLES = (
     Fault("lost-samples-go-unnoticed", "mindspeed_rl.samples.rollout_info:_check_table",
           skipped, _TABLE + "test_a_sample_that_is_lost_or_doubled_stops_the_step",
           "A missing sample would be trained on as an empty one of prompt 0."),
+    Fault("ranks-of-an-engine-compare-tokens-alone", "mindspeed_rl.samples.rollout_info:_checksum",
+          takes(columns=lambda columns: columns[:1]),
+          _TABLE + "test_ranks_of_an_engine_that_differ_stop_the_step[mask]",
+          "Tensor-parallel ranks would train on different masks, log-probs or experts."),
     Fault("samples-of-other-weights-count-as-on-policy",
           "mindspeed_rl.rl.logprobs:check_on_policy",
           skipped, _STEP + "test_on_policy_samples_must_come_from_the_present_weights",

@@ -63,7 +63,24 @@ def _when_resumed(effect: Callable[[Any, Any], None]) -> Callable[..., Any]:
 
 
 def _skips_a_batch(run: Any, state: Any) -> None:
-    run.data.sampler.next(run.plan.batch.prompts)
+    state.sampler.next(run.plan.batch.prompts)
+
+
+def _at_step(edit: Callable[[int], int]) -> Callable[..., Any]:
+    """The state says another step while the function runs."""
+
+    def change(original: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(run: Any, state: Any, *rest: Any) -> Any:
+            step = state.step
+            state.step = edit(step)
+            try:
+                return original(run, state, *rest)
+            finally:
+                state.step = step
+
+        return changed
+
+    return change
 
 
 def _kl_beta_of_the_flags(run: Any, state: Any) -> None:
@@ -95,9 +112,9 @@ def _swapped_bounds(settings: Any) -> Any:
 
 
 def _as_in_training(original: Callable[..., Any]) -> Callable[..., Any]:
-    def changed(self: Any, request: Any, phase: Any, judge: Any = None) -> Any:
-        judged = judge is not None  # evaluations alone are
-        return original(self, replace(request, attempt=0) if judged else request, phase, judge)
+    def changed(self: Any, request: Any, phase: Any, compare: Any = None) -> Any:
+        request = replace(request, attempt=0) if compare else request  # evaluations alone compare
+        return original(self, request, phase, compare)
 
     return changed
 
@@ -134,16 +151,16 @@ WIRING = (
           _BUILDING + "test_the_critic_has_a_learning_rate_of_its_own",
           "--critic-lr would do nothing."),
     Fault("prompts-in-the-same-order-for-every-seed",
-          "mindspeed_rl.rl.build:PromptSampler",
+          "mindspeed_rl.rl.components:PromptSampler",
           takes(seed=lambda _: 0), _BUILDING + "test_the_seed_decides_the_order_of_the_prompts",
           "Three seeds would be less than three experiments."),
     # --- the loop and the step
     Fault("critic-warm-up-one-step-short", "mindspeed_rl.rl.update:update",
-          takes(step=lambda step: step + 1),
+          _at_step(lambda step: step + 1),
           _LOOP + "test_the_critic_alone_is_trained_in_the_warm_up",
           "The policy would move by a critic that was promised more time."),
     Fault("critic-trains-the-policy-along", "mindspeed_rl.rl.update:update",
-          takes(step=lambda _: 1 << 30), _PPO + "test_a_critic_alone",
+          _at_step(lambda _: 1 << 30), _PPO + "test_a_critic_alone",
           "--critic-warmup-steps would do nothing."),
     Fault("evaluated-a-step-early", "mindspeed_rl.rl.report:RunReporter.evaluate_if_due",
           takes(step=lambda step: step + 1),
@@ -213,7 +230,7 @@ WIRING = (
           _OPTIMIZER + "test_every_flag_reaches_the_optimizer",
           "--weight-decay would do nothing."),
     # --- checkpoints and resuming
-    Fault("no-checkpoint-at-the-end", "mindspeed_rl.rl.checkpoints:save_is_due",
+    Fault("no-checkpoint-at-the-end", "mindspeed_rl.trainer.run_checkpoint:save_is_due",
           takes(train_iters=lambda _: 0),
           _RESUME + "test_a_checkpoint_is_due_at_every_interval_and_at_the_end",
           "The last steps of a run would be lost."),

@@ -25,7 +25,7 @@ from mindspeed_rl.rollout.rebalance_plan import (
 )
 from mindspeed_rl.rollout.requests import GenerationRequest
 from mindspeed_rl.rollout.stats import StepStats
-from mindspeed_rl.rollout.vllm.open_requests import OpenRequests
+from mindspeed_rl.rollout.vllm.requests import OpenRequests
 from mindspeed_rl.rollout.vllm.step_loop import run_steps
 
 VERSION = 3

@@ -15,7 +15,6 @@ from support.published import PUBLISHED
 from support.recipes import RECIPES, SCRIPTS, recipe_flags
 from support.tiers import slow_but
 
-from mindspeed_rl.compat.architecture import check_foreign_architecture
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.architecture import model_config
 from mindspeed_rl.config.arguments import parse
@@ -24,7 +23,7 @@ from mindspeed_rl.convert.options import parse_options
 from mindspeed_rl.diagnosis.environment import environment_rows
 from mindspeed_rl.diagnosis.facts import Facts
 from mindspeed_rl.diagnosis.rows import Status
-from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
+from mindspeed_rl.launch.job import check_script
 from mindspeed_rl.planning.dry_run import FITS, dry_run
 
 EXIT_CODE = 7
@@ -66,8 +65,7 @@ def test_the_dry_run_fits(recipe: str, capsys: pytest.CaptureFixture[str]) -> No
     parsed = parse(RLRunConfig, recipe_flags(recipe), "test")
     config = parsed.config
     hf_config = model_config(config.model.hf_checkpoint, "--hf-checkpoint", files=False)
-    implied = dict(weight_table(spec_from_hf_config(hf_config).family).config_keys)
-    check_foreign_architecture(parsed.checked_arch, implied | hf_config)
+    check_script(parsed, hf_config)
     check_npu(config.ascend, config.parallel, parsed.ignored)
     assert dry_run(config, {}) == FITS
     printed = capsys.readouterr().out

@@ -126,7 +126,7 @@ def loads_of(
 @example(8, 1, 1, 1)  # one matrix, eight owner ranks, one destination
 @example(6, 4, 1, 2)
 def test_few_turns_are_made_up_for_by_slices(
-    num_holders: int, num_destinations: int, num_rectangles: int, num_turns: int
+    num_owner_ranks: int, num_destinations: int, num_rectangles: int, num_rotations: int
 ) -> None:
     """840 elements have slices of equal size; with all far, nobody sends 1.25 of the mean."""
     first = 100
@@ -134,9 +134,9 @@ def test_few_turns_are_made_up_for_by_slices(
         RegionDemand((range(first + i, first + i + num_destinations),), 840, may_slice=True)
         for i in range(num_rectangles)
     )
-    load = loads_of((range(num_holders),), demands, 8, num_turns)
-    mean = 840 * num_destinations * num_rectangles * num_turns / num_holders
-    assert sum(load.values()) == mean * num_holders
+    load = loads_of((range(num_owner_ranks),), demands, 8, num_rotations)
+    mean = 840 * num_destinations * num_rectangles * num_rotations / num_owner_ranks
+    assert sum(load.values()) == mean * num_owner_ranks
     assert max(load.values()) <= 1.25 * mean
 
 

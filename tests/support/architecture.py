@@ -53,7 +53,7 @@ ROOMS: Mapping[str, Room] = {
     ),
     "planning": Room(("core", "config", "models", "rollout", "weights")),
     "samples": Room(("core", "metrics", "parallel"), TORCH_DISTRIBUTED),
-    "data": Room(("core", "samples"), TORCH),
+    "data": Room(("core",), TORCH),
     "rewards": Room(("core", "config", "data"), TORCH),
     "environments": Room(("core", "config", "rewards"), TORCH),
     "colocation": Room(("core", "metrics", "platforms", "rollout"), TORCH),

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
 from mindspeed_rl.config.arguments import parse
-from mindspeed_rl.planning.run_plan import RLPlan, RunPlan, check_pretrain, check_rl
+from mindspeed_rl.planning.run_plan import RLPlan, RunPlan, plan_pretrain, plan_rl
 
 SMALL_QWEN2: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -67,7 +67,7 @@ def check_rl_run(
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
         f"--grpo-prompts-per-step 4 --grpo-group-size 4 {steps} "
     )
-    return check_rl(configured(RLRunConfig, valid + flags), WORLD, **arguments)
+    return plan_rl(configured(RLRunConfig, valid + flags), WORLD, **arguments)
 
 
 def check_pretrain_run(
@@ -78,4 +78,4 @@ def check_pretrain_run(
         f"--hf-checkpoint {folder}/model --sft-data {folder}/sft.jsonl {steps} "
         "--tensor-model-parallel-size 2 --global-batch-size 8 "
     )
-    return check_pretrain(configured(PretrainRunConfig, valid + flags), WORLD, **arguments)
+    return plan_pretrain(configured(PretrainRunConfig, valid + flags), WORLD, **arguments)

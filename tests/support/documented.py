@@ -20,7 +20,7 @@ from support.pages import Block
 from mindspeed_rl import doctor, train_rl
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.launch.entry import run_entry
-from mindspeed_rl.planning.run_plan import check_rl
+from mindspeed_rl.planning.run_plan import plan_rl
 
 # They need the network, root, a cluster or a device, and would change the machine.
 OTHERS = ("pip", "git", "docker", "ray", "python3.11")
@@ -106,7 +106,7 @@ def execute(words: Sequence[str], patch: pytest.MonkeyPatch) -> int:
     if not any(word.startswith(("--rl-world-size", "--ray-ranks-per-node")) for word in argv):
         argv += ["--rl-world-size", "16"]
     argv.append("--rl-dry-run")
-    return _exit_code(lambda: run_entry(module, RLRunConfig, check_rl, train_rl.main, argv))
+    return _exit_code(lambda: run_entry(module, RLRunConfig, plan_rl, train_rl.main, argv))
 
 
 def _exit_code(run: Callable[[], object]) -> int:

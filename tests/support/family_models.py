@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from mindspeed_rl.samples.packing import TrainSample
+    from mindspeed_rl.core.types import TrainSample
 
 VOCAB = 67
 _COMMON: dict[str, Any] = {

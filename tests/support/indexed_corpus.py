@@ -16,7 +16,7 @@ from mindspeed_rl.config import PretrainRunConfig
 from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.job import Job
-from mindspeed_rl.planning.run_plan import check_pretrain
+from mindspeed_rl.planning.run_plan import plan_pretrain
 from mindspeed_rl.platforms.registry import select_platform
 
 
@@ -53,7 +53,7 @@ def pretrain_world(world: World, argv: Sequence[str], output: str) -> PretrainRe
     parsed = parse(PretrainRunConfig, flags, "test")
     platform = select_platform("cpu")
     platform.install()
-    plan = check_pretrain(parsed.config, world.size)
+    plan = plan_pretrain(parsed.config, world.size)
     watchdog = cast(Any, SimpleNamespace(phase=lambda *_, **__: nullcontext()))
     job = Job(parsed.config, plan, world, platform, watchdog, parsed.ignored)
     pretrain.main(job)

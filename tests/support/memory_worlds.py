@@ -12,10 +12,10 @@ from support.training_worlds import make_job
 
 from mindspeed_rl.algorithms.losses import supervised_loss
 from mindspeed_rl.core.memory import MemoryOwner, MemoryPhase
+from mindspeed_rl.core.types import TrainSample
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.platforms.storages import num_bytes, storages_of
-from mindspeed_rl.samples.packing import TrainSample
 
 if TYPE_CHECKING:
     from mindspeed_rl.trainer.train_engine import TrainEngine

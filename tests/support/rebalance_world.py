@@ -16,7 +16,7 @@ from mindspeed_rl.rollout.rebalance import Rebalancer, RebalanceRules
 from mindspeed_rl.rollout.rebalance_plan import StepCost
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, request_seed
 from mindspeed_rl.rollout.stats import StepStats
-from mindspeed_rl.rollout.vllm.open_requests import OpenRequests
+from mindspeed_rl.rollout.vllm.requests import OpenRequests
 
 COUNTS = (20, 2)
 CAPACITY = 8

@@ -23,7 +23,7 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.failures import WatchdogSettings
 from mindspeed_rl.launch.job import Job
-from mindspeed_rl.planning.run_plan import RLPlan, check_rl
+from mindspeed_rl.planning.run_plan import RLPlan, plan_rl
 
 REHEARSED_STEPS = 3
 REHEARSED_PHASES = ("build engine", "reshard", "generate", "reward", "exchange", "train", "export")
@@ -167,4 +167,4 @@ def main(job: Job[RLRunConfig, RLPlan]) -> None:
 if __name__ == "__main__":
     quick = WatchdogSettings(interval_s=0.4, silence_s=15.0, cause_timeout_s=1.6, exit_grace_s=1.2)
     settings = quick if os.environ["MINDSPEED_RL_TEST_MAIN"] == "rehearsal" else WatchdogSettings()
-    run_entry("support.rl_driver", RLRunConfig, check_rl, main, settings=settings)
+    run_entry("support.rl_driver", RLRunConfig, plan_rl, main, settings=settings)

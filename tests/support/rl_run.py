@@ -34,7 +34,6 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
 from mindspeed_rl.core.types import Completion, Prompt
-from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.jsonl import JsonlWriter
@@ -42,7 +41,7 @@ from mindspeed_rl.metrics.loggers import RunLogger
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet, Total
 from mindspeed_rl.metrics.profiler import StepProfiler
 from mindspeed_rl.metrics.timers import PhaseTimer
-from mindspeed_rl.planning.run_plan import check_rl
+from mindspeed_rl.planning.run_plan import plan_rl
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rewards.types import RewardRequest, RewardResult
 from mindspeed_rl.rl.advantages import compute_advantages
@@ -69,7 +68,17 @@ NUM_PROMPTS = 12
 # of the six samples of a step: rewards that differ in both groups, and lengths
 REWARDS: dict[int, float | None] = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.5)))
 COUNTS = [len(response_of(i)) for i in range(6)]
-PROMPTS = [Prompt(i, tuple([2] * (1 + i % 3)), f"prompt {i}", chr(i)) for i in range(NUM_PROMPTS)]
+
+
+class Prompts(list[Prompt]):
+    """A data set that is a list."""
+
+    fingerprint = ""
+
+
+PROMPTS = Prompts(
+    Prompt(i, tuple([2] * (1 + i % 3)), f"prompt {i}", chr(i)) for i in range(NUM_PROMPTS)
+)
 HF_CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
     "num_hidden_layers": 1,
@@ -280,7 +289,8 @@ class TableRun:
     def generate(self, step: int = 1) -> RolloutBatch:
         """The rollouts of a step, and back to training."""
         self.to_rollout()
-        rollouts = generate_rollouts(self.parts, self.state, step)
+        self.state.step = step
+        rollouts = generate_rollouts(self.parts, self.state)
         self.to_train()
         return rollouts
 
@@ -297,7 +307,8 @@ class TableRun:
         step: int = 1,
         greedy: Sequence[float] | None = None,
     ) -> StepBatches:
-        return compute_advantages(self.parts, self.state, batches, samples, step, greedy)
+        self.state.step = step
+        return compute_advantages(self.parts, self.state, batches, samples, greedy)
 
     def prepared(
         self, samples: Sequence[RolloutInfo], step: int = 1, greedy: Sequence[float] | None = None
@@ -311,7 +322,8 @@ class TableRun:
         return self.prepared(rollouts.samples, step, rollouts.greedy_rewards)
 
     def update(self, batches: StepBatches, step: int = 1) -> MetricSet:
-        return update(self.parts, self.state, batches, step)
+        self.state.step = step
+        return update(self.parts, self.state, batches)
 
     def train_on(self, rollouts: RolloutBatch, step: int = 1) -> MetricSet:
         """The metrics of a step whose rollouts are there."""
@@ -399,7 +411,7 @@ def make_run(
     )
     parsed = parse(RLRunConfig, (defaults + flags).split(), "test")
     config, world = parsed.config, world or World(0, 1, 0, 1)
-    plan = check_rl(config, world.size)
+    plan = plan_rl(config, world.size)
     nobody = cast(Any, SimpleNamespace(phase=lambda name: nullcontext()))  # watches the phases
     job = Job(config, plan, world, CpuPlatform(), nobody, ())
     policy, engine = TablePolicy(first_table()), TableEngine()
@@ -410,19 +422,20 @@ def make_run(
     scheduler.to_train()
     tokenizer, cache = cast(Any, Characters()), TensorCache(job.platform.device)
     known = rewards or {}
+    store = build_sample_store(job, cast(Any, PROMPTS), cache)
     prompts, pool = cast(Any, PROMPTS), TableRewards(lambda r: known.get(r.sample_id, 0.0))
     in_conversation = bool(config.environment.rl_environment)
     functions = RewardFunctions(("format",), cast(Any, pool), tokenizer, in_conversation)
     parts = Components(
         job=job,
-        data=PromptData(tokenizer, prompts, {}, PromptSampler(NUM_PROMPTS, config.train.seed)),
+        data=PromptData(tokenizer, prompts, {}),
         models=Models(
             policy=cast(Any, policy),
             reference=cast(Any, TablePolicy(first_table())) if config.rl.grpo_kl_beta else None,
             critic=cast(Any, TableCritic(torch.zeros(VOCAB))) if config.has_critic else None,
         ),
-        rollouts=build_rollout_worker(job, cast(Any, engine), functions, None, cache, tokenizer),
-        samples=build_sample_store(job, prompts, cache),
+        rollouts=build_rollout_worker(job, cast(Any, engine), functions, None, store, tokenizer),
+        samples=store,
         scheduler=scheduler,
         weight_sync=WeightSync(
             cast(Any, CopyWeights()),
@@ -438,7 +451,7 @@ def make_run(
             dump=JsonlWriter(output / "rollouts.jsonl"),
         ),
     )
-    return TableRun(parts, RunState(kl_beta=config.rl.grpo_kl_beta))
+    return TableRun(parts, RunState.at_start(config, prompts))
 
 
 class Answers(TableEngine):
@@ -465,6 +478,12 @@ class Answers(TableEngine):
         return Completion(ids, (-0.5,) * len(ids), why, version)
 
 
+def state_at(step: int = 0) -> RunState:
+    """The state of a run whose every draw of prompts starts at the first one."""
+    sampler = SimpleNamespace(next=lambda count: list(range(count)))
+    return RunState(cast(Any, sampler), step)
+
+
 def answering_run(
     output: Path,
     rows: Sequence[tuple[str, str, str]],
@@ -489,8 +508,7 @@ def answering_run(
     own, names = run.parts.rollouts.rewards, tuple(r.partition("=")[0] for r in rewards)
     run.set_rollouts(rewards=replace(own, names=names, pool=InlinePool(rewards)))
     prompts = cast(Any, [Prompt(i, (i,), f"q{i}", row[2]) for i, row in enumerate(rows)])
-    sampler = cast(Any, SimpleNamespace(next=lambda count: list(range(count))))
-    data = replace(run.parts.data, train=prompts, held_out={"": prompts}, sampler=sampler)
+    data = replace(run.parts.data, train=prompts, held_out={"": prompts})
     run.parts = replace(run.parts, data=data, samples=replace(run.parts.samples, prompts=prompts))
     run.to_rollout()
     return run.parts

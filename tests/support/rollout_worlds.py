@@ -22,14 +22,13 @@ from support.handover import hand_over
 from support.training_worlds import make_job, unshimmed_modules
 
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.core.types import Completion
+from mindspeed_rl.core.types import Completion, TrainSample
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.platforms.storages import as_bytes
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, request_seed
-from mindspeed_rl.samples.packing import TrainSample
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,9 +11,15 @@ from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS, Column
 from mindspeed_rl.samples.device_cache import TensorCache
-from mindspeed_rl.samples.exchange import Redistribution, sample_words
+from mindspeed_rl.samples.exchange import (
+    AXES,
+    Hop,
+    OwnerRanks,
+    Redistribution,
+    plan_hops,
+    sample_words,
+)
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
-from mindspeed_rl.samples.routes import AXES, Hop, OwnerRanks, plan_hops
 
 EXPERTS = Column("experts", torch.uint8, "the engine", 3)
 COLUMNS = (TOKEN_IDS, ROLLOUT_LOGPROBS, EXPERTS)

@@ -12,8 +12,8 @@ from unittest import mock
 from support.training_worlds import Case, WorldResult, train_world
 from support.warm_ranks import Server
 
+from mindspeed_rl.core.types import TrainSample
 from mindspeed_rl.launch.bootstrap import World
-from mindspeed_rl.samples.packing import TrainSample
 
 _DOUBLE = str(Path(__file__).with_name("te_double"))
 _PATH = os.pathsep.join([_DOUBLE, *(entry for entry in sys.path if entry)])

@@ -25,13 +25,13 @@ from mindspeed_rl.algorithms.policy_losses import SurrogateSettings
 from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.core.types import TrainSample
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.parallel.small_collectives import gather_objects
-from mindspeed_rl.planning.run_plan import RLPlan, check_rl
+from mindspeed_rl.planning.run_plan import RLPlan, plan_rl
 from mindspeed_rl.platforms.registry import select_platform
-from mindspeed_rl.samples.packing import TrainSample
 from mindspeed_rl.weights.stream import TensorStream
 from mindspeed_rl.weights.transports import AllToAllTransport
 
@@ -141,7 +141,7 @@ def make_job(world: World, model: str | Path, flags: Sequence[str]) -> Job[RLRun
     argv += ["--train-iters", "1"]
     config = parse(RLRunConfig, [*argv, *flags], "test").config
     without_dropout = replace(config, model=replace(config.model, hidden_dropout=0.0))
-    plan = check_rl(without_dropout, world.size, files=False)  # nothing is tokenised here
+    plan = plan_rl(without_dropout, world.size, files=False)  # nothing is tokenised here
     platform = select_platform(device)
     if device == "cpu":  # elsewhere the bootstrap has done it
         platform.install()

@@ -32,12 +32,11 @@ import torch.distributed as dist
 from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.core.tables import aligned
-from mindspeed_rl.parallel.small_collectives import sum_over_ranks
+from mindspeed_rl.parallel.small_collectives import all_reduce_sum
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.device_cache import TensorCache
-from mindspeed_rl.samples.exchange import Redistribution
+from mindspeed_rl.samples.exchange import OwnerRanks, Redistribution, plan_hops
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
-from mindspeed_rl.samples.routes import OwnerRanks, plan_hops
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -52,7 +51,7 @@ COLUMNS = (TOKEN_IDS, ROLLOUT_LOGPROBS)
 Payload = list[torch.Tensor]  # ids and log-probs, one sample after the other
 
 
-class Worker:
+class DispatchRank:
     """One rank with its samples, and the ways to hand them to the next rank.
 
     Args:
@@ -91,7 +90,7 @@ class Worker:
 
     def ours(self) -> Payload:
         """Share the table, plan, exchange. Collective: the world."""
-        sum_over_ranks(torch.zeros(NUM_SAMPLES * TABLE_WORDS, dtype=torch.int64), None)
+        all_reduce_sum(torch.zeros(NUM_SAMPLES * TABLE_WORDS, dtype=torch.int64), None)
         makers = [i % self._workers for i in range(NUM_SAMPLES)]
         wanted = [(maker + 1) % self._workers for maker in makers]
         layout = ParallelLayout.build(world=self._workers, stages=even_stages(1))
@@ -147,7 +146,7 @@ def race(args: argparse.Namespace, megabytes: int) -> dict[str, Any]:
         RuntimeError: The samples that arrived are not those that were sent.
     """
     rank = dist.get_rank()
-    worker = Worker(rank, args.workers, megabytes)
+    worker = DispatchRank(rank, args.workers, megabytes)
     ways: dict[str, Callable[[], Payload]] = {
         "ours": worker.ours, "controller": worker.controller, "floor": worker.floor,
     }  # fmt: skip

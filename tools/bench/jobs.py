@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from mindspeed_rl.parallel.small_collectives import gather_objects
+
 ROOT = Path(__file__).resolve().parents[2]
 _LIMIT = timedelta(minutes=10)
 
@@ -64,8 +66,7 @@ def torchrun(ranks: int, *target: str, quiet: bool = False) -> None:
 
 def slowest(seconds: Mapping[str, float]) -> dict[str, float]:
     """Return the most seconds of any rank, by name. Collective: the world."""
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, seconds)
+    ranks = gather_objects(seconds)
     return {name: max(of_rank[name] for of_rank in ranks) for name in seconds}
 
 

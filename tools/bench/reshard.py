@@ -36,6 +36,8 @@ from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.models.registry import spec_from_hf_config
+from mindspeed_rl.parallel.small_collectives import gather_objects
+from mindspeed_rl.weights.exchange import Params
 from mindspeed_rl.weights.executor import Resharder, wire_dtype
 from mindspeed_rl.weights.layouts.base import Piece, ShardLayout, locate, pieces_of
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
@@ -52,11 +54,10 @@ from bench.jobs import ROOT, parser_of, print_result, spawn
 CONFIGS = ROOT / "pretrain_scripts" / "models" / "configs"
 DTYPE = torch.bfloat16
 _BITS = {2: torch.int16, 4: torch.int32}
-Params = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ReshardCase:
     """A model and its layouts.
 
     Attributes:
@@ -88,10 +89,10 @@ _SMALL: dict[str, Any] = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "num_experts_per_tok": 2,
 }  # fmt: skip
 CASES = {
-    "qwen2.5-7b": Case("qwen2.5-7b", {}, *_DENSE),
-    "qwen3-30b-a3b": Case("qwen3-30b-a3b", {}, *_EXPERTS, 8),
-    "deepseek-v3": Case("deepseek-v3", _FLAT, *_EXPERTS, 1),
-    "tiny": Case("qwen3-30b-a3b", _SMALL, *_EXPERTS, 2),
+    "qwen2.5-7b": ReshardCase("qwen2.5-7b", {}, *_DENSE),
+    "qwen3-30b-a3b": ReshardCase("qwen3-30b-a3b", {}, *_EXPERTS, 8),
+    "deepseek-v3": ReshardCase("deepseek-v3", _FLAT, *_EXPERTS, 1),
+    "tiny": ReshardCase("qwen3-30b-a3b", _SMALL, *_EXPERTS, 2),
 }
 
 
@@ -309,8 +310,7 @@ def race(name: str, num_ranks: int, repeats: int, bucket_bytes: int) -> dict[str
                     f"tensors, first {wrong[0]}"
                 )
     floor = rank_floor(source, target, rank, element_bytes_of(source, DTYPE.itemsize))
-    ranks: list[Any] = [None] * num_ranks
-    dist.all_gather_object(ranks, (received, floor))
+    ranks = gather_objects((received, floor))
     return {
         "case": name,
         "ranks": num_ranks,

@@ -36,7 +36,7 @@ from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.memory import MemoryOwner
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.launch import bootstrap
-from mindspeed_rl.planning.run_plan import check_rl
+from mindspeed_rl.planning.run_plan import plan_rl
 from mindspeed_rl.platforms.host_pages import advise_large_pages
 from mindspeed_rl.platforms.storages import as_bytes, storages_of
 from mindspeed_rl.weights.sync import WeightSync
@@ -102,7 +102,7 @@ def start(args: argparse.Namespace) -> Any:
     watchdog = SimpleNamespace(phase=lambda *_: nullcontext())
     from mindspeed_rl.launch.job import Job
 
-    plan = check_rl(config, world.size, files=False)  # the model has no tokenizer
+    plan = plan_rl(config, world.size, files=False)  # the model has no tokenizer
     return Job(config, plan, world, platform, cast(Any, watchdog), ())
 
 
@@ -112,9 +112,9 @@ Built = tuple[scheduler.DeviceScheduler, scheduler.ColocationPlan, Any, WeightSy
 def build(job: Any) -> Built:
     """Build the product's state machine in TRAIN, its trainer after one update, engine and sync."""
     from mindspeed_rl.algorithms.losses import supervised_loss
+    from mindspeed_rl.core.types import TrainSample
     from mindspeed_rl.rl import build_engine, build_models
     from mindspeed_rl.rl.components import Models
-    from mindspeed_rl.samples.packing import TrainSample
 
     build_models.initialize_parallel(job)
     policy = build_models.build_engine(job, "policy", 1)

@@ -27,12 +27,11 @@ from mindspeed_rl.rollout.rebalance import Rebalancer
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, requests_digest
 from mindspeed_rl.rollout.stats import StepStats
 from mindspeed_rl.rollout.vllm.backend import Backend
-from mindspeed_rl.rollout.vllm.open_requests import OpenRequests
 from mindspeed_rl.rollout.vllm.patches import sampling_stream
 from mindspeed_rl.rollout.vllm.patches.derived_state import DERIVED_PARAMS
 from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.rollout.vllm.process_state import preserved_environment, preserved_rng
-from mindspeed_rl.rollout.vllm.requests import VllmPort, score_params, token_scores
+from mindspeed_rl.rollout.vllm.requests import OpenRequests, VllmPort, score_params, token_scores
 from mindspeed_rl.rollout.vllm.step_loop import run_steps
 
 

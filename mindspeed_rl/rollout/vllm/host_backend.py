@@ -12,7 +12,7 @@ import torch.distributed as dist
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.rollout.provider import EngineSettings
-from mindspeed_rl.rollout.vllm.backend import EngineParts
+from mindspeed_rl.rollout.vllm.backend import EngineParts, model_settings
 from mindspeed_rl.rollout.vllm.capabilities import CAPABILITIES, check_model_support
 from mindspeed_rl.rollout.vllm.engine_memory import ZeroedMemory, kv_tensors
 from mindspeed_rl.rollout.vllm.patches import (
@@ -24,7 +24,6 @@ from mindspeed_rl.rollout.vllm.patches import (
 )
 from mindspeed_rl.rollout.vllm.patches.derived_state import DerivedState
 from mindspeed_rl.rollout.vllm.patches.step_sync import StepSync
-from mindspeed_rl.rollout.vllm.requests import model_settings
 
 # Flags of the engine's execution that work on every platform.
 _EVERYWHERE = ("rollout_graph_count", "rollout_dp_sync", "rollout_dp_sync_interval")

@@ -61,6 +61,17 @@ class VllmProvider(EngineProvider):
         """Return the layout with the experts of ``--rollout-expert-map`` in their slots."""
         return VllmLayout(spec, engine, physical_experts=check_tuning(tuning, engine, spec))
 
+    def positions(self, spec: ModelSpec) -> int:
+        """Return the length of the longest sequence.
+
+        vLLM's table of YaRN's angles ends with the stretched context, whatever the config's
+        max_position_embeddings, and is read beyond its end without an error.
+        """
+        if spec.rope.kind != "yarn":
+            return spec.max_position_embeddings
+        stretched = int(spec.rope.factor * spec.rope.original_max_position)
+        return min(spec.max_position_embeddings, stretched)
+
     def sizes(self, options: Mapping[str, object], spec: ModelSpec, platform: str) -> EngineSizes:
         """Return sizes; vLLM-Ascend copies latent attention's up projection, vLLM views it."""
         ascend = platform == "npu"

@@ -1,41 +1,20 @@
-"""Translates our requests and settings into vLLM's, and its outputs into completions."""
+"""Requests as vLLM sees them: their settings, where they are while open, and what comes out."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from mindspeed_rl.core.types import FINISH_REASONS, Completion
-from mindspeed_rl.rollout.requests import SamplingSettings
+from mindspeed_rl.rollout.rebalance import ExpectedLength
+from mindspeed_rl.rollout.rebalance_plan import Load
+from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
+from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.rollout.vllm.patches.sampling_stream import STREAM, stream_of
-from mindspeed_rl.weights.layouts.rollout import RolloutLayout
-
-
-def model_settings(layout: RolloutLayout, platform: str) -> dict[str, Any]:
-    """Return arguments of ``vllm.LLM`` for the model, its layout and the platform."""
-    engine, layers = layout.engine, layout.spec.layers
-    settings: dict[str, Any] = {}
-    if platform == "cpu":
-        # vLLM rewinds the generator of a request whose prompt is read in parts, which a CPU
-        # generator does not support ("CPU Generator does not use offset").
-        settings["enable_chunked_prefill"] = False
-        if layout.spec.latent_attention:
-            # vLLM's CPU kernel rotates the queries of latent attention wrongly, without an error.
-            settings["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
-    if platform == "cuda" and layout.spec.expert_layers:
-        # FlashInfer's kernels swap or shuffle the halves of an expert when it is loaded.
-        settings["moe_backend"] = "triton"
-    if engine.dp > 1:
-        settings["data_parallel_size"] = engine.dp
-    if engine.expert_parallel:
-        settings["enable_expert_parallel"] = True
-    if any(layer.moe and layer.moe.router_bias for layer in layers):
-        # transformers 5 leaves both out of config.json, and vLLM would silently route by softmax.
-        settings["hf_overrides"] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-    return settings
 
 
 def sampling_params(settings: SamplingSettings, follow: bool) -> Any:
@@ -63,19 +42,6 @@ def sampling_params(settings: SamplingSettings, follow: bool) -> Any:
         detokenize=False,
         output_kind=kind,
         skip_clone=True,  # VllmPort.add copies them; a deep copy per request is expensive
-    )
-
-
-def score_params(temperature: float, with_entropy: bool) -> Any:
-    """Return settings for prompt log-probs, with ``with_entropy`` of the whole vocabulary."""
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        max_tokens=1,
-        temperature=temperature,
-        seed=0,
-        prompt_logprobs=-1 if with_entropy else 0,
-        detokenize=False,
     )
 
 
@@ -118,18 +84,103 @@ class VllmPort:
         return stream_of(self._engine.model_executor.driver_worker.worker.model_runner, name)
 
 
-def token_scores(
-    ids: Sequence[int], entries: Sequence[Any], with_entropy: bool
-) -> list[tuple[float, float]]:
-    """Return log-prob and entropy of each token after the first, from prompt log-probs."""
-    scores = []
-    for token, entry in zip(ids[1:], entries[1:], strict=True):
-        entropy = 0.0
-        if with_entropy:
-            logp = torch.tensor([value.logprob for value in entry.values()], dtype=torch.float64)
-            entropy = float(-(logp.exp() * logp.clamp(min=-1e4)).sum())
-        scores.append((float(entry[token].logprob), entropy))
-    return scores
+class OpenRequests:
+    """The unfinished requests of one call of ``generate``, some of which move between engines.
+
+    Args:
+        port: Adds requests to the engine and aborts them.
+        max_tokens: Limit of a response whose request has no limit.
+        experts: Recorder of the experts to put into completions; requests must then not move.
+    """
+
+    def __init__(
+        self, port: VllmPort, max_tokens: int, experts: ExpertRecorder | None = None
+    ) -> None:
+        self._port = port
+        self._limit = max_tokens
+        self._experts = experts
+        if experts is not None:
+            experts.clear()
+        self._open: dict[int, GenerationRequest] = {}
+        self._names: dict[int, str] = {}
+        self._latest: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, requests: Iterable[GenerationRequest]) -> None:
+        """Start requests on this engine, or continue them there after their prefix."""
+        for request in requests:
+            limit = self._limit if request.max_tokens is None else request.max_tokens
+            self._names[request.sample_id] = self._port.add(
+                str(request.sample_id),
+                [*request.token_ids, *request.prefix_tokens],
+                request.seed,
+                limit - len(request.prefix_tokens),
+                request.stream,
+            )
+            self._open[request.sample_id] = request
+
+    def note(self, outputs: Iterable[Any]) -> None:
+        """Remember the outputs of a step of the engine, finished or not."""
+        for output in outputs:
+            self._latest[int(output.request_id)] = output.outputs[0]
+
+    def finish(self, outputs: Mapping[int, Any], version: int) -> dict[int, Completion]:
+        """Return the completions of finished requests, which begin with the prefix.
+
+        Raises:
+            RuntimeError: vLLM aborted a request.
+        """
+        found = {}
+        for sample_id, output in outputs.items():
+            request = self._open.pop(sample_id)
+            name = self._names.pop(sample_id)
+            self._latest.pop(sample_id, None)
+            last = completion(output.outputs[0], sample_id, version)
+            experts = None
+            if self._experts is not None:
+                assert not request.prefix_tokens, "experts of a request that was on other engines"
+                first = len(request.token_ids) - 1  # the position that predicts the first token
+                experts = self._experts.take(name, first, len(last.token_ids))
+            found[sample_id] = replace(
+                last,
+                token_ids=(*request.prefix_tokens, *last.token_ids),
+                logprobs=(*request.prefix_logprobs, *last.logprobs),
+                experts=experts,
+            )
+        return found
+
+    def loads(self, expected: ExpectedLength) -> list[Load]:
+        """Return what is left of every unfinished request, in the order of their start."""
+        found = []
+        for sample_id, request in self._open.items():
+            here = self._latest.get(sample_id)
+            generated = len(request.prefix_tokens) + (0 if here is None else len(here.token_ids))
+            context = len(request.token_ids) + generated
+            remaining = max(1, expected(sample_id, generated) - generated)
+            found.append(Load(sample_id, context, remaining, computed=here is not None))
+        return found
+
+    def take(self, sample_ids: Sequence[int]) -> list[GenerationRequest]:
+        """Abort requests and return them with their tokens so far as the prefix.
+
+        Local; equal within an engine group.
+        """
+        found = []
+        for sample_id in sample_ids:
+            request, name = self._open.pop(sample_id), self._names.pop(sample_id)
+            here = self._latest.pop(sample_id, None)
+            if here is not None:
+                request = replace(
+                    request,
+                    prefix_tokens=(*request.prefix_tokens, *here.token_ids),
+                    prefix_logprobs=(*request.prefix_logprobs, *sampled_logprobs(here)),
+                    stream=self._port.stream(name),
+                )
+            found.append(request)
+        self._port.abort([str(sample_id) for sample_id in sample_ids])
+        return found
 
 
 def completion(output: Any, sample_id: int, version: int) -> Completion:
@@ -151,3 +202,30 @@ def sampled_logprobs(output: Any) -> tuple[float, ...]:
     """Return the log-probs of the sampled tokens of one request, finished or not."""
     pairs = zip(output.token_ids, output.logprobs, strict=True)
     return tuple(entry[token].logprob for token, entry in pairs)
+
+
+def score_params(temperature: float, with_entropy: bool) -> Any:
+    """Return settings for prompt log-probs, with ``with_entropy`` of the whole vocabulary."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=1,
+        temperature=temperature,
+        seed=0,
+        prompt_logprobs=-1 if with_entropy else 0,
+        detokenize=False,
+    )
+
+
+def token_scores(
+    ids: Sequence[int], entries: Sequence[Any], with_entropy: bool
+) -> list[tuple[float, float]]:
+    """Return log-prob and entropy of each token after the first, from prompt log-probs."""
+    scores = []
+    for token, entry in zip(ids[1:], entries[1:], strict=True):
+        entropy = 0.0
+        if with_entropy:
+            logp = torch.tensor([value.logprob for value in entry.values()], dtype=torch.float64)
+            entropy = float(-(logp.exp() * logp.clamp(min=-1e4)).sum())
+        scores.append((float(entry[token].logprob), entropy))
+    return scores

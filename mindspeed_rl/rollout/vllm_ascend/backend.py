@@ -17,11 +17,10 @@ from mindspeed_rl.platforms.npu_allocator import set_expandable_segments, swaps_
 from mindspeed_rl.platforms.npu_changes import ProcessChanges
 from mindspeed_rl.platforms.storages import as_bytes, storages_of
 from mindspeed_rl.rollout.provider import EngineSettings
-from mindspeed_rl.rollout.vllm.backend import EngineParts
+from mindspeed_rl.rollout.vllm.backend import EngineParts, model_settings
 from mindspeed_rl.rollout.vllm.engine_memory import kv_tensors
 from mindspeed_rl.rollout.vllm.patches import step_sync
 from mindspeed_rl.rollout.vllm.patches.step_sync import StepSync
-from mindspeed_rl.rollout.vllm.requests import model_settings
 from mindspeed_rl.rollout.vllm_ascend.arguments import ENVIRONMENT, ascend_arguments
 from mindspeed_rl.rollout.vllm_ascend.experts import AscendWeights
 from mindspeed_rl.rollout.vllm_ascend.memory import PoolMemory

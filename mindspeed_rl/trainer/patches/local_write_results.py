@@ -16,7 +16,7 @@ from mindspeed_rl.core.patching import Patch, apply_patch
 
 
 def apply() -> None:
-    """Replace the manager's queue. Idempotent."""
+    """Make megatron-core take a queue of this process for the results. Idempotent."""
     apply_patch(
         Patch(
             target=(

@@ -84,7 +84,7 @@ class ShardLayout(Protocol):
         ...
 
     def units(self) -> Iterable[Unit]:
-        """Return all HF tensors in units. O(model)."""
+        """Return the units of all HF tensors. O(model)."""
         ...
 
     def unit_of(self, hf_name: str) -> str:
@@ -103,7 +103,7 @@ class ShardLayout(Protocol):
         ...
 
     @property
-    def wants_whole_tensors(self) -> bool:
+    def fills_tensor_by_tensor(self) -> bool:
         """Whether a target wants to complete one tensor after another instead of slices of many."""
         ...
 
@@ -244,14 +244,14 @@ class TableLayout(ABC):
 
     # The keys are identities of rows: rows live as long as their table.
     @cached_property
-    def _first_alike(self) -> dict[int, dict[int, int]]:
+    def _first_equals(self) -> dict[int, dict[int, int]]:
         """For each row and layer, the first layer where the row has the same dimensions."""
-        return {id(row): row.first_alike(self.spec) for row in self.present_rows}
+        return {id(row): row.first_equal_layers(self.spec) for row in self.present_rows}
 
     @cached_property
     def _spec_at(self) -> dict[int, ModelSpec]:
         """The model specification at each of those first layers."""
-        firsts = {first for alike in self._first_alike.values() for first in alike.values()}
+        firsts = {first for equals in self._first_equals.values() for first in equals.values()}
         return {layer: self.spec.at(layer) for layer in firsts}
 
     @cached_property
@@ -263,19 +263,19 @@ class TableLayout(ABC):
                 for pattern, shape in row.hf_shapes(self._spec_at[first]).items()
             }
             for row in self.present_rows
-            for first in dict.fromkeys(self._first_alike[id(row)].values())
+            for first in dict.fromkeys(self._first_equals[id(row)].values())
         }
 
     def _patterns(self, row: WeightRow, layer: int) -> dict[str, tuple[int, ...]]:
         """Return HF name pattern -> shape of a row at a layer."""
-        return self._patterns_of_rows[id(row), self._first_alike[id(row)][layer]]
+        return self._patterns_of_rows[id(row), self._first_equals[id(row)][layer]]
 
     @cached_property
     def _rows_of_patterns(self) -> dict[str, dict[int, list[WeightRow]]]:
         """The rows of each HF name pattern and layer: two rows where embeddings are tied."""
         index: dict[str, dict[int, list[WeightRow]]] = {}
         for row in self.present_rows:
-            for layer in self._first_alike[id(row)]:
+            for layer in self._first_equals[id(row)]:
                 for pattern in self._patterns(row, layer):
                     index.setdefault(pattern, {}).setdefault(layer, []).append(row)
         return index
@@ -317,7 +317,7 @@ class TableLayout(ABC):
                 yield Unit(named, stage, layer, names)
 
     def unit_of(self, hf_name: str) -> str:
-        """Return the name without its expert number."""
+        """Return the key of a tensor's unit: its name without the number of the expert."""
         pattern, layer, _ = locate(hf_name)
         return layer_name(pattern, layer)
 
@@ -332,7 +332,7 @@ class TableLayout(ABC):
 
     def _placement_key(self, pattern: str, layer: int) -> Hashable:
         row = self._rows_of_patterns[pattern][layer][0]
-        return pattern, self._first_alike[id(row)][layer], self.pipeline_stage_of(row, layer)
+        return pattern, self._first_equals[id(row)][layer], self.pipeline_stage_of(row, layer)
 
     @cached_property
     def _layers_of_classes(self) -> Counter[Hashable]:
@@ -349,13 +349,13 @@ class TableLayout(ABC):
         return num_layers, self.experts_per_rank if is_expert else 1
 
     @property
-    def wants_whole_tensors(self) -> bool:
-        """No: the parameters are allocated anyway."""
+    def fills_tensor_by_tensor(self) -> bool:
+        """Return false: the parameters are allocated before any tensor arrives."""
         return False
 
     def _cuts_of(self, row: WeightRow, layer: int, share: Share) -> tuple[Cut, ...]:
         """Return the cuts of a row at a share; experts, like layers and equal cuts share them."""
-        first = self._first_alike[id(row)][layer]
+        first = self._first_equals[id(row)][layer]
         key = (id(row), first, share)
         known = self._cuts_of_rows.get(key)
         if known is None:
@@ -404,7 +404,7 @@ class TableLayout(ABC):
     def _parameters(self, rank: int) -> dict[str, tuple[WeightRow, ModelSpec, Share]]:
         """Return row, model at its layer and share of every local parameter, in table order."""
         return {
-            place.param: (row, self._spec_at[self._first_alike[id(row)][layer]], placed.share)
+            place.param: (row, self._spec_at[self._first_equals[id(row)][layer]], placed.share)
             for row, layer, expert in self.held_by(rank)
             for place in self.places(row, layer, expert)
             for placed in place.shares
@@ -438,6 +438,6 @@ class TableLayout(ABC):
     def check_rows(self, rows: Iterable[WeightRow], count: int) -> None:
         """Refuse a number of tensor-parallel ranks that some row cannot be cut into."""
         for row in rows:
-            for layer in dict.fromkeys(row.first_alike(self.spec).values()):
+            for layer in dict.fromkeys(row.first_equal_layers(self.spec).values()):
                 row.check(self.spec.at(layer), count)
                 row.hf_shapes(self.spec.at(layer))

@@ -72,7 +72,7 @@ class CheckpointLayout(MegatronLayout):
 
     @property
     def num_file_ep(self) -> int:
-        """Expert parallelism as file names count it."""
+        """Expert-parallel size as the names of files count it."""
         return self.parallel.ep // (self.parallel.tp if self.extends_ep else 1)
 
     def file_ep(self, rank: int) -> int:

@@ -50,8 +50,8 @@ class HfFileLayout:
         return self._num_of_shapes[self.hf_shapes[hf_name]], 1
 
     @property
-    def wants_whole_tensors(self) -> bool:
-        """Yes: incomplete tensors take memory."""
+    def fills_tensor_by_tensor(self) -> bool:
+        """Return true: tensors that are not complete yet take memory."""
         return True
 
     def held_names(self, rank: int) -> Iterable[str]:

@@ -70,11 +70,11 @@ class RolloutLayout(TableLayout):
 
     @cached_property
     def present_rows(self) -> tuple[WeightRow, ...]:
-        """All rows except a tied head."""
+        """Rows of the model, without that of an output head tied to the embedding."""
         return tuple(r for r in self.rows if not (self.spec.tie_embeddings and r.tied_to))
 
     def pipeline_stage_of(self, row: WeightRow, layer: int) -> int:
-        """Return 0: engines have no pipeline."""
+        """Return the pipeline stage of a row, which is 0: engines have no pipeline."""
         return 0
 
     @cached_property

@@ -38,7 +38,7 @@ def test_newest_complete_checkpoint_is_found_with_its_record(tmp_path: Path) -> 
 
 def test_empty_folder_has_none_and_a_missing_one_is_an_error(tmp_path: Path) -> None:
     assert resume.find_latest(tmp_path) == resume.Found(None, ())
-    with pytest.raises(ValueError, match=r"--load .*absent: no such directory"):
+    with pytest.raises(ValueError, match=r"--load .*absent"):
         resume.find_latest(tmp_path / "absent")
 
 

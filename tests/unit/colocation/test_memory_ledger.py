@@ -73,10 +73,10 @@ def test_room_is_asked_for_before_it_is_taken(budget_gib: int | None, fits: bool
     ledger.at_border("train")
     if fits:
         ledger.require_free(20 * GIB)
-        with pytest.raises(MemoryError, match=r"60 GiB are needed now and \d+ GiB are free"):
+        with pytest.raises(MemoryError, match="60 GiB"):
             ledger.require_free(60 * GIB)
     else:
-        with pytest.raises(MemoryError, match="20 GiB are needed now and 19 GiB are free"):
+        with pytest.raises(MemoryError, match=r"20 GiB.*19 GiB"):
             ledger.require_free(20 * GIB)
 
 

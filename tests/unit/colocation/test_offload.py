@@ -79,7 +79,7 @@ def test_memory_in_use_is_not_released() -> None:
     group = StorageGroup("gradients", lambda: [tensor], PLATFORM, None, before_release=in_use)
     with pytest.raises(RuntimeError, match="accumulated"):
         group.release()
-    assert group.resident and torch.equal(tensor, torch.ones(4))
+    assert group.is_onloaded and torch.equal(tensor, torch.ones(4))
 
 
 @pytest.mark.parametrize("packs", [False, True])
@@ -91,11 +91,11 @@ def test_a_failing_copy_changes_nothing(packs: bool, monkeypatch: pytest.MonkeyP
         raise torch.OutOfMemoryError("no memory")
 
     for call in (group.release, group.restore):
-        before = group.resident
+        before = group.is_onloaded
         with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
             patch.setattr(platform, "copies", full)
             call()
-        assert group.resident is before and (group.num_bytes() > 0) is before
+        assert group.is_onloaded is before and (group.num_bytes() > 0) is before
         call()
     assert torch.equal(tensors[0], torch.arange(5.0))
 
@@ -129,10 +129,10 @@ def test_any_tensors_come_back_bit_for_bit(
         for _ in range(2):  # the second call of each does nothing
             group.release()
             assert group.num_bytes() == 0
-        assert not group.resident
+        assert not group.is_onloaded
         for _ in range(2):
             group.restore()
-            assert group.resident and group.num_bytes() == total
+            assert group.is_onloaded and group.num_bytes() == total
         assert not packs or sum(s.nbytes() > 0 for s in storages_of(tensors)) == 1
         for tensor, (content, *form) in zip(tensors, expected, strict=True):
             assert [tensor.shape, tensor.stride(), tensor.dtype] == form

@@ -187,7 +187,7 @@ def test_a_visitor_that_cannot_leave_breaks_the_machine(monkeypatch: pytest.Monk
     with pytest.raises(Fault), machine.phases.onloaded(*CRITIC):
         pass
     assert machine.phases.state is Phase.BROKEN
-    assert not any(machine.groups[o].resident for o in CRITIC_UPDATE), "the others left"
+    assert not any(machine.groups[o].is_onloaded for o in CRITIC_UPDATE), "the others left"
     with pytest.raises(RuntimeError, match="not in broken"):
         machine.phases.onloaded(*CRITIC).__enter__()
 
@@ -328,7 +328,7 @@ def test_weights_that_differ_are_never_generated_from(monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(CopyWeights, "move", one_bit_off)
-        with pytest.raises(RuntimeError, match=r"in 1 tensors: table; table\[3.*\] on rank 0"):
+        with pytest.raises(RuntimeError, match=r"table\[3.*rank 0"):
             machine.to_rollout(1)
     assert (machine.phases.state, machine.engine.weights_version) == (Phase.SYNC, -1)
     assert machine.engine.calls[-1] != "wake cache"

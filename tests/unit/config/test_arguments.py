@@ -18,7 +18,7 @@ from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.arguments import ENTRIES, build_parser, own_flags, parse
 from mindspeed_rl.config.engine_options import take_engine_options
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.planning.run_plan import check_rl
+from mindspeed_rl.planning.run_plan import plan_rl
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGS = {run_type: prog for prog, run_type in ENTRIES.items()}
@@ -179,7 +179,7 @@ def test_worked_example_of_the_help_is_accepted(tmp_path, monkeypatch):
         parsed = parse(run_type, [*script, *command.replace("\\\n", " ").split()], prog)
         assert parsed.ignored == ()
         if run_type is RLRunConfig:
-            check_rl(parsed.config, 16)
+            plan_rl(parsed.config, 16)
 
 
 WITHOUT_TORCH = """

@@ -46,6 +46,7 @@ def check(flags: str) -> RLRunConfig:
         "--critic-lr 1e-4 --value-clip 0.2 --num-critic-only-steps 2 --train-iters 3",
         "--grpo-kl-beta 0.01 --ref-update-interval 10",
         "--reward-model-hf-checkpoint rm --reward-model-weight 0.5",
+        "--rollout-graph-sizes auto --rollout-graph-count 4",
         "--rl-routing-replay trainer --old-logprob recompute",
         "--rl-routing-replay rollout --old-logprob rollout",
         "--rl-routing-replay rollout --rollout-rebalance waiting",
@@ -77,7 +78,7 @@ def test_a_flag_that_nothing_reads_is_refused(flag: OwnFlag) -> None:
     assert needs is not None and str(needs) in flag.help
     decider, other = deciders[needs.flag], ""
     if needs.met_by(decider.default):
-        unread = next(c for c in decider.info.choices if not needs.met_by(c))
+        unread = next(c for c in (*decider.info.choices, 0) if not needs.met_by(c))
         other = f"{needs.flag} {unread}"
     told = f"{re.escape(changed(flag).split()[0])}.* has no effect with(out)? {needs.flag}"
     with pytest.raises(ValueError, match=told):

@@ -18,7 +18,7 @@ from mindspeed_rl.config.check_algorithms import check_algorithms
 from mindspeed_rl.config.npu import check_npu
 from mindspeed_rl.config.outputs import check_paths
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.planning.run_plan import check_score
+from mindspeed_rl.planning.run_plan import plan_score
 
 
 def check_on_npu(folder: Path, flags: str) -> None:
@@ -33,7 +33,7 @@ def check_places(folder: Path, flags: str) -> None:
 
 def check_score_run(folder: Path, flags: str) -> None:
     valid = f"--hf-checkpoint {folder}/model --platform cpu "
-    check_score(configured(ScoreRunConfig, valid + flags), 1)
+    plan_score(configured(ScoreRunConfig, valid + flags), 1)
 
 
 CHECKS: dict[str, Callable[[Path, str], object]] = {
@@ -128,11 +128,11 @@ REFUSED = {
         --rollout-tp 3 -> --rollout-tp 3 & world size 8 & divisors of 8
         --rollout-tp 8 -> --rollout-tp 8 & 12 attention heads and 4 key/value heads
         --rollout-kv-cache-gb 1e-5 -> --rollout-kv-cache-gb & 128 tokens & raise
-        --rollout-kv-cache-gb 0 -> --rollout-kv-cache-gb & positive
+        --rollout-kv-cache-gb 0 -> --rollout-kv-cache-gb & more than 0
         --grpo-group-size 1
         --rl-default-top-p 0.9 -> --rl-default-top-p 0.9 & allowed: top-p 1, top-k -1
         --rl-default-top-k 40 -> --rl-default-top-k 40 & allowed: top-p 1
-        --rl-default-temperature 0 -> --rl-default-temperature 0.0 & positive
+        --rl-default-temperature 0 -> --rl-default-temperature & more than 0
         --global-batch-size 5 -> --global-batch-size 5 & 16 samples
         --grpo-prompts-per-step 3 --grpo-group-size 3 -> 9 samples & data-parallel size 2
         --global-batch-size 1 -> --global-batch-size 1 & data-parallel size 2
@@ -150,13 +150,17 @@ REFUSED = {
         --reward-function math=abc -> --reward-function math=abc & finite number
         --reward-function math math=2 -> --reward-function & two & 'math'
         --rl-environment /no/file.py:Mine -> --rl-environment /no/file.py:Mine & no Python file
-        --rl-eval-samples 4 --rl-eval-temperature 0 -> --rl-eval-temperature 0
+        --rl-eval-samples 4 --rl-eval-temperature 0 -> --rl-eval-temperature & more than 0
         --rl-eval-data a=x a=y -> --rl-eval-data a=y & NAME=FILE
         --save-interval 5 -> --save-interval 5 has no effect without --save & add
         --lr-warmup-iters 2 --lr-warmup-fraction 0.1 -> --lr-warmup-iters & exclude each other
         --recompute-granularity full -> --recompute-method & --recompute-num-layers
         --recompute-method block -> --recompute-method & granularity none & full
-        --recompute-modules mlp moe_act -> moe_act & core_attn, mlp, moe
+        --recompute-granularity selective --recompute-modules mlp moe_act -> moe_act & mlp, moe
+        --recompute-modules mlp -> --recompute-modules mlp & granularity none & selective
+        --rollout-graph-sizes 4 8 --rollout-graph-count 2 -> --rollout-graph-count & auto
+        --rollout-dp-sync engine --rollout-dp-sync-interval 2 -> --rollout-dp-sync-interval
+        --rl-kl-horizon 5 --grpo-kl-beta 1 -> --rl-kl-horizon & --rl-kl-target
         --hidden-dropout 0.1 -> --hidden-dropout 0.1: RL allows 0 only
         --attention-dropout 0.5 -> --attention-dropout 0.5: RL allows 0 only
         --prompt-data= -> --prompt-data is required
@@ -188,6 +192,7 @@ REFUSED = {
         --sft-data x -> --sft-data x: no such file
         --sft-data= --data-path nowhere -> --data-path without --stage pretrain & --sft-data
         --sft-data= --data-path nowhere --stage pretrain --seq-length 8 -> --data-path & nowhere.idx
+        --stage pretrain --no-shuffle --sft-data= -> --no-shuffle & --stage pretrain & sft
         --seq-length 4096 -> --seq-length 4096 & 256
         --recompute-num-layers 1 -> --recompute-num-layers 1 & granularity none & full
         --keep-mtp -> --keep-mtp & multi-token-prediction
@@ -216,7 +221,7 @@ REFUSED = {
         --tokens DIR/in.npz -> --output is required
         --tokens DIR/in.npz --output DIR -> --output & is a directory
         --tokens DIR/in.npz --output DIR/in.npz/o -> --output & in.npz is not a directory
-        --tokens DIR/in.npz --output o --temperature 0 -> --temperature 0.0 & positive
+        --tokens DIR/in.npz --output o --temperature 0 -> --temperature & more than 0
         --tokens DIR/in.npz --output o --temperature 0.5 --backend engine -> with --backend engine
         --tokens DIR/in.npz --output o --tensor-model-parallel-size 2 -> world size 1
     """,

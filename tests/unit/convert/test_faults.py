@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import convert_checkpoint
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -27,7 +29,7 @@ from support.conversions import (
 from mindspeed_rl.convert import command
 from mindspeed_rl.convert import source as sources
 from mindspeed_rl.convert.options import parse_options
-from mindspeed_rl.convert.source import Source
+from mindspeed_rl.convert.source import Source, UnreadableError
 from mindspeed_rl.convert.target import Target
 from mindspeed_rl.core.errors import UsageError
 
@@ -68,7 +70,7 @@ def test_a_source_that_fails_while_it_is_read_is_named(
 
     with (
         mock.patch.object(sources.os, "preadv", preadv),
-        pytest.raises(ValueError, match=r"model\.safetensors") as caught,
+        pytest.raises(UnreadableError, match=r"model\.safetensors") as caught,
     ):
         hf_to_mg(model, target, [*TP2, "--workers", "1", *flags])
     assert "--save-dir" not in str(caught.value)
@@ -134,6 +136,7 @@ RANK = "iter_0000001/mp_rank_01_001_001"
         (lambda f: shutil.rmtree(f / RANK), "mp_rank_01_001_001"),
         (lambda f: (f / RANK).rename(f / RANK[:-4]), "several layouts"),
         (lambda f: (f / "latest_checkpointed_iteration.txt").write_text("7"), "--load-dir"),
+        (lambda f: (f / "latest_checkpointed_iteration.txt").write_bytes(b"\xff"), "--load-dir"),
     ],
 )
 def test_damaged_classic_files(
@@ -144,6 +147,17 @@ def test_damaged_classic_files(
     with pytest.raises(UsageError, match=named):
         mg_to_hf(folder, model, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff"])
+def test_a_description_of_a_distributed_checkpoint_that_is_no_json(
+    model: Path, content: bytes, tmp_path: Path
+) -> None:
+    (tmp_path / "mg").mkdir()
+    for name in ("metadata.json", ".metadata"):
+        (tmp_path / "mg" / name).write_bytes(content)
+    with pytest.raises(UsageError, match=r"metadata\.json"):
+        mg_to_hf(tmp_path / "mg", model, tmp_path / "hf")
 
 
 @pytest.mark.parametrize(
@@ -241,3 +255,22 @@ def test_nothing_is_replaced(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--save-dir"):
         hf_to_mg(model, tmp_path / "mg", TP2)
     assert (tmp_path / "mg" / "precious").read_text() == "data"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(UsageError("x"), 2), (UnreadableError("x"), 2), (OSError("x"), 1)]
+)
+def test_mistakes_and_disks_end_the_tool_with_a_line(
+    error: Exception, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["convert_checkpoint"])
+    monkeypatch.setattr(convert_checkpoint, "parse_options", mock.Mock(side_effect=error))
+    assert convert_checkpoint.main() == status
+
+
+def test_a_bug_of_the_tool_is_no_mistake_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["convert_checkpoint"])
+    monkeypatch.setattr(convert_checkpoint, "parse_options", mock.Mock(side_effect=ValueError))
+    with pytest.raises(ValueError) as caught:
+        convert_checkpoint.main()
+    assert not isinstance(caught.value, UsageError)

@@ -35,7 +35,7 @@ def test_stages_of_layers() -> None:
     stages = StageLayout(3, (1, 3, 2))
     assert [stages.place_of(layer).stage for layer in range(6)] == [0, 1, 1, 1, 2, 2]
     assert [stages.place_of(layer).local for layer in range(6)] == [0, 0, 1, 2, 0, 1]
-    with pytest.raises(IndexError, match="layer 6 is not one"):
+    with pytest.raises(IndexError, match="layer 6"):
         stages.place_of(6)
 
 
@@ -109,7 +109,7 @@ def test_engines_are_runs_of_neighbours(tp: int, num_replicas: int) -> None:
 
 @pytest.mark.parametrize("tp", [0, 3, 16])
 def test_engines_that_do_not_fill_the_world_are_refused(tp: int) -> None:
-    with pytest.raises(ValueError, match=f"--rollout-tp {tp} does not divide the world size 8"):
+    with pytest.raises(ValueError, match=f"--rollout-tp {tp} .*8"):
         EngineLayout(8, tp)
 
 

@@ -73,14 +73,14 @@ def test_methods_stay_methods_and_static_methods_static(victim: ModuleType) -> N
 def test_a_changed_signature_is_refused(victim: ModuleType, parameters: tuple[str, ...]) -> None:
     original = victim.double
     patch = patch_of(victim, "double", *parameters)
-    with pytest.raises(RuntimeError, match=r"its parameters are \('x', 'scale'\).*1\.2\.3"):
+    with pytest.raises(RuntimeError, match=r"'x', 'scale'.*1\.2\.3"):
         apply_patch(patch)
     assert victim.double is original
 
 
 @pytest.mark.parametrize("path", ["triple", "Box.absent", "Absent.method"])
 def test_a_missing_target_is_refused(victim: ModuleType, path: str) -> None:
-    with pytest.raises(RuntimeError, match=rf"patch .*:{path}: the target does not exist.*1\.2\.3"):
+    with pytest.raises(RuntimeError, match=rf"{path}.*1\.2\.3"):
         apply_patch(patch_of(victim, path, "x"))
 
 

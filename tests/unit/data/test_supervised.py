@@ -81,7 +81,7 @@ def test_long_sequences_are_left_out_and_counted(load, path):
     assert found.report() == (
         f"{path}: 2 of 3 examples; 1 left out, longer than --seq-length 7 tokens"
     )
-    with pytest.raises(ValueError, match=r"none of 3 rows is left: 3 are longer.*--seq-length 5"):
+    with pytest.raises(ValueError, match="--seq-length 5"):
         load(rows, max_length=5)
 
 

@@ -15,7 +15,7 @@ from support.rl_run import PROMPTS, TableRun, make_run
 from support.table_engine import STOP, TableEngine, first_table, single_rank
 
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.types import Completion, Prompt
+from mindspeed_rl.core.types import Completion, Prompt, TrainSample
 from mindspeed_rl.environments import (
     LocalRunner,
     Observation,
@@ -29,7 +29,7 @@ from mindspeed_rl.rl import multi_turn
 from mindspeed_rl.rl.multi_turn import Continuation, Environments, exchange_continuations
 from mindspeed_rl.rl.resume import carryover_state, restored_carryover
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
-from mindspeed_rl.samples.packing import TrainSample, pack
+from mindspeed_rl.samples.packing import pack
 
 HEARD = (60, 61)
 
@@ -209,7 +209,7 @@ def test_a_failing_environment_costs_its_sample(tmp_path: Path) -> None:
 def test_too_many_failures_stop_the_run(tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text("class Broken: ...\n")
     run = conversing(tmp_path, Broken, f"--rl-environment {tmp_path}/x.py:Broken")
-    with pytest.raises(RewardError, match=r"(?s)x.py:Broken: 6 of 6 conv.*the tool is gone"):
+    with pytest.raises(RewardError, match=r"(?s)x.py:Broken: 6 of 6.*the tool is gone"):
         run.generate()
 
 

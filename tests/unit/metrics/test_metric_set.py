@@ -101,10 +101,10 @@ def _reduce_on_rank(rank: int, store: str) -> None:
 
         # Different numbers of names, so that messages sized by content would not match either.
         only_here: dict[str, Metric] = {"kl": Mean(1, 1)} if rank == 0 else {}
-        with pytest.raises(RuntimeError, match=r"kl \(Mean\): only on 1 of 2 ranks: \[0\]"):
+        with pytest.raises(RuntimeError, match=r"kl .*\[0\]"):
             reduce_metrics({"loss": Mean(1, 1), **only_here})
         kind = Mean(1, 1) if rank == 0 else Max(1)
-        with pytest.raises(RuntimeError, match=r"loss \(Max\): only on 1 of 2 ranks: \[1\]"):
+        with pytest.raises(RuntimeError, match=r"loss .*\[1\]"):
             reduce_metrics({"loss": kind})
 
         # The group is as usable after an error as before.

@@ -11,6 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.rope import rope_of
+from mindspeed_rl.rollout.registry import engine_provider
 
 _CONTEXT = "original_max_position_embeddings"
 KINDS: dict[str, dict[str, Any]] = {
@@ -56,4 +57,4 @@ def test_an_engine_knows_the_positions_of_yarns_stretched_context(
         max_position_embeddings=largest,
         rope_parameters=KINDS[kind] | {"rope_theta": 1e4},
     )
-    assert spec_from_hf_config(config.to_dict()).engine_positions == positions
+    assert engine_provider().positions(spec_from_hf_config(config.to_dict())) == positions

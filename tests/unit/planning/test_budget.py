@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -198,7 +199,7 @@ def test_the_ledger_knows_trainer_engine_and_samples() -> None:
 
 def test_a_swapped_optimizer_is_refused_where_nobody_swaps_it() -> None:
     config = config_of(*SWAP, "--platform", "cpu")
-    with pytest.raises(ValueError, match="on cpu take --rl-offload optimizer"):
+    with pytest.raises(ValueError, match="--swap-optimizer"):
         npu_setup_of(cast(Any, SimpleNamespace(config=config)))
     assert npu_setup_of(cast(Any, SimpleNamespace(config=config_of("--platform", "cpu")))) is None
 
@@ -206,7 +207,7 @@ def test_a_swapped_optimizer_is_refused_where_nobody_swaps_it() -> None:
 @pytest.mark.slow
 def test_a_dry_run_says_who_swaps_the_optimizer() -> None:
     swapped = "\n".join(lines(find_out(config_of(*SWAP), WORLD)))
-    assert "moved through the device by MindSpeed in 16 parts (--swap-optimizer)" in swapped
+    assert re.search(r" 16 .*--swap-optimizer", swapped)
     elsewhere = find_out(config_of(*SWAP, "--rl-dry-run-machine", "h200"), WORLD)
-    assert "--swap-optimizer has no effect on cuda" in "\n".join(lines(elsewhere))
+    assert re.search("--swap-optimizer .*cuda", "\n".join(lines(elsewhere)))
     assert elsewhere.prediction.swap_parts == 0

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages
-from mindspeed_rl.planning.communicators import Groups, RunGroups
+from mindspeed_rl.planning.communicators import GroupsOfRank, RunGroups
 
 sizes = st.sampled_from([1, 2, 3])
 
@@ -32,7 +32,7 @@ def runs(draw: st.DrawFn) -> RunGroups:
     return RunGroups(parallel, draw(st.sampled_from([engine, None])), *facts)
 
 
-def by_definition(rank: int, run: RunGroups) -> Groups:
+def by_definition(rank: int, run: RunGroups) -> GroupsOfRank:
     """Peers are those who stand where this rank stands on the named axes: all ranks are asked."""
     parallel = run.parallel
     everyone = range(parallel.world)
@@ -79,7 +79,7 @@ def by_definition(rank: int, run: RunGroups) -> Groups:
     return {name: ranks for name, ranks in groups.items() if len(set(ranks)) > 1}
 
 
-def engine_by_definition(rank: int, engine: EngineLayout, mc2: bool) -> Groups:
+def engine_by_definition(rank: int, engine: EngineLayout, mc2: bool) -> GroupsOfRank:
     peers = tuple(r for r in range(engine.world) if engine.replica_of(r) == engine.replica_of(rank))
     groups = {
         "rollout tp": tuple(r for r in peers if engine.group_of(r) == engine.group_of(rank)),

@@ -103,7 +103,7 @@ def test_ranks_of_a_stage_differ_by_padding_alone() -> None:
     [
         ("", 0),
         ("--rollout-graph-mode full-decode --rollout-graph-sizes 8 64", 2),
-        ("--rollout-graph-mode full-decode --rollout-graph-count 5", 5),
+        ("--rollout-graph-mode full-decode --rollout-graph-sizes auto --rollout-graph-count 5", 5),
     ],
 )
 def test_graphs_are_those_of_the_flags(flags: str, count: int) -> None:

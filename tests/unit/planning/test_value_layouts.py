@@ -11,7 +11,7 @@ from support.checked_runs import CLASSIFIER, configured, write_model
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner, MemoryPhase, OffloadMode
 from mindspeed_rl.planning.prediction import MemoryPrediction
-from mindspeed_rl.planning.run_plan import RLPlan, check_rl
+from mindspeed_rl.planning.run_plan import RLPlan, plan_rl
 
 GAE = "--rl-advantage-estimator gae"
 
@@ -29,7 +29,7 @@ def plan_of(folder: Path, flags: str, **changes: dict[str, Any]) -> tuple[RLRunC
         f"--output-dir {folder}/out "
     )
     config = configured(RLRunConfig, words + flags.replace("DIR", str(folder)))
-    return config, check_rl(config, 4)
+    return config, plan_rl(config, 4)
 
 
 def test_a_critic_has_the_layout_of_the_policy_and_one_output(tmp_path: Path) -> None:

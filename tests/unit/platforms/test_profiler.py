@@ -150,5 +150,5 @@ def test_a_window_of_which_torch_npu_left_no_trace_is_told(
 ) -> None:
     (tmp_path / "rank3_1_20261121_ascend_pt" / "ASCEND_PROFILER_OUTPUT").mkdir(parents=True)
     profiler = npu_profiler(tmp_path, monkeypatch)
-    with pytest.warns(UserWarning, match="--profile: torch_npu left no trace in"):
+    with pytest.warns(UserWarning, match="--profile"):
         profiler.stop("steps2-3")

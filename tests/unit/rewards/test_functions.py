@@ -73,7 +73,7 @@ def test_math_reward(answer: str, response: str, expected: float) -> None:
 
 @pytest.mark.parametrize("answer", ["", "   ", "$$"])
 def test_math_reward_refuses_an_unreadable_reference(answer: str) -> None:
-    with pytest.raises(ValueError, match=r"reference answer .* of sample 7"):
+    with pytest.raises(ValueError, match="sample 7"):
         resolve_reward("math")(request("7", answer))
 
 
@@ -119,7 +119,7 @@ def test_the_tolerance_is_relative_and_from_the_row() -> None:
     for bad in (-1, "x", True, math.nan):
         with pytest.raises(ValueError, match="tolerance"):
             function(request("1", "1", metadata={"tolerance": bad}))
-    with pytest.raises(ValueError, match=r"'forty' of sample 7 is not a number"):
+    with pytest.raises(ValueError, match="'forty' of sample 7"):
         function(request("40", "forty"))
 
 
@@ -331,7 +331,7 @@ def test_a_row_names_its_rewards(value: object, expected: dict[str, float]) -> N
 
 @pytest.mark.parametrize("value", ["maths", ["math", "x"], [], {"math": math.inf}, 3, {"x": 1}])
 def test_a_row_with_other_rewards_is_refused(value: object) -> None:
-    with pytest.raises(ValueError, match=r"--reward-key 'rewards' gives .*math, format, code"):
+    with pytest.raises(ValueError, match="--reward-key 'rewards'"):
         row_weights(WEIGHTS, {"rewards": value})
 
 

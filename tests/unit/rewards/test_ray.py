@@ -62,7 +62,7 @@ def test_a_lost_actor_that_finds_no_free_cpu_ends_the_run(
         hog = Hog.remote()  # waits for the CPU of the pool's actor
         cluster.kill(cast(RayWorker, pool.workers[0]).actor)
         assert cluster.get(hog.is_there.remote(), timeout=60.0)
-        with pytest.raises(RewardError, match=r"not ready after 3 s; .*too few free CPUs"):
+        with pytest.raises(RewardError, match=r"--reward-pool ray.* 3 s.*CPU"):
             pool.score(make_requests("good"))
         cluster.kill(hog)
     assert "a reward actor was lost, sample 100 is scored again" in caplog.text
@@ -82,12 +82,12 @@ def test_an_actor_that_crashes_at_its_start_is_told_at_once(
 
     monkeypatch.setattr(ray_pool, "START_LIMIT_S", 60.0)
     monkeypatch.setattr(ray_pool, "_RewardActor", Crashing)
-    with pytest.raises(RewardError, match=r"an actor does not start.*died"):
+    with pytest.raises(RewardError, match=r"--reward-pool ray.*died"):
         RayRewardPool(settings("numeric_match"))
     monkeypatch.setattr(runners, "START_LIMIT_S", 60.0)
     (tmp_path / "crash.py").write_text("import os\nos._exit(1)\n")
     tokenizer: Any = None
-    with pytest.raises(ValueError, match=r"crash\.py:X .*an actor does not start.*died"):
+    with pytest.raises(ValueError, match=r"crash\.py:X .*died"):
         RayRunner(f"{tmp_path}/crash.py:X", tokenizer, 1)
 
 

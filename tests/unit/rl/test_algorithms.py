@@ -63,7 +63,8 @@ def test_remax_shapes_the_rewards_of_greedy_answers_as_all_others(tmp_path: Path
     flags = "--rl-advantage-estimator remax --rl-overlong-buffer 8 --rl-overlong-penalty 0.8"
     run = make_run(tmp_path, flags, REWARDS)
     run.to_rollout()
-    rollouts = generate_rollouts(run.parts, run.state, 1)
+    run.state.step = 1
+    rollouts = generate_rollouts(run.parts, run.state)
     prompts = [run.parts.data.train[rollouts.samples[i].prompt_index].text for i in (0, 3)]
     assert [r.prompt for r in run.pool.requests] == prompts
     # the greedy answers are as long as those of samples 0 and 1

@@ -14,7 +14,7 @@ from support.rl_run import NUM_PROMPTS, PROMPTS, Characters, make_run
 from support.table_engine import TableEngine
 
 from mindspeed_rl.rl import build, build_models
-from mindspeed_rl.rl.components import Components
+from mindspeed_rl.rl.components import Components, RunState
 
 FLAGS = (
     "--rl-advantage-estimator gae --grpo-kl-beta 0.05 --rl-default-temperature 0.7 --train-iters 5 "
@@ -26,12 +26,6 @@ REPLACED = (
     "initialize_parallel", "check_row_rewards", "make_reward_pool", "open_ledger", "watched",
     "build_weight_sync", "open_logger", "_freeze_objects",
 )  # fmt: skip
-
-
-class Prompts(list[Any]):
-    """The prompts as a data set."""
-
-    fingerprint = "unchanged"
 
 
 class Engines:
@@ -61,7 +55,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
         monkeypatch.setattr(build, name, nothing)
     monkeypatch.setattr(build, "with_installed_engine", lambda job: job)
     monkeypatch.setattr(build, "load_tokenizer", lambda config: Characters())
-    monkeypatch.setattr(build, "load_data", lambda *_, **__: (Prompts(PROMPTS), {}))
+    monkeypatch.setattr(build, "load_data", lambda *_, **__: (PROMPTS, {}))
     monkeypatch.setattr(build, "build_rollout_engine", lambda job: TableEngine())
     memory, phases = SimpleNamespace(leave_all=nothing), SimpleNamespace(to_train=nothing)
     monkeypatch.setattr(build, "share_memory", lambda *_: memory)
@@ -104,7 +98,8 @@ def test_the_seed_decides_the_order_of_the_prompts(
 ) -> None:
     def order(seed: int, folder: str) -> list[int]:
         monkeypatch.setattr(build_models, "TrainEngine", Engines())  # each run builds its own
-        return built(tmp_path / folder, f"--seed {seed}").data.sampler.next(NUM_PROMPTS)
+        run = built(tmp_path / folder, f"--seed {seed}")
+        return RunState.at_start(run.config, run.data.train).sampler.next(NUM_PROMPTS)
 
     first, again, other = order(1, "a"), order(1, "b"), order(2, "c")
     assert first == again != other

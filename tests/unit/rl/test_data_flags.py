@@ -40,7 +40,7 @@ def test_no_chat_template_in_rl(base_model: Path) -> None:
         config = parse(RLRunConfig, [*argv, *more], "test").config
         tokenizer = load_tokenizer(config)
         if not more:
-            with pytest.raises(ValueError, match=r"has no chat template; .*--no-chat-template"):
+            with pytest.raises(ValueError, match="--no-chat-template"):
                 load_data(config.prompts, tokenizer, SPEC, progress=False)
             continue
         prompts, held_out = load_data(config.prompts, tokenizer, SPEC, progress=False)

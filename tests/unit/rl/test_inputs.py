@@ -46,8 +46,8 @@ def test_a_response_ends_at_the_tokens_of_model_and_tokenizer() -> None:
 
 
 def test_a_run_needs_an_end_token_within_the_vocabulary() -> None:
-    with pytest.raises(ValueError, match=r"names an end-of-sequence token, .*add one of them"):
+    with pytest.raises(ValueError, match="end-of-sequence"):
         stop_ids((), None)
-    told = r"end-of-sequence id 307 \(tokenizer: '<end>'\) is outside the vocabulary of 307"
+    told = r"307 .*'<end>'.* 307"
     with pytest.raises(ValueError, match=told):
         stop_ids((1,), 307)

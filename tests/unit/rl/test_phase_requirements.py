@@ -18,7 +18,7 @@ from mindspeed_rl.trainer.train_engine import TrainEngine
 
 ABSENT = cast(Any, None)  # what is refused looks at nothing
 IN_TRAIN: dict[str, Callable[[TableRun], object]] = {
-    "save": lambda run: resume.save_if_due(run.parts, run.state, ABSENT, 1),
+    "save": lambda run: resume.save_if_due(run.parts, run.state, ABSENT),
     "load": lambda run: resume.start(run.parts),
     "update": lambda run: run.update(ABSENT),
     "sync_weights": lambda run: sync_weights(run.parts, 1),
@@ -29,15 +29,15 @@ IN_TRAIN: dict[str, Callable[[TableRun], object]] = {
 def test_refused_while_the_engine_has_the_device(what: str, tmp_path: Path) -> None:
     run = make_run(tmp_path, f"--save {tmp_path}/checkpoints --save-interval 1")
     run.to_rollout()
-    with pytest.raises(RuntimeError, match=f"{what}: allowed in (train|sync) only, not in rollout"):
+    with pytest.raises(RuntimeError, match=f"{what}: .*rollout"):
         IN_TRAIN[what](run)
     assert run.parts.scheduler.state is Phase.ROLLOUT and not (tmp_path / "checkpoints").exists()
 
 
 def test_evaluation_is_refused_while_the_trainer_has_the_device(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    with pytest.raises(RuntimeError, match="evaluate: allowed in rollout only, not in train"):
-        evaluate(run.parts, run.state, run.parts.data.train, 0)
+    with pytest.raises(RuntimeError, match=r"evaluate: .*train"):
+        evaluate(ABSENT, run.parts.scheduler, ABSENT, ABSENT, step=0, version=0)
 
 
 def test_an_update_waits_for_its_optimizer_state() -> None:

@@ -10,11 +10,10 @@ import pytest
 from support.rl_run import NUM_PROMPTS, REWARDS, TableRun, make_run
 from support.table_engine import first_table
 
-from mindspeed_rl.data import PromptSampler
-from mindspeed_rl.rl import checkpoints
-from mindspeed_rl.rl.components import RunState
+from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.rl.report import RunReporter
 from mindspeed_rl.rl.resume import save_if_due, start
+from mindspeed_rl.trainer import run_checkpoint
 from mindspeed_rl.trainer.checkpoint import LoadedState
 
 FLAGS = "--grpo-kl-beta 0.1 --rl-kl-estimator k1 --rl-kl-target 0.1 --rl-kl-horizon 60 "
@@ -35,7 +34,7 @@ def test_a_checkpoint_is_due_at_every_interval_and_at_the_end(
     tmp_path: Path, flags: str, due: list[int]
 ) -> None:
     options = make_run(tmp_path, flags).config.checkpoint
-    assert [n for n in range(1, 6) if checkpoints.save_is_due(options, 5, n)] == due
+    assert [n for n in range(1, 6) if run_checkpoint.save_is_due(options, 5, n)] == due
 
 
 def resumed(run: TableRun) -> RunReporter:
@@ -55,35 +54,35 @@ def test_a_resumed_run_has_the_state_of_the_uninterrupted_one(
     def load(job: Any, engine: Any, companions: Any) -> LoadedState:
         return LoadedState(saved["step"], saved["extra"]) if saved else LoadedState(0, {})
 
-    monkeypatch.setattr(checkpoints, "save", save)
-    monkeypatch.setattr(checkpoints, "load", load)
+    monkeypatch.setattr(run_checkpoint, "save", save)
+    monkeypatch.setattr(run_checkpoint, "load", load)
     flags = FLAGS + "--save x --save-interval 2 --global-batch-size 3"
     run = make_run(tmp_path, flags, REWARDS)
     run.reference.table = first_table() - 0.5  # above its target
     report = resumed(run)
     for step in (1, 2):
         run.update(run.batches(step), step)
-        save_if_due(run.parts, run.state, report, step)
+        save_if_due(run.parts, run.state, report)
     assert saved["step"] == 2 and run.state.kl_beta > 0.1 and run.state.version == 4
     again = make_run(tmp_path, flags, REWARDS)
     assert resumed(again).start == 2
     assert (again.state.version, again.state.kl_beta) == (run.state.version, run.state.kl_beta)
     lengths = again.state.lengths.state_dict()
     assert lengths == run.state.lengths.state_dict() and lengths["relative"]
-    assert again.parts.data.sampler.next(20) == run.parts.data.sampler.next(20)
+    assert again.state.sampler.next(20) == run.state.sampler.next(20)
 
 
 def checkpoint_of(run: TableRun, **changes: Any) -> LoadedState:
     """A checkpoint after the first step of a run."""
     extra = {
-        "sampler": run.parts.data.sampler.state_dict(),
+        "sampler": run.state.sampler.state_dict(),
         "version": 3,
         "kl_beta": 0.7,
         "carryover": [],
         "num_partial": 0,
         "num_groups": 1,
         "lengths": run.state.lengths.state_dict(),
-        "report": RunReporter(run.parts, RunState()).state_dict(),
+        "report": RunReporter(run.parts, run.state).state_dict(),
     }
     return LoadedState(1, extra | changes)
 
@@ -94,7 +93,7 @@ def test_a_constant_coefficient_is_that_of_the_flags(
     """A run without --rl-kl-target may be resumed with another --grpo-kl-beta."""
     run = make_run(tmp_path, "--grpo-kl-beta 0.2", REWARDS)
     loaded = checkpoint_of(run)
-    monkeypatch.setattr(checkpoints, "load", lambda *_: loaded)
+    monkeypatch.setattr(run_checkpoint, "load", lambda *_: loaded)
     assert resumed(run).start == 1
     assert (run.state.version, run.state.kl_beta) == (3, 0.2)
 
@@ -107,9 +106,9 @@ def test_changed_data_starts_a_new_epoch_where_it_is_allowed(
     saved.next(3)
     run = make_run(tmp_path)
     loaded = checkpoint_of(run, sampler=saved.state_dict(), carryover=None, lengths=None)
-    monkeypatch.setattr(checkpoints, "load", lambda *_: loaded)
+    monkeypatch.setattr(run_checkpoint, "load", lambda *_: loaded)
     with pytest.raises(ValueError, match=r"fingerprint .*add --allow-changed-data"):
         start(run.parts)
     run = make_run(tmp_path, "--allow-changed-data")
     assert resumed(run).start == 1 and run.state.version == 3
-    assert not run.state.carried_groups and run.parts.data.sampler.epoch == 1
+    assert not run.state.carried_groups and run.state.sampler.state_dict()["epoch"] == 1

@@ -12,13 +12,12 @@ from support.rl_run import REWARDS, TableRun, make_run
 
 from mindspeed_rl import train_rl
 from mindspeed_rl.rl import report as rl_report
-from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.evaluate import Evaluation
 
 
 def train(run: TableRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """All steps, without the export and the curves of the end."""
-    monkeypatch.setattr(rl_report.RunReporter, "finish", lambda self: None)
+    monkeypatch.setattr(rl_report.RunReporter, "finish", lambda self, models: None)
     train_rl.train(run.parts)
 
 
@@ -41,8 +40,8 @@ def test_an_evaluation_is_of_the_weights_after_its_step(
     run.parts.data.held_out[""] = run.parts.data.train
     seen: list[tuple[int, int, int]] = []
 
-    def evaluate(parts: Components, state: RunState, dataset: object, step: int) -> Evaluation:
-        seen.append((step, state.version, run.engine.weights_version))
+    def evaluate(*parts: object, step: int, version: int) -> Evaluation:
+        seen.append((step, version, run.engine.weights_version))
         return Evaluation(accuracy=0.5, accuracy_lenient=0.5, num_prompts=1)
 
     monkeypatch.setattr(rl_report, "evaluate", evaluate)

@@ -40,7 +40,7 @@ def test_every_kind_of_sparse_attention_is_refused(
     config = {"model_type": "any", key: value}
     whole = {"text_config": config, "vision_config": {}} if nested else config
     (tmp_path / "config.json").write_text(json.dumps(whole))
-    with pytest.raises(ValueError, match=rf"sparse attention \({key} in config.json\)"):
+    with pytest.raises(ValueError, match=key):
         check_updatable(tmp_path)
 
 

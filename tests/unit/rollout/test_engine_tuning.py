@@ -84,7 +84,7 @@ def test_files_that_are_no_maps(text: str | None, tmp_path: Path) -> None:
     path = tmp_path / "map.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ValueError, match=r"--rollout-expert-map .*map.json: not a map of experts"):
+    with pytest.raises(ValueError, match=r"--rollout-expert-map .*map\.json"):
         read_expert_map(path, 4, 2)
 
 
@@ -92,7 +92,7 @@ def test_flags_of_vllm_ascend_are_refused_elsewhere() -> None:
     layout = VllmLayout(spec_of(GQA), EngineLayout(1, 1))
     settings = partial(EngineSettings, "unused", layout, 0, "float32", 16, 1, 0, {})
     for flags in ({"rollout_graph_mode": "piecewise"}, {"rollout_chunked_prefill": "off"}):
-        with pytest.raises(ValueError, match="needs vLLM-Ascend, this is cpu; remove the flag"):
+        with pytest.raises(ValueError, match=r"vLLM-Ascend.*cpu"):
             HostBackend(settings(EngineTuningConfig(**flags)), CpuPlatform())
     foretold = EngineTuningConfig(rollout_graph_sizes=("auto",), rollout_graph_count=4)
     HostBackend(settings(foretold), CpuPlatform())

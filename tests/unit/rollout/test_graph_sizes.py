@@ -79,7 +79,7 @@ def test_the_history_of_a_run_comes_back(tmp_path: Path) -> None:
     write_history(tmp_path, Counter({64: 10, 3: 7}))
     assert read_history(tmp_path) == {64: 10, 3: 7}
     (tmp_path / HISTORY_FILE).write_text('{"format": 9}')
-    with pytest.raises(ValueError, match=r"decode_batches.json is not a histogram.*remove it"):
+    with pytest.raises(ValueError, match=r"decode_batches\.json"):
         read_history(tmp_path)
 
 

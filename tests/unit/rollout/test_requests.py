@@ -25,9 +25,9 @@ def requests_of(layout: EngineLayout, rank: int) -> list[GenerationRequest]:
         assignment=EngineAssignment(layout, rank, limit=4),
         rewards=none,
         cache=none,
+        columns=(),
         seed=99,
         stop_token_ids=(1,),
-        num_copies=layout.tp,
     )
     rollouts = worker.generate(PassRequest(PROMPTS, 3, SETTINGS, 6))
     ((requests, _),) = engine.asked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,8 +83,13 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("interval", [1, 3, 4])
-def test_ranks_stop_together_when_nobody_has_requests(interval: int) -> None:
+def test_ranks_stop_together_when_nobody_has_requests(
+    interval: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At the first look after a step that nobody needed: all ranks see it in the same step."""
+    clock = SimpleNamespace(perf_counter=count().__next__)  # every look at it is a second later
+    monkeypatch.setattr("mindspeed_rl.rollout.vllm.step_loop.time", clock)
+    monkeypatch.setattr("mindspeed_rl.rollout.vllm.patches.step_sync.time", clock)
     sync = StepSync()
     engine = Engine(LENGTHS, sync)
     finished, stats = all_steps(engine, sync, interval)
@@ -95,7 +101,7 @@ def test_ranks_stop_together_when_nobody_has_requests(interval: int) -> None:
     assert engine.read_prompts == [True] + [False] * (expected - 1)
     assert stats.running == {3: 1, 2: 2, 1: 1}, "lengths 5, 2, 4 without their first tokens"
     assert stats.prompt_steps == 1
-    assert stats.seconds >= stats.sync_seconds > 0
+    assert (stats.seconds, stats.sync_seconds) == (3 * stats.steps, stats.reductions)
 
 
 def test_the_engine_s_own_agreement_stays() -> None:

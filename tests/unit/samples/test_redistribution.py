@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 from support.sample_world import COLUMNS, Case, layout_of, simulate
 
 from mindspeed_rl.samples.columns import TOKEN_IDS
-from mindspeed_rl.samples.exchange import Redistribution
+from mindspeed_rl.samples.exchange import (
+    AXES,
+    OwnerRanks,
+    Redistribution,
+    copies_moved,
+    plan_gather,
+)
 from mindspeed_rl.samples.rollout_info import SampleKey
-from mindspeed_rl.samples.routes import AXES, OwnerRanks, copies_moved, plan_gather
 
 WORLDS = (1, 2, 3, 4, 6, 8, 12)
 
@@ -98,9 +103,7 @@ def test_a_sample_that_is_not_as_long_as_the_table_says_is_refused() -> None:
     samples = [replace(s, num_tokens=5) for s in case.samples]
     (hop,) = case.hops(0)
     part = Redistribution(case.cache(0), samples, COLUMNS, [hop])
-    with pytest.raises(
-        RuntimeError, match="'token_ids' of sample 0 of step 5 has 4 tokens; the table"
-    ):
+    with pytest.raises(RuntimeError, match="'token_ids' of sample 0 of step 5"):
         part.outgoing(hop)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ from hypothesis import strategies as st
 from support.table_engine import single_rank
 
 from mindspeed_rl.core.types import Completion, Prompt, Rollout
-from mindspeed_rl.samples.columns import response_columns
+from mindspeed_rl.samples.columns import experts_column, response_columns
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.exchange import Redistribution
-from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey, exchange_table
+from mindspeed_rl.samples.rollout_info import Correctness, RolloutInfo, SampleKey, exchange_table
 from mindspeed_rl.samples.store import keep_rollouts, responses_in
 
 COLUMNS = response_columns(has_environment=True, experts=None)
@@ -56,15 +57,15 @@ def assert_same(sample: RolloutInfo, rollout: Rollout, group: int) -> None:
     expected = [rollout.reward, *(rollout.reward_parts.get(name) for name in PARTS)]
     found = [None if value != value else value for value in (sample.reward, *sample.parts)]
     assert found == expected
-    assert sample.judgements == (float(rollout.sample_id), 0.5)
+    assert sample.correctness == (float(rollout.sample_id), 0.5)
 
 
 @given(rollouts(), st.integers(0, 2**20))
 @settings(deadline=None)
 def test_tables_and_tensors_say_what_the_engine_said(batch: list[Rollout], group: int) -> None:
     """Ids beyond fp32's integers, empty responses, rewards and parts that abstained, masks."""
-    judgements = {r.sample_id: (float(r.sample_id), 0.5) for r in batch}
-    samples = exchange_table(batch, group, PARTS, len(batch), FIRST, judgements, 2)
+    correctness = {r.sample_id: Correctness(float(r.sample_id), 0.5) for r in batch}
+    samples = exchange_table(batch, group, PARTS, len(batch), FIRST, correctness, columns=COLUMNS)
     cache = TensorCache(torch.device("cpu"))
     cache.begin_step(3)
     keep_rollouts(cache, COLUMNS, batch, samples)
@@ -88,7 +89,7 @@ def rollout_of(sample_id: int) -> Rollout:
 
 
 def table_of(*ids: int) -> list[RolloutInfo]:
-    return exchange_table([rollout_of(i) for i in ids], 0, (), 3, FIRST)
+    return exchange_table([rollout_of(i) for i in ids], 0, (), 3, FIRST, columns=COLUMNS)
 
 
 @pytest.mark.parametrize(
@@ -110,18 +111,25 @@ def test_a_sample_that_is_lost_or_doubled_stops_the_step(
         table_of(*ids)
 
 
-@pytest.mark.parametrize("changed", ["token", "logprob", "missing"])
+@pytest.mark.parametrize("changed", ["token", "logprob", "mask", "experts", "missing"])
 def test_ranks_of_an_engine_that_differ_stop_the_step(changed: str) -> None:
     """Each would train on its own copy; here both ranks are one."""
-    mine = [rollout_of(i) for i in range(3)]
-    copies = list(mine)
-    assert len(exchange_table(mine, 4, (), 3, FIRST, copies=copies, num_copies=2)) == 3
-    if changed == "missing":
-        copies = copies[:2]
-    else:
-        ids, logprobs = ((2,), (-1.0000001,)) if changed == "logprob" else ((3,), (-1.0,))
-        copies[2] = Rollout(2, copies[2].prompt, Completion(ids, logprobs, "stop", 0), 1.0)
-    with pytest.raises(
-        RuntimeError, match=r"samples \[2\]: the 2 ranks of engine 4 have different"
-    ):
-        exchange_table(mine, 4, (), 3, FIRST, copies=copies, num_copies=2)
+    columns = response_columns(has_environment=True, experts=experts_column(8, 2))
+
+    def table(mine: list[Rollout], copies: list[Rollout]) -> list[RolloutInfo]:
+        return exchange_table(mine, 4, (), 3, FIRST, columns=columns, copies=copies, num_copies=2)
+
+    done = [replace(rollout_of(i).completion, experts=bytes([i, 7])) for i in range(3)]
+    mine = [replace(rollout_of(i), completion=done[i]) for i in range(3)]
+    assert len(table(mine, list(mine))) == 3
+    other = {
+        "token": replace(done[2], token_ids=(3,)),
+        "logprob": replace(done[2], logprobs=(-1.0000001,)),
+        "mask": replace(done[2], loss_mask=(False,)),
+        "experts": replace(done[2], experts=bytes([2, 6])),
+    }
+    copies = mine[:2]
+    if changed != "missing":
+        copies = [*copies, replace(mine[2], completion=other[changed])]
+    with pytest.raises(RuntimeError, match=r"\[2\].*engine 4"):
+        table(mine, copies)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -80,18 +81,18 @@ def test_entropy_that_is_left_out_is_0(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_token_is_scored_once(
     shares: list[list[score.TokenScore]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(RuntimeError, match=r"^[12] tokens were not scored exactly once$"):
+    with pytest.raises(RuntimeError, match=r"^[12] tokens"):
         gathered(shares, monkeypatch)
 
 
 def test_a_comparison_says_how_far_and_where() -> None:
-    told = compare(scores(), scores(shift=0.5)).splitlines()
-    assert told[0] == "3 tokens of 3 sequences"
-    assert told[1].split() == ["max", "|a-b|", "mean", "|a-b|", "mean", "a-b", "worst", "at"]
-    assert told[2].split() == ["logp", "5.000e-01", "1.667e-01", "-1.667e-01",
-                               "sequence", "2", "token", "1"]  # fmt: skip
-    assert told[3].split()[:4] == ["entropy", "0.000e+00", "0.000e+00", "0.000e+00"]
-    assert told[4] == "probability ratio a/b: 0.606531 to 1.000000"
+    lines = compare(scores(), scores(shift=0.5)).splitlines()
+    logp, entropy = (next(x for x in lines if x.startswith(name)) for name in ("logp", "entropy"))
+    differences = [0.5, 0.1667, -0.1667]  # largest, mean of the absolute ones, mean
+    assert [float(x) for x in logp.split()[1:4]] == pytest.approx(differences, abs=1e-4)
+    assert re.findall(r"\b\d+\b", logp)[-2:] == ["2", "1"], "sequence and token of the largest"
+    assert [float(x) for x in entropy.split()[1:4]] == [0.0, 0.0, 0.0]
+    assert "0.606531 to 1.000000" in lines[-1]
 
 
 def test_what_is_not_scored_is_not_compared() -> None:
@@ -99,8 +100,8 @@ def test_what_is_not_scored_is_not_compared() -> None:
     other = scores()
     other.logp[:, 0] = 7.0
     other.entropy[1, 1:] = np.nan
-    lines = compare(scores(), other).splitlines()[2:4]
-    assert [line.split()[:2] for line in lines] == [["logp", "0.000e+00"], ["entropy", "0.000e+00"]]
+    largest = dict(line.split()[:2] for line in compare(scores(), other).splitlines())
+    assert float(largest["logp"]) == float(largest["entropy"]) == 0.0
 
 
 def test_the_files_of_two_runs_are_compared(
@@ -110,23 +111,23 @@ def test_the_files_of_two_runs_are_compared(
     scores().save(files[0])
     scores(shift=0.5).save(files[1])
     assert score.compare_files(["--compare", *files]) == 0
-    assert capsys.readouterr().out.startswith("3 tokens of 3 sequences\n")
+    assert capsys.readouterr().out.rstrip() == compare(scores(), scores(shift=0.5)).rstrip()
     assert read_scores(files[0]).length.tolist() == LENGTHS
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "named"),
     [
-        (["a"], "--compare takes two files, got 1: "),
-        (["a", "a", "a"], "--compare takes two files, got 3: "),
-        (["a", "shorter"], "of different sequences: [3, 4] and [3, 4], or other lengths"),
-        (["a", "fewer"], "of different sequences: [3, 4] and [2, 4], or other lengths"),
-        (["a", "none"], "none.npz: no such file"),
-        (["input", "a"], "input.npz: lacks ['entropy', 'logp']; it has ['length', 'tokens']"),
+        (["a"], "--compare"),
+        (["a", "a", "a"], "--compare"),
+        (["a", "shorter"], "[3, 4]"),
+        (["a", "fewer"], "[2, 4]"),
+        (["a", "none"], "none.npz"),
+        (["input", "a"], "input.npz"),
     ],
 )
 def test_files_that_cannot_be_compared(
-    names: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    names: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = scores()
     whole.save(tmp_path / "a.npz")
@@ -135,5 +136,5 @@ def test_files_that_cannot_be_compared(
     np.savez(tmp_path / "input.npz", tokens=np.ones((3, 4), int), length=np.array(LENGTHS))
     assert score.compare_files(["--compare", *(str(tmp_path / f"{n}.npz") for n in names)]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("mindspeed_rl.score: error: --compare") and told in error
+    assert "--compare" in error and named in error
     assert error.count("\n") == 1, "one line"

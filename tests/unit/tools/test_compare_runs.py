@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,20 +35,19 @@ def compare(*folders: Path) -> subprocess.CompletedProcess[str]:
 def test_times_may_differ_and_nan_equals_nan(tmp_path: Path) -> None:
     done = compare(write_run(tmp_path / "a"), write_run(tmp_path / "b", step_s=7.0))
     assert done.returncode == 0, done.stdout
-    assert done.stdout == "the same bit for bit: 2 rows, 6 values, 1 files of weights\n"
+    assert re.findall(r"\d+", done.stdout) == ["2", "6", "1"], "rows, values, files of weights"
 
 
-def test_the_last_bit_of_a_metric_and_of_a_weight_are_told(tmp_path: Path) -> None:
+def test_the_last_bit_of_a_metric_and_of_a_weight_are_reported(tmp_path: Path) -> None:
     first = write_run(tmp_path / "a", reward=0.1 + 0.2)
     second = write_run(tmp_path / "b", reward=0.3, weights=b"v")
     done = compare(first, second)
     assert done.returncode == 1
-    assert done.stdout.splitlines() == [
-        "metrics.jsonl:1: reward/mean: 0.30000000000000004 and 0.3",
-        "metrics.jsonl:2: reward/mean: 0.30000000000000004 and 0.3",
-        "hf/model.safetensors: other bytes, or only in one",
-        "3 differences",
-    ]
+    *metrics, weights, _ = done.stdout.splitlines()
+    for number, line in enumerate(metrics, start=1):
+        assert line.startswith(f"metrics.jsonl:{number}: reward/mean: ")
+        assert "0.30000000000000004" in line and line.endswith("0.3")
+    assert len(metrics) == 2 and weights.startswith("hf/model.safetensors")
 
 
 def test_a_run_that_stopped_early_differs_and_an_empty_folder_is_none(tmp_path: Path) -> None:
@@ -55,9 +55,9 @@ def test_a_run_that_stopped_early_differs_and_an_empty_folder_is_none(tmp_path: 
     rows = (second / "metrics.jsonl").read_text().splitlines()
     (second / "metrics.jsonl").write_text(rows[0] + "\n")
     done = compare(first, second)
-    assert done.returncode == 1 and "metrics.jsonl: 2 rows and 1\n" in done.stdout
+    assert done.returncode == 1 and "metrics.jsonl: 2 rows and 1" in done.stdout
     done = compare(first, tmp_path)
-    assert done.returncode == 2 and "no finished run" in done.stderr
+    assert done.returncode == 2 and str(tmp_path) in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_run_that_stopped_early_differs_and_an_empty_folder_is_none(tmp_path: 
         ("mismatch/max_abs_logprob", False), ("eval/accuracy", False), ("step", False),
     ],
 )  # fmt: skip
-def test_what_measures_the_machine_is_told_by_unit_and_chapter(
+def test_what_measures_the_machine_is_recognised_by_unit_and_chapter(
     name: str, of_the_machine: bool
 ) -> None:
     assert measures_machine(name) is of_the_machine

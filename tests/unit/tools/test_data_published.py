@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 from prepare_data import BOXED, main, prepare
 
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.rewards import RewardRequest, resolve_reward
 
 GSM8K = [
@@ -85,19 +86,19 @@ def test_held_out_questions_do_not_depend_on_the_order_and_are_not_trained(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "words"),
+    ("name", "rows", "named"),
     [
-        ("gsm8k", [{"a": "4"}], "the columns are .*is this the file of another data set"),
-        ("gsm8k", [{"question": "a", "answer": "4"}], "no '#### result'"),
-        ("deepscaler", GSM8K, "no text in problem"),
-        ("dapo-math-17k", DEEPSCALER, "not a list of one message"),
+        ("gsm8k", [{"a": "4"}], "question"),
+        ("gsm8k", [{"question": "a", "answer": "4"}], "####"),
+        ("deepscaler", GSM8K, "problem"),
+        ("dapo-math-17k", DEEPSCALER, "prompt"),
         ("dapo-math-17k", [dapo(1) | {"reward_model": {}}], "reward_model.ground_truth"),
     ],
 )
 def test_another_file_is_refused_with_its_line(
-    name: str, rows: list[dict[str, Any]], words: str, tmp_path: Path
+    name: str, rows: list[dict[str, Any]], named: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=words) as refused:
+    with pytest.raises(UsageError, match=named) as refused:
         prepare(name, write(tmp_path, "x", rows, ".jsonl"))
     assert "x.jsonl:1" in str(refused.value)
 
@@ -117,5 +118,7 @@ def test_the_command_writes_what_a_run_reads_and_the_math_reward_scores(
         right, wrong = f"so \\boxed{{{row['answer']}}}", "so \\boxed{7}"
         scores = [math(RewardRequest(0, "", r, row["answer"], "stop", 3)) for r in (right, wrong)]
         assert scores == [1.0, 0.0]
-    assert main([*argv, "--heldout", "9"]) == 2
-    assert "leaves none to train on" in capsys.readouterr().err
+    for refused in ("9", "-1"):
+        assert main([*argv, "--heldout", refused]) == 2
+        printed = capsys.readouterr().err
+        assert f"--heldout {refused}" in printed and printed.count("\n") == 1

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_task_data import TASK_NAMES, generate_task, is_heldout, write_jsonl
 
+from mindspeed_rl.core.errors import UsageError
+
 
 def question(row):
     return row["prompt"][-1]["content"]
@@ -86,7 +88,7 @@ def test_exhausted_task_says_how_many_prompts_there_are(monkeypatch):
     num_prompts = sum(not is_heldout(str(digit)) for digit in range(10))
     rows = generate_task("digit_sort", 11, seed=0)
     assert len(list(islice(rows, num_prompts))) == num_prompts
-    with pytest.raises(ValueError, match=rf"num_rows=11.*only {num_prompts} different"):
+    with pytest.raises(UsageError, match=f"--num-rows 11.* {num_prompts} "):
         next(rows)
 
 

@@ -7,8 +7,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from make_task_data import generate_task
-from make_tiny_model import build_tokenizer, write_tiny_model
+from make_tiny_model import build_tokenizer, main, write_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from mindspeed_rl.core.errors import UsageError
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +67,9 @@ def test_every_loader_gives_the_same_ids(tokenizer, model_dir):
             assert generic.encode(text) == tokenizer.encode(text)
 
 
-@pytest.mark.parametrize(("vocab_size", "message"), [(260, "at least 261"), (5000, "gives only")])
-def test_vocabulary_size_out_of_reach(vocab_size, message):
-    with pytest.raises(ValueError, match=rf"vocab_size={vocab_size}.*{message}"):
+@pytest.mark.parametrize("vocab_size", [260, 5000])
+def test_vocabulary_size_out_of_reach(vocab_size):
+    with pytest.raises(UsageError, match=f"--vocab-size {vocab_size}"):
         build_tokenizer(["ab abc abc"], vocab_size)
 
 
@@ -105,14 +107,22 @@ def test_folder_is_deterministic_in_the_seed_and_spares_the_global_generator(mod
 
 
 @pytest.mark.parametrize(
-    ("sizes", "message"),
+    ("flags", "named"),
     [
-        ({"hidden_size": 65}, "hidden_size=65 with num_heads=2"),
-        ({"hidden_size": 66}, "even head size"),
-        ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads=3 does not divide num_heads=4"),
+        (["--hidden-size", "65"], "--hidden-size 65"),
+        (["--hidden-size", "66"], "--hidden-size 66"),
+        (["--num-attention-heads", "4", "--num-query-groups", "3"], "--num-query-groups 3"),
+        (["--num-attention-heads", "0"], "--num-attention-heads 0"),
+        (["--vocab-size", "260"], "--vocab-size 260"),
     ],
 )
-def test_contradicting_sizes(tmp_path, sizes, message):
-    with pytest.raises(ValueError, match=message):
-        write_tiny_model(tmp_path / "model", **sizes)
-    assert not (tmp_path / "model").exists()
+def test_contradicting_sizes_are_one_line_and_exit_code_2(
+    tmp_path, monkeypatch, capsys, flags, named
+):
+    model = tmp_path / "model"
+    monkeypatch.setattr("sys.argv", ["make_tiny_model.py", "--output", str(model), *flags])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    printed = capsys.readouterr().err
+    assert ended.value.code == 2 and named in printed and printed.count("\n") == 1
+    assert not model.exists()

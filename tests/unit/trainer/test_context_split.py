@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl.samples.batching import BatchRules
-from mindspeed_rl.samples.packing import MicroBatch, TrainSample, context_index, pack, split_context
+from mindspeed_rl.core.types import TrainSample
+from mindspeed_rl.samples.packing import MicroBatch, context_index, pack, split_context
+from mindspeed_rl.samples.placement import BatchRules
 
 SIZES = st.lists(st.integers(2, 9), min_size=1, max_size=4)
 

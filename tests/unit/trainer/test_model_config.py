@@ -7,18 +7,25 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from support.published import published_config
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.core.stages import even_stages
-from mindspeed_rl.models.param_names import TRANSFORMER_ENGINE
+from mindspeed_rl.launch.job import ignored_flags
+from mindspeed_rl.models.param_names import LOCAL, TRANSFORMER_ENGINE, ParamNames
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.platforms.cuda import CudaPlatform
+from mindspeed_rl.platforms.features import TransformerFeatures
 from mindspeed_rl.platforms.npu import NpuPlatform
+from mindspeed_rl.trainer import packed_attention
+from mindspeed_rl.trainer.model import layer_spec
 from mindspeed_rl.trainer.model_config import build_transformer_config
+from mindspeed_rl.trainer.packed_attention import PackedSelfAttention
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 FUSIONS = {
@@ -99,10 +106,46 @@ def test_kernels_of_packages_that_are_not_installed_are_not_used(
 
 
 def test_a_run_says_which_switches_do_nothing() -> None:
+    def idle(platform: str, *flags: str) -> tuple[str, ...]:
+        return ignored_flags(parsed(*flags), object.__new__(PLATFORMS[platform]))
+
     flags = (*FUSIONS.values(), "--overlap-grad-reduce", "--moe-token-dispatcher-type", "flex")
-    names, reason = parsed(*flags, platform="cpu").ignored[0].split(" (a CPU has neither")
+    names, reason = idle("cpu", *flags)[0].split(" (")
     assert set(names.split(", ")) == set(flags[:-1]) and reason
-    assert parsed(platform="cpu").ignored == ()
-    assert parsed(*flags, platform="cuda").ignored == (
-        "--moe-token-dispatcher-type flex (computed as alltoall)",
-    )
+    assert idle("cpu") == ()
+    for platform in ("cuda", "npu"):
+        assert idle(platform, *flags) == (
+            "--moe-token-dispatcher-type flex (computed as alltoall)",
+        )
+
+
+@pytest.mark.parametrize("modules", [LOCAL, TRANSFORMER_ENGINE], ids=["local", "fused"])
+@pytest.mark.parametrize("model", ["qwen2.5-7b", "deepseek-v3"])
+def test_the_platform_names_the_attention_of_packed_rows(
+    model: str, modules: ParamNames, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OtherAttention(PackedSelfAttention):
+        pass
+
+    fused = "mindspeed_rl.trainer.model.get_gpt_layer_with_transformer_engine_spec"
+    monkeypatch.setattr(fused, get_gpt_layer_local_spec)  # Transformer Engine is not installed
+    monkeypatch.setitem(packed_attention.PACKED_ATTENTIONS, "other", OtherAttention)
+    layer = spec_from_hf_config(published_config(model)).layer(0)
+    for name, module in packed_attention.PACKED_ATTENTIONS.items():
+        features = TransformerFeatures(packed_attention=name)
+        built = layer_spec(layer, modules, features).submodules.self_attention.submodules
+        assert built.core_attention is module
+    with pytest.raises(UsageError, match="--platform"):
+        layer_spec(layer, modules, TransformerFeatures(packed_attention="kernel of nobody"))
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_every_platform_names_an_attention_that_exists(platform: str) -> None:
+    features = object.__new__(PLATFORMS[platform]).transformer_features()
+    assert packed_attention.PACKED_ATTENTIONS[features.packed_attention] is PackedSelfAttention
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_the_exchange_of_experts_is_patched_on_a_cpu_only(platform: str) -> None:
+    features = object.__new__(PLATFORMS[platform]).transformer_features()
+    assert features.exchanges_uneven_pieces == (platform != "cpu")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as megatron_state
 from support.table_engine import single_rank
 
-from mindspeed_rl.platforms.process_groups import Group, existing_groups, group_lines
+from mindspeed_rl.platforms.process_groups import ExistingGroup, existing_groups, group_lines
 from mindspeed_rl.trainer import parallel_state
 
 
@@ -27,14 +27,14 @@ def test_groups_of_this_process_are_found_by_name() -> None:
     assert found[:1] == left
 
 
-def test_equal_groups_are_told_together_and_buffers_counted_for_devices_only() -> None:
+def test_equal_groups_are_reported_together_and_buffers_counted_for_devices_only() -> None:
     groups = [
-        Group("world", tuple(range(8)), "cpu:gloo,npu:hccl"),
-        Group("tp", (0, 1), "hccl"),
-        Group("ep", (0, 1), "hccl"),
-        Group("dp", (0, 2, 4, 6), "hccl"),
-        Group("data_gloo", (0, 2, 4, 6), "gloo"),
-        Group("pp", (0,), "hccl"),
+        ExistingGroup("world", tuple(range(8)), "cpu:gloo,npu:hccl"),
+        ExistingGroup("tp", (0, 1), "hccl"),
+        ExistingGroup("ep", (0, 1), "hccl"),
+        ExistingGroup("dp", (0, 2, 4, 6), "hccl"),
+        ExistingGroup("data_gloo", (0, 2, 4, 6), "gloo"),
+        ExistingGroup("pp", (0,), "hccl"),
     ]
     buffers = {"world": 400 << 20, "tp": 128 << 20}
     assert list(group_lines(groups, buffers)) == [
@@ -77,7 +77,7 @@ def test_an_engine_that_touches_the_trainers_groups_is_caught(
             with parallel_state.unchanged("building the rollout engine"):
                 dist.new_group([0])  # groups of its own are its own affair
             with (
-                pytest.raises(RuntimeError, match=f"building the rollout engine .*{named}"),
+                pytest.raises(RuntimeError, match=named),
                 parallel_state.unchanged("building the rollout engine"),
             ):
                 touch()

@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.config import TrainingRunConfig
 from mindspeed_rl.config.kernels import modules_note
 from mindspeed_rl.config.outputs import TENSORBOARD_FOLDER
-from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.loggers import MetricBackend, RunLogger, TensorBoardBackend
 from mindspeed_rl.metrics.profiler import StepProfiler
 from mindspeed_rl.metrics.progress import RunProgress
 from mindspeed_rl.metrics.timers import PhaseTimer
 from mindspeed_rl.metrics.trackers import make_trackers
-from mindspeed_rl.planning.run_plan import RunPlan
 
-Config = RLRunConfig | PretrainRunConfig
+if TYPE_CHECKING:
+    from mindspeed_rl.launch.job import Job
+    from mindspeed_rl.launch.watchdog import Watchdog
+    from mindspeed_rl.planning.run_plan import RunPlan
 
 
-def trainer_lines(job: Job[Any, RunPlan]) -> list[str]:
-    """Return what a run says of its trainer at the start: the layout and the kind of modules."""
+@contextmanager
+def named_phase(timer: PhaseTimer, watchdog: Watchdog, name: str) -> Iterator[None]:
+    """Run the body as the named phase of a timer and a watchdog."""
+    with timer(name), watchdog.phase(name):
+        yield
+
+
+def log_description(job: Job[Any, RunPlan], *lines: str) -> None:
+    """Log at the start what will run.
+
+    Args:
+        job: Job of the run; its training layout, kind of modules and ignored flags are logged.
+        lines: What this kind of run adds to that.
+    """
     parallel = job.config.parallel
     layout = job.plan.parallel.describe(
         experts=job.plan.spec.moe is not None, sequence_parallel=parallel.shards_sequence
     )
     modules = modules_note(job.config.model, parallel.platform)
-    return [f"training layout on {job.platform.name}: {layout}", *modules]
+    ignored = [f"flags without meaning here: {', '.join(job.ignored)}"] if job.ignored else []
+    trainer = f"training layout on {job.platform.name}: {layout}"
+    job.log_rank0(trainer, *modules, *lines, *ignored)
 
 
 def open_timer(job: Job[Any, Any]) -> tuple[PhaseTimer, StepProfiler]:
@@ -37,7 +54,7 @@ def open_timer(job: Job[Any, Any]) -> tuple[PhaseTimer, StepProfiler]:
     return PhaseTimer(platform, mark=profiler.phase), profiler
 
 
-def open_logger(config: Config, rank: int) -> RunLogger:
+def open_logger(config: TrainingRunConfig, rank: int) -> RunLogger:
     """Open the logger of metrics, which writes on rank 0 only."""
     logs, others = config.logging, list[MetricBackend]()
     if rank == 0:
@@ -47,7 +64,7 @@ def open_logger(config: Config, rank: int) -> RunLogger:
     return RunLogger(logs.output_dir, rank == 0, others)
 
 
-def open_progress(config: Config, start: int, name: str, rank: int) -> RunProgress:
+def open_progress(config: TrainingRunConfig, start: int, name: str, rank: int) -> RunProgress:
     """Open the progress line of a run, which rank 0 shows, after ``start`` steps."""
     steps, interval = config.train.train_iters, config.logging.log_interval
     return RunProgress(steps, start, name, rank == 0, log_interval=interval)
