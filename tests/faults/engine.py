@@ -57,6 +57,11 @@ ENGINE = (
     Fault("half-an-update-generates", "mindspeed_rl.rollout.vllm.engine:VllmEngine.begin_update",
           keeps("_version"), _ENGINE + "test_half_written_weights_do_not_generate",
           "After a failed sync the engine would sample from a mixture of two versions."),
+    Fault("logprobs-from-before-the-temperature",
+          "mindspeed_rl.rollout.vllm_ascend.sampling:report_processed_logprobs", skipped,
+          "tests/unit/rollout/test_ascend_process.py::"
+          "test_both_parts_of_the_sampler_report_processed_logprobs",
+          "Rollout log-probs on NPUs would be those of another distribution."),
     Fault("seeds-forget-the-step", "mindspeed_rl.rollout.requests:request_seed",
           takes(step=lambda _: 0), _REQUESTS + "test_seeds_of_a_run_are_all_different",
           "Every step would draw with the same random numbers."),
