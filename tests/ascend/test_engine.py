@@ -17,7 +17,7 @@ import pytest
 import torch
 from ascend import engine_worlds
 from ascend.emulator.build import ASCEND_FOLDER, OPERATORS
-from ascend.npu_ranks import run_npu_ranks
+from ascend.npu_ranks import needs_mindspeed, run_npu_ranks
 
 from mindspeed_rl.core.layout import EngineLayout
 
@@ -111,14 +111,17 @@ def test_it_is_built_beside_a_trainer_and_gives_its_memory_back(life: Life) -> N
     assert found["format"].startswith("engine weights: not in NZ")
 
 
-def test_the_process_is_as_it_was(life: Life) -> None:
-    """Functions of torch and Python, and variables, which CANN's among them has read already."""
-    _, _, found = life
+def assert_restored(found: dict[str, Any]) -> None:
+    """Functions of torch and Python that are others after the engine was built."""
     replaced = {n: change for n, change in found["replaced"].items() if n not in KEPT}
-    twice = {
-        n for n, (before, _) in replaced.items() if before.startswith("<module 'torch_npu.npu.")
-    }
+    twice = {n for n, (was, _) in replaced.items() if was.startswith("<module 'torch_npu.npu.")}
     assert replaced.keys() == twice, "vLLM-Ascend imports modules of torch_npu by a second name"
+
+
+def test_the_process_is_as_it_was(life: Life) -> None:
+    """Functions, and variables, of which CANN has read its own already."""
+    _, _, found = life
+    assert_restored(found)
     assert all(name.startswith("VLLM_") for name in found["variables"])
     operators = Path(os.environ["MINDSPEED_RL_ASCEND_EMULATOR"], ASCEND_FOLDER, OPERATORS)
     assert found["operators"] == str(operators), "set before the first operator"
@@ -139,3 +142,18 @@ def test_two_data_parallel_ranks(expert_parallel: bool, tmp_path: Path) -> None:
         assert found["different"] == [] and found["freed"] == found["owned"]
     assert ranks[0]["steps"].steps == ranks[1]["steps"].steps
     assert ranks[0]["steps"].reductions == ranks[0]["steps"].steps, "one per step"
+
+
+@needs_mindspeed
+def test_beside_the_real_adaptor_of_mindspeed(tmp_path: Path) -> None:
+    """What it replaces in torch does not reach what the engine says."""
+    folders = write_models(tmp_path, "qwen3_moe")
+    args = (folders, "float32", EngineLayout(1, 1))
+    (found,) = run_npu_ranks(
+        engine_worlds.whole_life, 1, work_dir=tmp_path / "ranks", args=args,
+        features={"use_fused_rmsnorm": True},
+    )  # fmt: skip
+    assert_logprobs(folders[0], found["sampled"][0], TOLERANCES["qwen3_moe"])
+    assert_logprobs(folders[1], found["other"], TOLERANCES["qwen3_moe"])
+    assert found["different"] == [] and found["freed"] == found["owned"]
+    assert_restored(found)
