@@ -15,7 +15,6 @@ from mindspeed_rl.core.user_files import check_python_name
 PROFILE_FOLDER = "profile"
 _LEVELS = ("level0", "level1", "level2")
 _WITH_WANDB, _WITH_SWANLAB = Needs("--wandb-project"), Needs("--swanlab-project")
-_WITH_PROFILE = Needs("--profile")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +48,12 @@ class TrackerConfig:
     """
 
     wandb_project: str = flag("", "Weights & Biases project; empty: it is not used.")
-    wandb_exp_name: str = flag(
-        "", "Name of the run there; empty takes the name of --output-dir.", needs=_WITH_WANDB
-    )
-    wandb_entity: str = flag(
-        "", "Team or user of the project; empty takes the default.", needs=_WITH_WANDB
-    )
-    wandb_save_dir: str = flag(
-        "", "Folder of its local files; empty takes OUTPUT_DIR.", needs=_WITH_WANDB
-    )
+    wandb_exp_name: str = flag("", "Name of the run there; empty takes the name of --output-dir.")
+    wandb_entity: str = flag("", "Team or user of the project; empty takes the default.")
+    wandb_save_dir: str = flag("", "Folder of its local files; empty takes OUTPUT_DIR.")
     swanlab_project: str = flag("", "SwanLab project; empty: it is not used.")
-    swanlab_exp_name: str = flag(
-        "", "Name of the run there; empty takes the name of --output-dir.", needs=_WITH_SWANLAB
-    )
-    swanlab_save_dir: str = flag(
-        "", "Folder of its local files; empty takes OUTPUT_DIR/swanlog.", needs=_WITH_SWANLAB
-    )
+    swanlab_exp_name: str = flag("", "Name of the run there; empty takes the name of --output-dir.")
+    swanlab_save_dir: str = flag("", "Folder of its local files; empty takes OUTPUT_DIR/swanlog.")
 
     tracker: tuple[str, ...] = flag(
         (),
@@ -113,29 +102,22 @@ class ProfilerConfig:
     """
 
     profile: bool = flag(False, "Profile a window of steps.")
-    profile_step_start: int = flag(
-        10, "First step that is profiled.", minimum=1, needs=_WITH_PROFILE
-    )
-    profile_step_end: int = flag(
-        12, "First step that is not profiled any more.", minimum=2, needs=_WITH_PROFILE
-    )
+    profile_step_start: int = flag(10, "First step that is profiled.", minimum=1)
+    profile_step_end: int = flag(12, "First step that is not profiled any more.", minimum=2)
     profile_ranks: tuple[str, ...] = flag(
-        ("0",), "Ranks that are profiled; -1 or all: every one.", nargs="*", needs=_WITH_PROFILE
+        ("0",), "Ranks that are profiled; -1 or all: every one.", nargs="*"
     )
     profile_save_path: str = flag(
-        "", f"Folder of the traces; empty takes OUTPUT_DIR/{PROFILE_FOLDER}.", needs=_WITH_PROFILE
+        "", f"Folder of the traces; empty takes OUTPUT_DIR/{PROFILE_FOLDER}."
     )
     profile_level: str = flag(
         "level0",
         "How much the NPU's profiler records; elsewhere unused.",
         choices=_LEVELS,
-        needs=_WITH_PROFILE,
     )
-    profile_with_stack: bool = flag(
-        False, "Record the Python stack of every operator.", needs=_WITH_PROFILE
-    )
-    profile_with_memory: bool = flag(False, "Record every allocation.", needs=_WITH_PROFILE)
-    profile_record_shapes: bool = flag(False, "Record the shapes of inputs.", needs=_WITH_PROFILE)
+    profile_with_stack: bool = flag(False, "Record the Python stack of every operator.")
+    profile_with_memory: bool = flag(False, "Record every allocation.")
+    profile_record_shapes: bool = flag(False, "Record the shapes of inputs.")
 
     def asks_for(self, rank: int) -> bool:
         """Whether a rank is profiled."""

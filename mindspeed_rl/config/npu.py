@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from mindspeed_rl.config.model import ParallelConfig
 from mindspeed_rl.config.training import TrainConfig
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.flag import Needs, flag
+from mindspeed_rl.core.flag import flag
 from mindspeed_rl.core.groups import MEGATRON_GROUPS
 from mindspeed_rl.core.installed import has_mindspeed
 from mindspeed_rl.core.versions import mindspeed_branch
@@ -37,9 +37,7 @@ class NpuConfig:
         "MindSpeed does it, so --rl-offload moves everything else. Needs "
         "--use-distributed-optimizer; on CPU and CUDA it is refused: --rl-offload optimizer.",
     )
-    swap_optimizer_times: int = flag(
-        16, "Parts in which --swap-optimizer moves.", minimum=1, needs=Needs("--swap-optimizer")
-    )
+    swap_optimizer_times: int = flag(16, "Parts in which --swap-optimizer moves.", minimum=1)
     npu_deterministic: bool = flag(
         False,
         "Deterministic kernels, and collectives that add ranks up in one order (HCCL_DETERMINISTIC "

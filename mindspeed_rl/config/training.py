@@ -100,7 +100,6 @@ class TrainConfig:
         "Parts that --recompute-granularity selective recomputes: core_attn (attention without its "
         "projections), mlp (of layers without experts), moe (experts with their dispatch).",
         nargs="+",
-        needs=Needs("--recompute-granularity", ("selective",)),
     )
     logprob_chunk_tokens: int = flag(
         1024,

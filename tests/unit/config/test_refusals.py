@@ -157,7 +157,6 @@ REFUSED = {
         --recompute-granularity full -> --recompute-method & --recompute-num-layers
         --recompute-method block -> --recompute-method & granularity none & full
         --recompute-granularity selective --recompute-modules mlp moe_act -> moe_act & mlp, moe
-        --recompute-modules mlp -> --recompute-modules mlp & granularity none & selective
         --rollout-graph-sizes 4 8 --rollout-graph-count 2 -> --rollout-graph-count & auto
         --rollout-dp-sync engine --rollout-dp-sync-interval 2 -> --rollout-dp-sync-interval
         --rl-kl-horizon 5 --grpo-kl-beta 1 -> --rl-kl-horizon & --rl-kl-target
