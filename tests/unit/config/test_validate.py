@@ -55,7 +55,7 @@ def test_rollouts_stay_within_what_the_engine_knows_of_yarn(check: Check, files:
     write_model(files / "model", rope_scaling=scaling)
     assert check().max_model_len == 128
     write_model(files / "model", rope_scaling=scaling | {"original_max_position_embeddings": 31})
-    with pytest.raises(UsageError, match="124 positions.* yarn"):
+    with pytest.raises(UsageError, match=r"124 positions.* yarn"):
         check()
 
 
