@@ -81,9 +81,8 @@ def load_hf(
     names = set(files) - set(left_out)
     wanted = [name for name in layout.hf_shapes if name in files or name != VALUE_HEAD]
     check_names(f"{flag} {directory}", names, wanted)
-    if (
-        rank == 0 and VALUE_HEAD not in layout.hf_shapes
-    ):  # a value head replaces the head that may be tied.
+    # A value head replaces the head that may be tied.
+    if rank == 0 and VALUE_HEAD not in layout.hf_shapes:
         check_tie(f"--hf-checkpoint {directory}", files, layout.hf_shapes)
     by_file: dict[Path, list[str]] = {}
     for name in wanted:

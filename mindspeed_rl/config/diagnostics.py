@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.flag import Needs, flag
+from mindspeed_rl.core.flag import flag
 from mindspeed_rl.core.user_files import check_python_name
 
 PROFILE_FOLDER = "profile"
 _LEVELS = ("level0", "level1", "level2")
-_WITH_WANDB, _WITH_SWANLAB = Needs("--wandb-project"), Needs("--swanlab-project")
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,5 +54,5 @@ def check_needs(config: Any) -> None:
 
 
 def _text(value: object) -> str:
-    """A value as it is typed; of a list that is empty, as it is said."""
+    """A value as it is typed; an empty list reads ``not given``."""
     return " ".join(value) or "not given" if isinstance(value, tuple) else str(value)

@@ -31,7 +31,7 @@ class SftConfig:
     )
     sft_data: str = flag(
         "",
-        "File of prompts and solutions, jsonl or parquet. Required with --stage sft.",
+        "File of prompts and solutions, jsonl or parquet. Required there.",
         needs=_WITH_SFT,
     )
     prompt_key: str = flag("prompt", "Field with the prompt: messages or text.", needs=_WITH_SFT)

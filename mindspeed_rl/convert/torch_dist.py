@@ -192,8 +192,12 @@ def _parts(
 
 
 def _iteration(folder: Path) -> int:
-    if (folder / RECORD).is_file():
-        return int(json.loads((folder / RECORD).read_text(encoding="utf-8"))["step"])
+    record = folder / RECORD
+    if record.is_file():
+        try:
+            return int(json.loads(record.read_text(encoding="utf-8"))["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{record} is broken ({error}); copy the checkpoint again") from error
     common = read_torch_file(folder / COMMON) if (folder / COMMON).is_file() else {}
     return int(common.get("iteration") or 1) if isinstance(common, dict) else 1
 

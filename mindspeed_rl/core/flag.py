@@ -21,7 +21,10 @@ class Needs:
     values: tuple[str, ...] = ()
 
     def met_by(self, value: object) -> bool:
-        """Whether the other flag is read when the deciding flag has this value; of a list, any."""
+        """Whether the other flag is read when the deciding flag has this value.
+
+        For a list it is when any of its values makes it so.
+        """
         if not self.values:
             return bool(value)
         return any(one in self.values for one in (value if isinstance(value, tuple) else (value,)))

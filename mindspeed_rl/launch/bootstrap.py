@@ -8,8 +8,8 @@ Torch is not imported at module level, so argument errors appear at once.
 from __future__ import annotations
 
 import os
+import socket
 import sys
-import tempfile
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,10 +128,11 @@ def _extension_folder(environ: Mapping[str, str]) -> Path:
     """Return where the ranks of this job on this node compile extensions of torch.
 
     MindSpeed deletes the whole folder when it finds a lock in it, and so would end the compilation
-    of another job. Ranks of a job have one parent process and one port.
+    of another job. Jobs that share a node have different ports, and a job that is started again
+    with its port finds what it compiled.
     """
-    job = f"{os.getppid()}-{environ.get('MASTER_PORT', '0')}"
-    return Path(tempfile.gettempdir(), f"mindspeed_rl-{os.getuid()}", f"extensions-{job}")
+    job = f"{socket.gethostname()}-{environ.get('MASTER_PORT', '0')}"
+    return Path.home() / ".cache" / "mindspeed_rl" / "torch_extensions" / job
 
 
 def require_launcher(prog: str, environ: Mapping[str, str]) -> None:

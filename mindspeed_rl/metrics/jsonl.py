@@ -78,7 +78,8 @@ class JsonlWriter:
         line = encode_json({"step": step, **record})
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.keep(lambda record: True)  # all but an incomplete tail
+            if _ends_within_a_line(self.path):
+                self.keep(lambda record: True)  # all but the incomplete tail
             self._file = self.path.open("a", encoding="utf-8")
         self._file.write(line + "\n")
         self._file.flush()
@@ -127,3 +128,12 @@ def _parse(line: bytes, path: Path, line_number: int) -> dict[str, Any]:
             f"got {line[:80]!r}; repair or remove the line"
         )
     return record
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    """Whether the last line of a file lacks its newline."""
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"

@@ -93,9 +93,9 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The scaling of a config, in either spelling."""
-    older = read(config, dict, "rope_scaling", default={})
-    return {**older, **read(config, dict, "rope_parameters", default={})}
+    """The scaling of a config, in either spelling; a null means the same as no key."""
+    both = [read(config, dict, key, default={}) for key in ("rope_scaling", "rope_parameters")]
+    return {k: v for scaling in both for k, v in scaling.items() if v is not None}
 
 
 def rope_of(config: Mapping[str, Any]) -> RopeSpec:

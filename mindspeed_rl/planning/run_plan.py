@@ -180,6 +180,7 @@ def plan_score(config: ScoreRunConfig, world: int) -> ScorePlan:
         UsageError: A flag is wrong; names it, its value, what is allowed and the fix.
     """
     score = config.score
+    check_needs(config)
     engine_provider().check_options(config.engine_options)
     _need_file("--tokens", score.tokens, "an .npz file")
     if not score.output:

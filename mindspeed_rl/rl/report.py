@@ -155,14 +155,13 @@ class RunReporter:
 
     def _evaluate(self, step: int) -> None:
         flags, version = self._job.config.prompts, self._state.version
-        # The time counts for no training step.
-        with self._telemetry.timer.excluded(), self._job.watchdog.phase("evaluate"):
-            results = {
-                name: evaluate(
+        results = {}
+        for name, dataset in self._data.held_out.items():
+            # The time counts for no training step, and the limit of a phase holds for each set.
+            with self._telemetry.timer.excluded(), self._job.watchdog.phase("evaluate"):
+                results[name] = evaluate(
                     self._worker, self._scheduler, flags, dataset, step=step, version=version
                 )
-                for name, dataset in self._data.held_out.items()
-            }
         self._evaluations[step] = results
         values: dict[str, float] = {}
         for name, result in results.items():

@@ -67,7 +67,7 @@ class IndexedSamples:
         if find_spec(_HELPERS) is None:
             raise UsageError(
                 f"--data-path: megatron-core is installed without its compiled {_HELPERS}; "
-                "install it from a wheel"
+                "install it from a wheel, or run make in its folder megatron/core/datasets"
             )
         self._seq_length, self._vocab_size = seq_length, vocab_size
         self._blend = parse_blend(config.data_path)

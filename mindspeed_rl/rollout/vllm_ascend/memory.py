@@ -34,7 +34,7 @@ def outside(whole: range, spans: Iterable[range]) -> list[range]:
 
 
 def span_of(tensor: torch.Tensor) -> range | None:
-    """Return the addresses of a tensor; ``None`` if it is empty or has gaps, maybe of others."""
+    """Return the addresses of a tensor; ``None`` if it is empty, or has gaps for other tensors."""
     reach = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     if not tensor.numel() or reach != tensor.numel():
         return None

@@ -221,6 +221,7 @@ REFUSED = {
         --tokens DIR/in.npz --output DIR -> --output & is a directory
         --tokens DIR/in.npz --output DIR/in.npz/o -> --output & in.npz is not a directory
         --tokens DIR/in.npz --output o --temperature 0 -> --temperature & more than 0
+        --tokens DIR/in.npz --output o --recompute-num-layers 2 -> --recompute-num-layers & full
         --tokens DIR/in.npz --output o --temperature 0.5 --backend engine -> with --backend engine
         --tokens DIR/in.npz --output o --tensor-model-parallel-size 2 -> world size 1
     """,

@@ -199,6 +199,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         (LLAMA, {"rope_scaling": {"rope_type": "yarn"}}, "'factor'"),
         (LLAMA, {"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor 0"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (
+            LLAMA,  # a null hides no other spelling
+            {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": None}},
+            "partial_rotary_factor",
+        ),
         (LLAMA, {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial"),
     ],
     ids=str,
