@@ -27,7 +27,7 @@ def mindspeed_branch() -> str:
 
 
 def pins(platform: str) -> dict[str, str]:
-    """The packages of a platform that are pinned exactly -> their version."""
+    """The packages of a platform that are pinned -> their version, which may end with ``.*``."""
     matrix = read_matrix()
     rows: dict[str, str] = {}
     for section in ("core", platform, f"{platform}.no-deps"):

@@ -204,22 +204,26 @@ def quiet_libraries() -> None:
 
 
 def check_versions(platform_name: str) -> None:
-    """Compare the installed packages with the version matrix; only exact pins count.
+    """Compare the installed packages with the version matrix; only pins count.
 
     Raises:
         UsageError: Some packages differ; the message names them and the command that installs them.
     """
     from importlib.metadata import PackageNotFoundError, version
 
+    from packaging.specifiers import SpecifierSet
+
     from mindspeed_rl.core.versions import pins
 
     wrong = []
     for name, pinned in pins(platform_name).items():
         try:
-            installed = version(name).partition("+")[0]
+            installed = version(name)
         except PackageNotFoundError:
-            installed = "not installed"
-        if installed != pinned:
+            wrong.append(f"{name} is not installed (needs {pinned})")
+            continue
+        # A pin accepts local builds such as 2.13.0+cpu.
+        if not SpecifierSet(f"=={pinned}").contains(installed, prereleases=True):
             wrong.append(f"{name} {installed} (needs {pinned})")
     if wrong and not os.environ.get("MINDSPEED_RL_ALLOW_VERSIONS"):
         raise UsageError(

@@ -32,7 +32,7 @@ def as_pinned(platform: str) -> dict[str, str]:
     for section in ("core", platform, f"{platform}.no-deps"):
         for name, specifier in MATRIX.get(section, {}).items():
             first = specifier.split(",")[0]
-            version = first[2:] if first.startswith(("==", ">=")) else "1.0"
+            version = first[2:].removesuffix(".*") if first.startswith(("==", ">=")) else "1.0"
             found[canonicalize_name(name)] = version
     return found
 

@@ -10,11 +10,16 @@ import pytest
 from support.layout_cases import MOE, spec_of
 
 from mindspeed_rl.config import EngineTuningConfig
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.vllm.layout import VllmLayout
-from mindspeed_rl.rollout.vllm_ascend.backend import AscendBackend, check_updatable
+from mindspeed_rl.rollout.vllm_ascend.backend import (
+    AscendBackend,
+    check_dummy_batches,
+    check_updatable,
+)
 
 
 @pytest.fixture
@@ -109,3 +114,36 @@ def test_what_both_say_alike_and_what_is_new_is_merged(backend: AscendBackend) -
     added = {"finegrained_tp_config": {"lmhead": 2}}
     assert merged["additional_config"] == before["additional_config"] | added
     assert backend.settings({}) == before
+
+
+@pytest.mark.parametrize(
+    ("mode", "version", "refused"),
+    [
+        ("full-decode", "0.23.0", True),
+        ("full-and-piecewise", "0.23.0+a3", True),
+        ("full-decode", "0.23.0.post1", False),
+        ("piecewise", "0.23.0", False),
+        ("eager", "0.23.0", False),
+    ],
+)
+def test_graphs_that_write_dummy_tokens_into_the_cache_are_refused(
+    mode: str, version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mindspeed_rl.rollout.vllm_ascend.backend.version", lambda name: version)
+    if refused:
+        with pytest.raises(UsageError, match=f"--rollout-graph-mode {mode}"):
+            check_dummy_batches(mode)
+    else:
+        check_dummy_batches(mode)
+
+
+def test_graphs_of_several_data_parallel_ranks_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mindspeed_rl.rollout.vllm_ascend.backend.version", lambda name: "0.23.0")
+    (tmp_path / "config.json").write_text("{}")
+    layout = VllmLayout(spec_of(MOE), EngineLayout(2, 1, 2, expert_parallel=True))
+    tuning = EngineTuningConfig(rollout_graph_mode="full-decode")
+    settings = EngineSettings(str(tmp_path), layout, 0, "float32", 16, 1, 0, {}, tuning)
+    with pytest.raises(UsageError, match="--rollout-dp"):
+        AscendBackend(settings, CpuPlatform())
