@@ -128,11 +128,13 @@ def _extension_folder(environ: Mapping[str, str]) -> Path:
     """Return where the ranks of this job on this node compile extensions of torch.
 
     MindSpeed deletes the whole folder when it finds a lock in it, and so would end the compilation
-    of another job. Jobs that share a node have different ports, and a job that is started again
-    with its port finds what it compiled.
+    of another job. Jobs that share a node meet at different addresses or ports, and a job that is
+    started again with its own finds what it compiled.
     """
-    job = f"{socket.gethostname()}-{environ.get('MASTER_PORT', '0')}"
-    return Path.home() / ".cache" / "mindspeed_rl" / "torch_extensions" / job
+    cache = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    meeting = [environ.get(name, "0") for name in ("MASTER_ADDR", "MASTER_PORT")]
+    job = "-".join([socket.gethostname(), *meeting]).replace("/", "-")
+    return Path(cache, "mindspeed_rl", "torch_extensions", job)
 
 
 def require_launcher(prog: str, environ: Mapping[str, str]) -> None:

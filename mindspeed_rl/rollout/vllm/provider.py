@@ -17,6 +17,7 @@ from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.rollout.vllm.options import check_option_names, reserved_for
 from mindspeed_rl.rollout.vllm.tuning import check_tuning
 from mindspeed_rl.rollout.vllm_ascend.arguments import ENVIRONMENT as ASCEND_ENVIRONMENT
+from mindspeed_rl.rollout.vllm_ascend.arguments import check_dummy_batches
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
 if TYPE_CHECKING:
@@ -85,8 +86,10 @@ class VllmProvider(EngineProvider):
         )
 
     def check_run(self, config: RLRunConfig, platform: str) -> None:
-        """Refuse flags whose feature the table of capabilities lacks for the platform."""
+        """Refuse flags whose feature the installed engine lacks on the platform."""
         row = CAPABILITIES[platform]
+        if platform == "npu" and config.rollout.rollout_dp > 1:
+            check_dummy_batches(config.engine.rollout_graph_mode)
         if config.balance.rollout_rebalance == "all" and not row.streams:
             raise UsageError(
                 f"--rollout-rebalance all: vLLM on {platform} cannot let the random stream of a "

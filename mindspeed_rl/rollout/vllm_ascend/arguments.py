@@ -7,9 +7,11 @@ the sources of the pinned version read (``tests/unit/rollout/test_ascend_argumen
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 from mindspeed_rl.config.rollout import EngineTuningConfig
+from mindspeed_rl.core.errors import UsageError
 
 # Weights stay in the plain format ND; weight updates read this besides the key weight_nz_mode.
 ENVIRONMENT = {"VLLM_ASCEND_ENABLE_NZ": "0"}
@@ -49,3 +51,20 @@ def ascend_arguments(tuning: EngineTuningConfig, sizes: tuple[int, ...] = ()) ->
     if tuning.rollout_dp_sync != "engine":
         additional["dp_allreduce_on_npu"] = True
     return arguments
+
+
+def check_dummy_batches(graph_mode: str) -> None:
+    """Refuse graphs of whole steps where the batches of idle ranks overwrite the cache.
+
+    In vLLM-Ascend 0.23.0 a graph reads the places of a dummy batch before they are made invalid;
+    0.23.0.post1 makes them invalid first.
+
+    Raises:
+        UsageError: The installed build is 0.23.0, and the graph mode captures whole steps.
+    """
+    if graph_mode.startswith("full") and version("vllm-ascend").partition("+")[0] == "0.23.0":
+        raise UsageError(
+            f"--rollout-graph-mode {graph_mode} with --rollout-dp above 1: in vllm-ascend 0.23.0 a "
+            "rank without requests writes into the cache of live ones; install vllm-ascend "
+            "0.23.0.post1, or use piecewise or eager"
+        )

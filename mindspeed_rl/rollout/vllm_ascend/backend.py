@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +49,6 @@ class AscendBackend:
         sizes = settings.graph_sizes if tuning.rollout_graph_mode != "eager" else ()
         self._arguments = ascend_arguments(tuning, sizes)
         check_updatable(Path(settings.model_dir))
-        if settings.layout.engine.dp > 1:
-            check_dummy_batches(tuning.rollout_graph_mode)
 
     def settings(self, options: Mapping[str, object]) -> dict[str, Any]:
         own: dict[str, Any] = {
@@ -200,23 +197,6 @@ def _merged(own: dict[str, Any], options: Mapping[str, object], prefix: str) -> 
                 "remove it"
             )
     return merged
-
-
-def check_dummy_batches(graph_mode: str) -> None:
-    """Refuse graphs of whole steps where the batches of idle ranks overwrite the cache.
-
-    In vLLM-Ascend 0.23.0 a graph reads the places of a dummy batch before they are made invalid;
-    0.23.0.post1 makes them invalid first.
-
-    Raises:
-        UsageError: The installed build is 0.23.0, and the graph mode captures whole steps.
-    """
-    if graph_mode.startswith("full") and version("vllm-ascend").partition("+")[0] == "0.23.0":
-        raise UsageError(
-            f"--rollout-graph-mode {graph_mode} with --rollout-dp above 1: in vllm-ascend 0.23.0 a "
-            "rank without requests writes into the cache of live ones; install vllm-ascend "
-            "0.23.0.post1, or use piecewise or eager"
-        )
 
 
 def check_updatable(model_dir: Path) -> None:

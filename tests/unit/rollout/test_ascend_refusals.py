@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 from support.layout_cases import MOE, spec_of
 
-from mindspeed_rl.config import EngineTuningConfig
+from mindspeed_rl.config import EngineTuningConfig, RLRunConfig
+from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rollout.provider import EngineSettings
+from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.rollout.vllm.layout import VllmLayout
-from mindspeed_rl.rollout.vllm_ascend.backend import (
-    AscendBackend,
-    check_dummy_batches,
-    check_updatable,
-)
+from mindspeed_rl.rollout.vllm_ascend.arguments import check_dummy_batches
+from mindspeed_rl.rollout.vllm_ascend.backend import AscendBackend, check_updatable
 
 
 @pytest.fixture
@@ -129,7 +128,7 @@ def test_what_both_say_alike_and_what_is_new_is_merged(backend: AscendBackend) -
 def test_graphs_that_write_dummy_tokens_into_the_cache_are_refused(
     mode: str, version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mindspeed_rl.rollout.vllm_ascend.backend.version", lambda name: version)
+    monkeypatch.setattr("mindspeed_rl.rollout.vllm_ascend.arguments.version", lambda name: version)
     if refused:
         with pytest.raises(UsageError, match=f"--rollout-graph-mode {mode}"):
             check_dummy_batches(mode)
@@ -137,13 +136,13 @@ def test_graphs_that_write_dummy_tokens_into_the_cache_are_refused(
         check_dummy_batches(mode)
 
 
-def test_graphs_of_several_data_parallel_ranks_are_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mindspeed_rl.rollout.vllm_ascend.backend.version", lambda name: "0.23.0")
-    (tmp_path / "config.json").write_text("{}")
-    layout = VllmLayout(spec_of(MOE), EngineLayout(2, 1, 2, expert_parallel=True))
-    tuning = EngineTuningConfig(rollout_graph_mode="full-decode")
-    settings = EngineSettings(str(tmp_path), layout, 0, "float32", 16, 1, 0, {}, tuning)
-    with pytest.raises(UsageError, match="--rollout-dp"):
-        AscendBackend(settings, CpuPlatform())
+def test_graphs_of_several_data_parallel_ranks_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mindspeed_rl.rollout.vllm_ascend.arguments.version", lambda name: "0.23.0")
+    flags = "--rollout-graph-mode full-decode --rollout-dp"
+    for dp in (1, 2):
+        config = parse(RLRunConfig, f"{flags} {dp}".split(), "test").config
+        if dp == 1:
+            engine_provider().check_run(config, "npu")
+            continue
+        with pytest.raises(UsageError, match="--rollout-dp"):
+            engine_provider().check_run(config, "npu")
