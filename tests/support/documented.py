@@ -84,7 +84,10 @@ def calls_of(block: Block, folder: Path) -> list[list[str]]:
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", as_run(block, folder)],
         cwd=folder, capture_output=True, text=True, timeout=60,
-        env={"PATH": f"{programs}:{os.environ['PATH']}", "PYTHON": str(programs / "python")},
+        env={
+            "PATH": f"{programs}:{os.environ['PATH']}", "PYTHON": str(programs / "python"),
+            "HUAWEI_INDEX": "https://index.example/simple",
+        },
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     words = iter(record.read_text().split("\0")[:-1] if record.exists() else [])
