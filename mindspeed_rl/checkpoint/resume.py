@@ -21,6 +21,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.files import sync_path, write_text_atomic
 
 RECORD = "checkpoint.json"
+NONFINITE = "nonfinite"
 TRACKER = "latest_checkpointed_iteration.txt"
 PARTIAL = ".partial"
 #: Key in the extra state of a converted checkpoint, which has only weights.
@@ -134,7 +136,8 @@ def read_record(path: Path) -> CheckpointRecord:
     Raises:
         UsageError: It was written by another version of this project.
     """
-    fields = json.loads((path / RECORD).read_text(encoding="utf-8"))
+    text = (path / RECORD).read_text(encoding="utf-8")
+    fields = json.loads(text, object_hook=_restored)
     del fields["files"]
     try:
         companions = {
@@ -223,7 +226,8 @@ def commit(directory: str | os.PathLike[str], record: CheckpointRecord) -> Path:
     }
     for name in files:
         sync_path(partial / name)
-    text = json.dumps({**asdict(record), "files": files}, indent=1, allow_nan=False)
+    fields = _finite({**asdict(record), "files": files})
+    text = json.dumps(fields, indent=1, allow_nan=False)
     write_text_atomic(partial / RECORD, text + "\n")
     if target.exists():
         if not damage_of(target):
@@ -233,6 +237,20 @@ def commit(directory: str | os.PathLike[str], record: CheckpointRecord) -> Path:
     sync_path(target.parent)
     write_text_atomic(target.parent / TRACKER, f"{record.step}\n")
     return target
+
+
+def _finite(value: Any) -> Any:
+    """Replace NaN, the reward of an open response, and infinities by objects that JSON has."""
+    if isinstance(value, Mapping):
+        return {name: _finite(v) for name, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return {NONFINITE: str(value)} if isinstance(value, float) and not isfinite(value) else value
+
+
+def _restored(fields: dict[str, Any]) -> Any:
+    """Invert :func:`_finite` for an object of JSON."""
+    return float(fields[NONFINITE]) if fields.keys() == {NONFINITE} else fields
 
 
 def _partial_folders(root: Path) -> list[Path]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -34,6 +36,18 @@ def test_newest_complete_checkpoint_is_found_with_its_record(tmp_path: Path) -> 
     assert found == resume.Found(root / "iter_10000000", ())
     assert resume.read_record(root / "iter_10000000") == make_record(10_000_000)
     assert (root / TRACKER).read_text() == "4\n"
+
+
+def test_a_record_keeps_numbers_that_json_has_not(tmp_path: Path) -> None:
+    """A response that goes on has no reward yet, and a reward may abstain: both are NaN."""
+    extra = {"carryover": [[{"reward": math.nan, "parts": [0.5, math.nan]}]], "worst": -math.inf}
+    resume.begin(tmp_path, 3, needed_bytes=0)
+    path = resume.commit(tmp_path, replace(make_record(3), extra=extra))
+    json.loads((path / RECORD).read_text(), parse_constant=pytest.fail)
+    found = resume.read_record(path).extra
+    ((carried,),) = found["carryover"]
+    assert math.isnan(carried["reward"]) and math.isnan(carried["parts"][1])
+    assert (carried["parts"][0], found["worst"]) == (0.5, -math.inf)
 
 
 def test_empty_folder_has_none_and_a_missing_one_is_an_error(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections import Counter, defaultdict
@@ -15,6 +14,7 @@ import torch
 from support.rl_run import TableRewards, TableRun, make_run, response, value
 from support.table_engine import STOP, TableEngine
 
+from mindspeed_rl.checkpoint.resume import CheckpointRecord, begin, commit, read_record
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.metrics.metric_set import MetricSet
 from mindspeed_rl.rl.logprobs import check_on_policy
@@ -205,11 +205,14 @@ def test_a_checkpoint_takes_the_open_responses_along(tmp_path: Path) -> None:
     found = [(s, said(first, s)) for s in (step_of(first, step)[0].samples for step in (1, 2))]
     carried = [*first.state.carried_groups, *first.state.partial_groups]
     responses = first.said([s for group in carried for s in group])
-    extra = {
-        "carryover": json.loads(json.dumps(carryover_state(carried, responses))),
+    saved = {
+        "carryover": carryover_state(carried, responses),
         "num_groups": 1,
         "num_partial": len(first.state.partial_groups),
     }
+    begin(tmp_path, 2, needed_bytes=0)
+    record = CheckpointRecord(2, 2, {}, {}, "AdamW", has_rng=True, extra=saved)
+    extra = read_record(commit(tmp_path, record)).extra
     again.state.sampler.load_state_dict(first.state.sampler.state_dict())
     again.state.version = first.state.version
     with torch.no_grad():
