@@ -46,6 +46,13 @@ def start(run: Components) -> tuple[RunState, RunReporter]:
     if state.sampler.fingerprint == extra["sampler"]["fingerprint"]:
         partial = run.config.balance.partial_rollout_tokens > 0
         restore_carryover(run.samples, state, extra, continues_partial=partial)
+        if state.carried_groups and not run.config.sampling.grpo_filter_groups_with_same_reward:
+            run.job.log_rank0(
+                f"--load: {len(state.carried_groups)} groups that the filter of the saved run "
+                "accepted beyond its need are dropped: this run is without "
+                "--grpo-filter-groups-with-same-reward"
+            )
+            state.carried_groups = []
         state.lengths.load_state_dict(extra["lengths"])
     return state, RunReporter(run, state, loaded.step, extra["report"])
 

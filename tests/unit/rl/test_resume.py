@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.rl_run import NUM_PROMPTS, REWARDS, TableRun, make_run
 from support.table_engine import first_table
 
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.rl.report import RunReporter
-from mindspeed_rl.rl.resume import save_if_due, start
+from mindspeed_rl.rl.resume import carryover_state, save_if_due, start
+from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
+from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.trainer import run_checkpoint
 from mindspeed_rl.trainer.checkpoint import LoadedState
 
@@ -112,3 +115,25 @@ def test_changed_data_starts_a_new_epoch_where_it_is_allowed(
     run = make_run(tmp_path, "--allow-changed-data")
     assert resumed(run).start == 1 and run.state.version == 3
     assert not run.state.carried_groups and run.state.sampler.state_dict()["epoch"] == 1
+
+
+@pytest.mark.parametrize("filters", [True, False])
+def test_groups_beyond_the_need_are_dropped_without_the_filter(
+    filters: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Only a run with the filter trains on them, so another run says so instead of keeping them."""
+    run = make_run(tmp_path, "--grpo-filter-groups-with-same-reward" if filters else "", REWARDS)
+    group = [RolloutInfo(i, 5, 2, 2, True, 3, 0, float(i)) for i in range(2)]
+    response = {
+        TOKEN_IDS.name: torch.tensor([4, 1]),
+        ROLLOUT_LOGPROBS.name: torch.tensor([-1.5, -1]),
+    }
+    carried = carryover_state([group], [response] * 2)
+    loaded = checkpoint_of(run, carryover=carried)
+    monkeypatch.setattr(run_checkpoint, "load", lambda *_: loaded)
+    resumed(run)
+    assert len(run.state.carried_groups) == int(filters)
+    assert ("--grpo-filter-groups-with-same-reward" in capsys.readouterr().out) != filters
