@@ -52,7 +52,7 @@ class EngineSettings:
         kv_cache_bytes: Bytes of the key/value cache on this rank.
         seed: Seed of the engine; every request has its own as well.
         options: Options given by the user, under the engine's own names.
-        tuning: Flags of the engine's execution.
+        tuning: Flags of the engine's execution; on an NPU with a graph mode other than ``auto``.
         graph_sizes: Sizes to which ``--rollout-graph-sizes`` was resolved; may be empty.
         recorded_layers: Layers with experts whose routing is returned with each completion.
         scores_entropy: Whether ``score`` will be asked for entropies.
@@ -66,7 +66,9 @@ class EngineSettings:
     kv_cache_bytes: int
     seed: int
     options: Mapping[str, object]
-    tuning: EngineTuningConfig = field(default_factory=EngineTuningConfig)
+    tuning: EngineTuningConfig = field(
+        default_factory=lambda: EngineTuningConfig(rollout_graph_mode="eager")
+    )
     graph_sizes: tuple[int, ...] = ()
     recorded_layers: tuple[int, ...] = ()
     scores_entropy: bool = False
@@ -114,6 +116,41 @@ class EngineProvider(ABC):
     @abstractmethod
     def sizes(self, options: Mapping[str, object], spec: ModelSpec, platform: str) -> EngineSizes:
         """Return the sizes that decide the engine's memory on a platform. Pure."""
+
+    @abstractmethod
+    def tuning(
+        self, tuning: EngineTuningConfig, engine: EngineLayout, platform: str
+    ) -> tuple[EngineTuningConfig, str]:
+        """Replace ``auto`` by the graph mode of a platform, and give the reason. Local.
+
+        Nothing is replaced, without a reason, where a mode is given.
+        """
+
+    @abstractmethod
+    def dispatch_buffer_bytes(
+        self,
+        layout: RolloutLayout,
+        options: Mapping[str, object],
+        tuning: EngineTuningConfig,
+        machine: str,
+    ) -> int:
+        """Return the bytes of a communicator's buffer that sending tokens to experts needs.
+
+        0 where nothing needs a buffer of a certain size. Local: it depends on the environment.
+
+        Args:
+            layout: Layout of the engine's weights.
+            options: Options given by the user.
+            tuning: Flags of the engine's execution.
+            machine: Name of a machine of :data:`~mindspeed_rl.config.dry_run.MACHINES`.
+        """
+
+    @abstractmethod
+    def installed_machine(self) -> str:
+        """Return the kind of machine that the installed engine was built for; may be empty.
+
+        Local; the engine is not imported.
+        """
 
     @abstractmethod
     def check_run(self, config: RLRunConfig, platform: str) -> None:
