@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from mindspeed_rl.config import RLRunConfig, ScoreRunConfig, TrainingRunConfig
 from mindspeed_rl.config.dry_run import MACHINES, Machine
+from mindspeed_rl.core.installed import engine_machine
 from mindspeed_rl.core.memory import FIXED_MODES, OffloadMode
 from mindspeed_rl.planning.prediction import MemoryPrediction
-from mindspeed_rl.rollout.registry import engine_provider
 
 _GIB = 2**30
 
@@ -42,7 +42,7 @@ def npu_machine(config: TrainingRunConfig | ScoreRunConfig) -> Machine:
 
     It is the one that the installed engine was built for, or that of ``--rl-dry-run-machine``.
     """
-    if found := MACHINES.get(engine_provider().installed_machine()):
+    if found := MACHINES.get(engine_machine()):
         return found
     if not isinstance(config, ScoreRunConfig):
         asked = MACHINES[config.dry_run.rl_dry_run_machine]

@@ -16,8 +16,8 @@ from mindspeed_rl.config.npu import group_buffers
 from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.groups import MEGATRON_GROUPS
+from mindspeed_rl.planning.expert_dispatch import dispatch_of
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan, ScorePlan
-from mindspeed_rl.rollout.registry import engine_provider
 
 VARIABLE = "HCCL_BUFFSIZE"
 DEFAULT_MB = 200
@@ -74,8 +74,8 @@ def needed_mb(config: _Config, plan: RunPlan, machine: str) -> int:
     ):
         return 0
     tuning = config.engine if isinstance(config, RLRunConfig) else EngineTuningConfig()
-    layout, options = plan.rollout_layout, config.engine_options
-    return -(-engine_provider().dispatch_buffer_bytes(layout, options, tuning, machine) // _MIB)
+    dispatch = dispatch_of(plan.rollout_layout, config.engine_options, tuning)
+    return -(-dispatch.buffer_bytes(machine) // _MIB) if dispatch else 0
 
 
 def hccl_buffers(

@@ -127,32 +127,6 @@ class EngineProvider(ABC):
         """
 
     @abstractmethod
-    def dispatch_buffer_bytes(
-        self,
-        layout: RolloutLayout,
-        options: Mapping[str, object],
-        tuning: EngineTuningConfig,
-        machine: str,
-    ) -> int:
-        """Return the bytes of a communicator's buffer that sending tokens to experts needs.
-
-        0 where nothing needs a buffer of a certain size. Local: it depends on the environment.
-
-        Args:
-            layout: Layout of the engine's weights.
-            options: Options given by the user.
-            tuning: Flags of the engine's execution.
-            machine: Name of a machine of :data:`~mindspeed_rl.config.dry_run.MACHINES`.
-        """
-
-    @abstractmethod
-    def installed_machine(self) -> str:
-        """Return the kind of machine that the installed engine was built for; may be empty.
-
-        Local; the engine is not imported.
-        """
-
-    @abstractmethod
     def check_run(self, config: RLRunConfig, platform: str) -> None:
         """Refuse features that the engine lacks on a platform. Local; it is not imported.
 

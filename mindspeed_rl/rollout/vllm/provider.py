@@ -20,12 +20,6 @@ from mindspeed_rl.rollout.vllm.options import check_option_names, reserved_for
 from mindspeed_rl.rollout.vllm.tuning import check_tuning
 from mindspeed_rl.rollout.vllm_ascend.arguments import ENVIRONMENT as ASCEND_ENVIRONMENT
 from mindspeed_rl.rollout.vllm_ascend.arguments import check_dummy_batches, graph_tuning
-from mindspeed_rl.rollout.vllm_ascend.dispatch import (
-    ExpertDispatch,
-    dispatched_tokens,
-    installed_machine,
-    uses_two_levels,
-)
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
 if TYPE_CHECKING:
@@ -102,31 +96,6 @@ class VllmProvider(EngineProvider):
         if platform == "npu":
             return graph_tuning(tuning, engine.dp, os.environ)
         return replace(tuning, rollout_graph_mode="eager"), f"no graphs are captured on {platform}"
-
-    def dispatch_buffer_bytes(
-        self,
-        layout: RolloutLayout,
-        options: Mapping[str, object],
-        tuning: EngineTuningConfig,
-        machine: str,
-    ) -> int:
-        """Return what vLLM-Ascend's operators need on an NPU; vLLM's need nothing."""
-        spec, engine = layout.spec, layout.engine
-        if spec.moe is None or not engine.expert_parallel or machine not in ("a2", "a3"):
-            return 0
-        sizes = self.sizes(options, spec, "npu")
-        counts = {"max_num_seqs": sizes.sequences, self.batched_tokens_option: sizes.batched_tokens}
-        return ExpertDispatch(
-            hidden_size=spec.hidden_size,
-            experts=len(layout.physical_experts) or spec.num_experts,
-            top_k=spec.moe.top_k,
-            ranks=engine.ep,
-            tokens=dispatched_tokens(tuning, dict(options) | counts, engine.tp),
-            two_levels=uses_two_levels(options, os.environ),
-        ).buffer_bytes(machine)
-
-    def installed_machine(self) -> str:
-        return installed_machine()
 
     def check_run(self, config: RLRunConfig, platform: str) -> None:
         """Refuse flags whose feature the installed engine lacks on the platform."""

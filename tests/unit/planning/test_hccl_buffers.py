@@ -119,7 +119,6 @@ def test_dry_run_and_doctor_say_it() -> None:
         (["--vllm-max-num-seqs", "32"], 120),
         (["--rollout-graph-sizes", "128"], 480),
         (["--rl-dry-run-machine", "a2"], 228),
-        (["--rl-dry-run-machine", "h200"], 0),
         (["--rollout-dp", "1", "--rollout-ep", "1"], 0),
     ],
 )

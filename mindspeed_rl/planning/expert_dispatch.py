@@ -8,14 +8,15 @@ communicator no size of its own (``get_hccl_config_for_pg_options``): it has ``H
 
 from __future__ import annotations
 
-import importlib.util
-import re
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.layout import round_up
+from mindspeed_rl.rollout.provider import EngineSizes
+from mindspeed_rl.rollout.registry import engine_provider
+from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
 _MIB = 2**20
 _BF16 = 2
@@ -25,7 +26,6 @@ _MOST_TOKENS = 512
 _A2_RANKS, _A2_EXPERTS = 16, 24
 # Both together choose the exchange in two levels on an Atlas A2, as the key of the engine does.
 _TWO_LEVELS = {"HCCL_INTRA_PCIE_ENABLE": "1", "HCCL_INTRA_ROCE_ENABLE": "0"}
-_BUILD_INFO = re.compile(r"__device_type__\s*=\s*['\"](\w+)['\"]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,35 @@ class ExpertDispatch:
         return 2 * (self.tokens * self.ranks * min(local, self.top_k) * token + 2 * _MIB)
 
 
-def dispatched_tokens(tuning: EngineTuningConfig, options: Mapping[str, object], tp: int) -> int:
+def dispatch_of(
+    layout: RolloutLayout, options: Mapping[str, object], tuning: EngineTuningConfig
+) -> ExpertDispatch | None:
+    """Return the exchange of an engine on NPUs; ``None`` where no rank has experts of its own.
+
+    Local: variables of the environment choose between exchanges.
+
+    Args:
+        layout: Layout of the engine's weights.
+        options: Options of the engine given by the user.
+        tuning: Flags of the engine's execution.
+    """
+    spec, engine, provider = layout.spec, layout.engine, engine_provider()
+    if spec.moe is None or not engine.expert_parallel:
+        return None
+    sizes = provider.sizes(options, spec, "npu")
+    return ExpertDispatch(
+        hidden_size=spec.hidden_size,
+        experts=len(layout.physical_experts) or spec.num_experts,
+        top_k=spec.moe.top_k,
+        ranks=engine.ep,
+        tokens=dispatched_tokens(tuning, options, sizes, engine.tp),
+        two_levels=uses_two_levels(options, os.environ),
+    )
+
+
+def dispatched_tokens(
+    tuning: EngineTuningConfig, options: Mapping[str, object], sizes: EngineSizes, tp: int
+) -> int:
     """Return the most tokens of a rank that are dispatched at once. Pure.
 
     Source: ``set_mc2_tokens_capacity`` of vLLM-Ascend. Where it captures sizes of its own, the
@@ -80,17 +108,17 @@ def dispatched_tokens(tuning: EngineTuningConfig, options: Mapping[str, object],
 
     Args:
         tuning: Flags of the engine's execution.
-        options: The user's options of ``vllm.LLM``, with the engine's defaults filled in:
-            ``max_num_seqs`` and ``max_num_batched_tokens`` are numbers.
+        options: Options of the engine given by the user.
+        sizes: Sizes of the engine.
         tp: Tensor-parallel ranks, which share the tokens of a step.
     """
     if _nested(options, "additional_config").get("enable_prefill_mc2"):
-        tokens = _number(options["max_num_batched_tokens"])
+        tokens = sizes.batched_tokens
     else:
         given = [int(size) for size in tuning.rollout_graph_sizes if size.isdecimal()]
-        sizes = _nested(options, "compilation_config").get("cudagraph_capture_sizes")
-        given += map(_number, sizes if isinstance(sizes, list) else ())
-        tokens = max([_number(options["max_num_seqs"]), *given])
+        more = _nested(options, "compilation_config").get("cudagraph_capture_sizes")
+        given += [n for n in (more if isinstance(more, list) else ()) if isinstance(n, int)]
+        tokens = max([sizes.sequences, *given])
     return min(-(-tokens // tp), _MOST_TOKENS)
 
 
@@ -100,23 +128,6 @@ def uses_two_levels(options: Mapping[str, object], environ: Mapping[str, str]) -
     return bool(asked) or all(environ.get(n) == value for n, value in _TWO_LEVELS.items())
 
 
-def installed_machine() -> str:
-    """Return ``"a2"``, ``"a3"``, ... for which vLLM-Ascend was built; empty without it.
-
-    The package is found and not imported.
-    """
-    spec = importlib.util.find_spec("vllm_ascend")
-    for place in (spec and spec.submodule_search_locations) or ():
-        path = Path(place, "_build_info.py")
-        if path.is_file() and (found := _BUILD_INFO.search(path.read_text())):
-            return found[1].lower()
-    return ""
-
-
 def _nested(options: Mapping[str, object], name: str) -> Mapping[str, object]:
     value = options.get(name)
     return value if isinstance(value, dict) else {}
-
-
-def _number(value: object) -> int:
-    return int(value) if isinstance(value, int | float) else 0

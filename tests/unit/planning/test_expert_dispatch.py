@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.config import EngineTuningConfig
-from mindspeed_rl.rollout.vllm_ascend import dispatch
-from mindspeed_rl.rollout.vllm_ascend.dispatch import ExpertDispatch, dispatched_tokens
+from mindspeed_rl.core.installed import engine_machine
+from mindspeed_rl.planning.expert_dispatch import (
+    ExpertDispatch,
+    dispatched_tokens,
+    uses_two_levels,
+)
+from mindspeed_rl.rollout.provider import EngineSizes
 
 MIB = 2**20
 
@@ -76,23 +81,23 @@ def test_an_a2_uses_the_operators_with_many_ranks_and_few_experts(
         ({}, {"compilation_config": {"cudagraph_capture_sizes": [4, 120]}}, 2, 60),
         ({}, {"additional_config": {"enable_prefill_mc2": True}}, 4, 256),
         ({}, {"additional_config": {"enable_prefill_mc2": True}}, 1, 512),
-        ({}, {"max_num_seqs": 4096}, 2, 512),
+        ({"rollout_graph_sizes": ("4096",)}, {}, 2, 512),
     ],
 )
 def test_tokens_are_those_of_the_largest_decode_step(
     tuning: dict[str, tuple[str, ...]], options: dict[str, object], tp: int, expected: int
 ) -> None:
-    counts = {"max_num_seqs": 96, "max_num_batched_tokens": 1024}
+    sizes = EngineSizes(batched_tokens=1024, sequences=96, block_tokens=128)
     given = EngineTuningConfig(**tuning)  # type: ignore[arg-type]
-    assert dispatched_tokens(given, counts | options, tp) == expected
+    assert dispatched_tokens(given, options, sizes, tp) == expected
 
 
 def test_two_levels_are_asked_for_by_a_key_or_by_two_variables() -> None:
     both = {"HCCL_INTRA_PCIE_ENABLE": "1", "HCCL_INTRA_ROCE_ENABLE": "0"}
     key = {"additional_config": {"enable_mc2_hierarchy_comm": True}}
-    assert dispatch.uses_two_levels({}, both) and dispatch.uses_two_levels(key, {})
-    assert not dispatch.uses_two_levels({}, both | {"HCCL_INTRA_ROCE_ENABLE": "1"})
-    assert not dispatch.uses_two_levels({"additional_config": {}}, {})
+    assert uses_two_levels({}, both) and uses_two_levels(key, {})
+    assert not uses_two_levels({}, both | {"HCCL_INTRA_ROCE_ENABLE": "1"})
+    assert not uses_two_levels({"additional_config": {}}, {})
 
 
 def test_the_machine_is_the_one_that_the_package_was_built_for(
@@ -102,6 +107,6 @@ def test_the_machine_is_the_one_that_the_package_was_built_for(
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('it is not imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert dispatch.installed_machine() == ""
+    assert engine_machine() == ""
     (package / "_build_info.py").write_text("# Auto-generated file\n__device_type__ = 'A3'\n")
-    assert dispatch.installed_machine() == "a3"
+    assert engine_machine() == "a3"
