@@ -126,7 +126,8 @@ def set_defaults(platform: str, environ: MutableMapping[str, str]) -> None:
     """Set the defaults of :func:`prepare_environment`, without its check of imports."""
     engine = engine_provider()
     own = _DEFAULTS | _PLATFORM_DEFAULTS.get(platform, {})
-    for name, value in (own | dict(engine.environment(platform))).items():
+    rank = int(environ.get("RANK", "0"))
+    for name, value in (own | dict(engine.environment(platform, rank))).items():
         environ.setdefault(name, value)
     for name in engine.cleared_variables:
         environ.pop(name, None)

@@ -88,7 +88,7 @@ class EngineProvider(ABC):
     batched_tokens_option: str
 
     @abstractmethod
-    def environment(self, platform: str) -> Mapping[str, str]:
+    def environment(self, platform: str, rank: int) -> Mapping[str, str]:
         """Return variables to set before the package is imported; a user's own value wins."""
 
     @abstractmethod

@@ -49,9 +49,15 @@ class VllmProvider(EngineProvider):
     cleared_variables = ("VLLM_CPU_KVCACHE_SPACE",)
     batched_tokens_option = "max_num_batched_tokens"
 
-    def environment(self, platform: str) -> Mapping[str, str]:
-        """Return variables that run the engine in this process, quietly and without telemetry."""
-        return ENVIRONMENT | (ASCEND_ENVIRONMENT if platform == "npu" else {})
+    def environment(self, platform: str, rank: int) -> Mapping[str, str]:
+        """Return variables that run the engine in this process, quietly and without telemetry.
+
+        vLLM-Ascend's warnings, shown on one rank, are the only sign of a key that it ignores.
+        """
+        if platform != "npu":
+            return ENVIRONMENT
+        level = {"VLLM_LOGGING_LEVEL": "WARNING"} if rank == 0 else {}
+        return ENVIRONMENT | ASCEND_ENVIRONMENT | level
 
     def check_options(self, options: Mapping[str, object]) -> None:
         for name in options:

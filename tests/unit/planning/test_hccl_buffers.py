@@ -62,16 +62,6 @@ def test_a_run_sets_what_the_dispatch_needs_and_keeps_the_groups_of_the_trainer(
     assert group_buffers(config.config.ascend.hccl_group_buffer) == setup.group_buffers_mb
 
 
-def test_the_process_has_it_before_torch_npu_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mindspeed_rl.launch.bootstrap.sys.modules", {})
-    environ: dict[str, str] = {}
-    notes = bootstrap.prepare_environment("npu", environ, buffer_mb=NEEDED_MB)
-    assert environ["HCCL_BUFFSIZE"] == "240" and "HCCL_BUFFSIZE=240" in " ".join(notes)
-    environ = {}
-    bootstrap.prepare_environment("npu", environ)
-    assert "HCCL_BUFFSIZE" not in environ
-
-
 def test_a_run_holds_what_its_dry_run_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the variable has been set. The world's group and the engine's dispatch grow."""
     said = sizes_of(parsed().config)
