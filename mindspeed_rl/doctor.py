@@ -26,7 +26,10 @@ from mindspeed_rl.diagnosis.facts import gather, guess_platform
 from mindspeed_rl.diagnosis.packages import package_rows
 from mindspeed_rl.diagnosis.rows import DoctorRow, Status, lines, note, red, verdict
 from mindspeed_rl.launch import bootstrap
+from mindspeed_rl.planning.budget import machine_on
 from mindspeed_rl.planning.communicators import RunGroups
+from mindspeed_rl.planning.hccl_buffers import VARIABLE, hccl_buffers
+from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.planning.suggestions import plan_of
 
@@ -72,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     platform = config.parallel.platform
     platform = guess_platform() if platform == "auto" else platform
     rows = list(local_rows(config, platform, world))
-    plan, layout = layout_rows(config, world)
+    plan, layout = layout_rows(config, platform, world)
     rows += layout
     if "RANK" in os.environ and world.size > 1:
         rows += collective_rows(config, platform, world, plan, rows, own.preflight_timeout_s)
@@ -102,7 +105,7 @@ def local_rows(config: RLRunConfig, platform: str, world: bootstrap.World) -> It
 
 
 def layout_rows(
-    config: RLRunConfig, world: bootstrap.World
+    config: RLRunConfig, platform: str, world: bootstrap.World
 ) -> tuple[RLPlan | None, list[DoctorRow]]:
     """Return the plan of the flags, if they name a model, and its communicators as rows. Local.
 
@@ -121,16 +124,22 @@ def layout_rows(
     if given not in (0, size):
         what = f"--rl-world-size {given}, and torchrun started {size} ranks: the run is refused"
         return plan, [red(_LAYOUT, what, "give the number of ranks, or leave the flag out")]
-    groups = RunGroups.of(config, plan).of_rank(0)
-    size_mib = os.environ.get("HCCL_BUFFSIZE", "200")
-    mib = 2 * (int(size_mib) if size_mib.isdecimal() else 200)  # another row reports a wrong value
-    return plan, [
+    machine = machine_on(config, "npu")
+    held = MemoryPrediction(config, plan, machine).group_bytes(0)
+    sizes = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in held.items())
+    rows = [
         note(
             _LAYOUT,
-            f"rank 0 of {size} is in {len(groups)} groups ({', '.join(groups) or 'none'}); on NPUs "
-            f"each takes {mib} MiB once it is used, {len(groups) * mib} MiB in all (predicted)",
+            f"rank 0 of {size} is in {len(held)} groups; MiB that each takes on NPUs once it is "
+            f"used: {sizes or 'none'}; {sum(held.values()) / 2**20:.0f} MiB in all (predicted)",
         )
     ]
+    try:
+        line = hccl_buffers(config, plan, machine.name, os.environ).line()
+    except UsageError as error:
+        fix = f"unset {VARIABLE}: a run sets what it needs"
+        return plan, [*rows, red(_LAYOUT, str(error), fix)] if platform == "npu" else rows
+    return plan, [*rows, note(_LAYOUT, f"on NPUs: {line}")] if line else rows
 
 
 def collective_rows(

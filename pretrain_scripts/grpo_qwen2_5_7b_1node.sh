@@ -5,6 +5,7 @@
 # usage: pretrain_scripts/grpo_qwen2_5_7b_1node.sh [flags of mindspeed_rl.train_rl ...]
 #   --rl-dry-run    memory and volumes on any machine, without devices or weights
 #   --doctor        starts all ranks, looks at the machine and tries every process group
+#   GRAPH_MODE=eager   decode operator by operator, for the first run on a machine; else by graphs
 set -euo pipefail
 
 MACHINE="${MACHINE:-a2}"
@@ -57,6 +58,7 @@ EVAL_ARGS=(--eval-prompt-data "$EVAL_DATA_PATH" --eval-interval 20)
 ROLLOUT_ARGS=(
     --rollout-tp "$ROLLOUT_TP" --rollout-max-response-length "$RESPONSE_LENGTH"
     --rollout-kv-cache-gb "${KV_CACHE_GB:-24}" --rl-default-temperature 1.0
+    --rollout-graph-mode "${GRAPH_MODE:-auto}"
     --vllm-max-num-seqs "${MAX_NUM_SEQS:-256}"
 )
 OUTPUT_ARGS=(

@@ -6,6 +6,7 @@
 # usage: pretrain_scripts/grpo_qwen3_235b_a22b_a3.sh [flags of mindspeed_rl.train_rl ...]
 #   --rl-dry-run    memory and volumes on any machine, without devices or weights
 #   --doctor        starts all ranks, looks at the machines and tries every process group
+#   GRAPH_MODE=eager   decode operator by operator, for the first run on a machine; else by graphs
 #   NNODES=... NODE_RANK=... MASTER_ADDR=...   on every node
 set -euo pipefail
 
@@ -65,6 +66,7 @@ ROLLOUT_ARGS=(
     --rollout-tp "$ROLLOUT_TP" --rollout-dp "$ROLLOUT_DP" --rollout-ep "$ROLLOUT_EP"
     --rollout-max-response-length "$RESPONSE_LENGTH"
     --rollout-kv-cache-gb "${KV_CACHE_GB:-32}" --rl-default-temperature 1.0
+    --rollout-graph-mode "${GRAPH_MODE:-auto}"
     --vllm-max-num-seqs "$MAX_NUM_SEQS"
     --vllm-max-num-batched-tokens "$MAX_NUM_BATCHED_TOKENS" --vllm-enable-chunked-prefill true
     --reshard-relay off

@@ -5,6 +5,7 @@
 # usage: pretrain_scripts/grpo_qwen3_30b_a3b_1node.sh [flags of mindspeed_rl.train_rl ...]
 #   --rl-dry-run    memory and volumes on any machine, without devices or weights
 #   --doctor        starts all ranks, looks at the machine and tries every process group
+#   GRAPH_MODE=eager   decode operator by operator, for the first run on a machine; else by graphs
 set -euo pipefail
 
 MACHINE="${MACHINE:-a2}"
@@ -64,6 +65,7 @@ ROLLOUT_ARGS=(
     --rollout-tp "$ROLLOUT_TP" --rollout-ep "$ROLLOUT_EP"
     --rollout-max-response-length "$RESPONSE_LENGTH"
     --rollout-kv-cache-gb "${KV_CACHE_GB:-24}" --rl-default-temperature 1.0
+    --rollout-graph-mode "${GRAPH_MODE:-auto}"
     --vllm-max-num-seqs "${MAX_NUM_SEQS:-256}"
 )
 OUTPUT_ARGS=(

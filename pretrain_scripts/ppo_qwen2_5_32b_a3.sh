@@ -5,6 +5,7 @@
 # usage: pretrain_scripts/ppo_qwen2_5_32b_a3.sh [flags of mindspeed_rl.train_rl ...]
 #   --rl-dry-run    memory and volumes on any machine, without devices or weights
 #   --doctor        starts all ranks, looks at the machines and tries every process group
+#   GRAPH_MODE=eager   decode operator by operator, for the first run on a machine; else by graphs
 #   NNODES=... NODE_RANK=... MASTER_ADDR=...   on every node
 set -euo pipefail
 
@@ -61,6 +62,7 @@ EVAL_ARGS=(--eval-prompt-data "$EVAL_DATA_PATH" --eval-interval 20)
 ROLLOUT_ARGS=(
     --rollout-tp "$ROLLOUT_TP" --rollout-max-response-length "$RESPONSE_LENGTH"
     --rollout-kv-cache-gb "${KV_CACHE_GB:-24}" --rl-default-temperature 1.0
+    --rollout-graph-mode "${GRAPH_MODE:-auto}"
     --vllm-max-num-seqs "${MAX_NUM_SEQS:-256}"
 )
 OUTPUT_ARGS=(

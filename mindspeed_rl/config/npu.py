@@ -50,7 +50,8 @@ class NpuConfig:
         "MiB of each of the two HCCL buffers of megatron-core's groups, like 'dp_cp:64;tp:200'; "
         f"the others have HCCL_BUFFSIZE (200). Names: {', '.join(MEGATRON_GROUPS)}. The start of a "
         "run and its dry run say which of them are in use. Groups of the engine have sizes of its "
-        "own.",
+        "own, but its dispatch of experts has HCCL_BUFFSIZE: unless the variable is set, a run "
+        "raises it to what that needs, and keeps the groups here at 200.",
     )
 
 
@@ -61,12 +62,17 @@ class NpuSetup:
     Attributes:
         features: MindSpeed's arguments by name; empty without MindSpeed.
         group_buffers_mb: MiB of HCCL buffers by megatron-core's name of the group.
+        buffer_mb: MiB of the buffers of all other groups (``HCCL_BUFFSIZE``); 0 leaves the
+            environment as it is.
+        notes: What was decided for the user, for the log at the start of a run.
         deterministic: Whether kernels and collectives must give the same bits again.
     """
 
     features: Mapping[str, object] = field(default_factory=dict)
     group_buffers_mb: Mapping[str, int] = field(default_factory=dict)
     deterministic: bool = False
+    buffer_mb: int = 0
+    notes: tuple[str, ...] = ()
 
 
 # Flags that this project handles itself, without MindSpeed.

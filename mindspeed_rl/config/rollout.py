@@ -110,22 +110,25 @@ class EngineTuningConfig:
     docs/ascend.md has the keys of vLLM-Ascend that they set. All but ``--rollout-dp-sync*`` and
     ``--rollout-graph-sizes auto`` need vLLM-Ascend.
 
-    Example, decode graphs fitted to what earlier steps ran: --rollout-graph-mode full-decode
-    --rollout-graph-sizes auto.
+    Example, at most 8 decode graphs, fitted to what earlier steps ran: --rollout-graph-sizes auto
+    --rollout-graph-count 8.
     """
 
     rollout_graph_mode: str = flag(
-        "eager",
+        "auto",
         "How decode steps run. eager: operator by operator; piecewise: graphs between attention "
         "layers; full-decode: one graph per decode step; full-and-piecewise: both, the latter for "
-        "prefill.",
-        choices=("eager", "piecewise", "full-decode", "full-and-piecewise"),
+        "prefill; auto: full-decode on NPUs, eager elsewhere and where the installed vLLM-Ascend "
+        "cannot, which the start of the run and its dry run say. Take eager for a first run.",
+        choices=("auto", "eager", "piecewise", "full-decode", "full-and-piecewise"),
     )
     rollout_graph_sizes: tuple[str, ...] = flag(
         (),
         "Batch sizes that graphs are captured for; a smaller batch is padded to the next one. "
         "Numbers, or auto: those with the least padding for the decode steps that earlier steps of "
-        "--output-dir ran, which is printed with its waste. Unset takes the engine's own.",
+        "--output-dir ran, which is printed with its waste; before there are any, equal distances "
+        "up to --vllm-max-num-seqs. Unset takes the engine's own, and auto with "
+        "--rollout-graph-mode auto.",
         nargs="+",
     )
     rollout_graph_count: int = flag(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from typing import Any
 
 from mindspeed_rl.core.errors import UsageError
 
+_BUILT_FOR = re.compile(r"__device_type__\s*=\s*['\"](\w+)['\"]")
 VISIBLE_DEVICES = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 """Environment variable that chooses the visible devices of a platform."""
 
@@ -36,6 +38,19 @@ def has_transformer_engine(platform: str) -> bool:
     if platform == "npu":
         return has_mindspeed()
     return platform != "cpu" and find_spec("transformer_engine") is not None
+
+
+def engine_machine() -> str:
+    """Return the kind of machine that the installed vLLM-Ascend was built for, like ``"a3"``.
+
+    Empty where it is not installed.
+    """
+    spec = find_spec("vllm_ascend")
+    for place in (spec and spec.submodule_search_locations) or ():
+        path = Path(place, "_build_info.py")
+        if path.is_file() and (found := _BUILT_FOR.search(path.read_text())):
+            return found[1].lower()
+    return ""
 
 
 def foreign_packages() -> Iterator[str]:

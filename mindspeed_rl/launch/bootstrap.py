@@ -78,7 +78,11 @@ class World:
 
 
 def prepare_environment(
-    platform: str, environ: MutableMapping[str, str], *, deterministic: bool = False
+    platform: str,
+    environ: MutableMapping[str, str],
+    *,
+    deterministic: bool = False,
+    buffer_mb: int = 0,
 ) -> list[str]:
     """Set the variables that torch, torch_npu and the engine read at import; call this before.
 
@@ -86,6 +90,7 @@ def prepare_environment(
         platform: Value of ``--platform``.
         environ: Environment, changed in place.
         deterministic: Whether an NPU process must reproduce results bit by bit.
+        buffer_mb: MiB of HCCL's buffers in an NPU process; 0 leaves what there is.
 
     Returns:
         Notes on the user's settings that were changed, with reasons.
@@ -108,6 +113,12 @@ def prepare_environment(
             if environ.get(name, value) != value:
                 notes.append(f"{name}={environ[name]}: --npu-deterministic sets {value}")
             environ[name] = value
+    if buffer_mb and platform == "npu":
+        environ["HCCL_BUFFSIZE"] = str(buffer_mb)
+        notes.append(
+            f"HCCL_BUFFSIZE={buffer_mb}: what the engine's dispatch of experts needs; groups of "
+            "the trainer keep their sizes (--hccl-group-buffer)"
+        )
     return notes
 
 
@@ -115,7 +126,8 @@ def set_defaults(platform: str, environ: MutableMapping[str, str]) -> None:
     """Set the defaults of :func:`prepare_environment`, without its check of imports."""
     engine = engine_provider()
     own = _DEFAULTS | _PLATFORM_DEFAULTS.get(platform, {})
-    for name, value in (own | dict(engine.environment(platform))).items():
+    rank = int(environ.get("RANK", "0"))
+    for name, value in (own | dict(engine.environment(platform, rank))).items():
         environ.setdefault(name, value)
     for name in engine.cleared_variables:
         environ.pop(name, None)

@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mindspeed_rl.compat.architecture import check_foreign_architecture
+from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import ParsedArguments, Run
 from mindspeed_rl.config.kernels import module_names
-from mindspeed_rl.config.npu import NpuSetup, check_npu, npu_setup
+from mindspeed_rl.config.npu import NpuSetup, check_npu, group_buffers, npu_setup
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.installed import resolve_platform
 from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.launch.failures import JOIN, WatchdogSettings
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
 from mindspeed_rl.models.spec import read_hf_config
+from mindspeed_rl.planning.budget import npu_machine
+from mindspeed_rl.planning.hccl_buffers import hccl_buffers, with_group_sizes
+from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
 from mindspeed_rl.rollout.registry import engine_provider
 
 if TYPE_CHECKING:
@@ -62,11 +66,16 @@ def plan_run(
 ) -> Checked[Run, Plan_co]:
     """Find the user's mistakes, and plan the run, before anything heavy is imported. Local.
 
+    On NPUs the configuration that is returned says how the engine decodes, and how large HCCL's
+    buffers are.
+
     Raises:
         UsageError: There is one; only the first is reported.
     """
     planned = plan(parsed.config, num_ranks)
     setup = npu_setup_of(parsed)
+    if setup is not None:
+        parsed, setup = sized_for_npu(parsed, planned, setup)
     check_script(parsed, read_hf_config(parsed.config.model.hf_checkpoint))
     return Checked(parsed, planned, setup)
 
@@ -84,9 +93,12 @@ def run_job(
     """
     config = checked.parsed.config
     parallel = config.parallel
-    deterministic = checked.setup is not None and checked.setup.deterministic
+    setup = checked.setup or NpuSetup()
     changed = bootstrap.prepare_environment(
-        parallel.platform, os.environ, deterministic=deterministic
+        parallel.platform,
+        os.environ,
+        deterministic=setup.deterministic,
+        buffer_mb=setup.buffer_mb,
     )
     bootstrap.quiet_libraries()
     watchdog = _start_watchdog(prog, world, config.logging.phase_timeout_s, settings)
@@ -97,7 +109,7 @@ def run_job(
             platform = bootstrap.start(parallel.platform, minutes, world, checked.setup)
         ignored = ignored_flags(checked.parsed, platform)
         job = Job(config, checked.plan, world, platform, watchdog, ignored)
-        job.log_rank0(*changed)
+        job.log_rank0(*changed, *setup.notes)
         bootstrap.seed_everything(config.train.seed)
         main(job)
         watchdog.leave()
@@ -129,6 +141,30 @@ def npu_setup_of(parsed: ParsedArguments[Any]) -> NpuSetup | None:
     check_npu(config.ascend, config.parallel, parsed.ignored)
     grouped = module_names(config.model, config.parallel.platform).grouped_experts
     return npu_setup(config.ascend, config.parallel, config.train, grouped=grouped)
+
+
+def sized_for_npu(
+    parsed: ParsedArguments[Run], plan: object, setup: NpuSetup
+) -> tuple[ParsedArguments[Run], NpuSetup]:
+    """Settle what NPUs leave open: graph mode, and HCCL's buffers. Local.
+
+    Raises:
+        UsageError: ``HCCL_BUFFSIZE`` of the environment is too small.
+    """
+    config: Any = parsed.config
+    assert isinstance(plan, RunPlan)
+    if isinstance(config, RLRunConfig) and isinstance(plan, RLPlan):
+        tuning, why = engine_provider().tuning(config.engine, plan.engine, "npu")
+        config = replace(config, engine=tuning)
+        if why:
+            note = f"--rollout-graph-mode auto is {tuning.rollout_graph_mode}: {why}"
+            setup = replace(setup, notes=(*setup.notes, note))
+    buffers = hccl_buffers(config, plan, npu_machine(config).name, os.environ)
+    if buffers.raised:
+        config = with_group_sizes(config, buffers)
+        sizes = group_buffers(config.ascend.hccl_group_buffer)
+        setup = replace(setup, group_buffers_mb=sizes, buffer_mb=buffers.process_mb)
+    return replace(parsed, config=config), setup
 
 
 def check_script(parsed: ParsedArguments[Any], hf_config: dict[str, Any]) -> None:

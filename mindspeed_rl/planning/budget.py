@@ -6,8 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mindspeed_rl.config import RLRunConfig, TrainingRunConfig
+from mindspeed_rl.config import RLRunConfig, ScoreRunConfig, TrainingRunConfig
 from mindspeed_rl.config.dry_run import MACHINES, Machine
+from mindspeed_rl.core.installed import engine_machine
 from mindspeed_rl.core.memory import FIXED_MODES, OffloadMode
 from mindspeed_rl.planning.prediction import MemoryPrediction
 
@@ -17,19 +18,41 @@ _GIB = 2**30
 def machine_on(config: TrainingRunConfig, platform: str | None = None) -> Machine:
     """Return the machine of ``--rl-dry-run-machine``, or the first one of another platform.
 
-    On NPUs its communicators have the size of ``HCCL_BUFFSIZE``.
+    A run on NPUs has the machine that the installed engine was built for. On NPUs communicators
+    have the size of ``HCCL_BUFFSIZE``.
 
     Args:
         config: Configuration of the run.
-        platform: ``"cpu"``, ``"cuda"`` or ``"npu"``; ``None`` is that of the flag's machine.
+        platform: That of a run, ``"cpu"``, ``"cuda"`` or ``"npu"``; ``None`` is that of the
+            flag's machine.
     """
     machine = MACHINES[config.dry_run.rl_dry_run_machine]
-    if platform not in (None, machine.platform):
-        machine = next(m for m in MACHINES.values() if m.platform == platform)
+    if platform == "npu":
+        machine = npu_machine(config)
+    elif platform not in (None, machine.platform):
+        machine = _first_machine(platform)
     buffer_mb = os.environ.get("HCCL_BUFFSIZE", "")
     if buffer_mb.isdecimal() and machine.platform == "npu":
         return replace(machine, communicator_mib=2.0 * int(buffer_mb))  # to send and to receive
     return machine
+
+
+def npu_machine(config: TrainingRunConfig | ScoreRunConfig) -> Machine:
+    """Return the machine of a run on NPUs. Local.
+
+    It is the one that the installed engine was built for, or that of ``--rl-dry-run-machine``.
+    """
+    if found := MACHINES.get(engine_machine()):
+        return found
+    if not isinstance(config, ScoreRunConfig):
+        asked = MACHINES[config.dry_run.rl_dry_run_machine]
+        if asked.platform == "npu":
+            return asked
+    return _first_machine("npu")
+
+
+def _first_machine(platform: str | None) -> Machine:
+    return next(machine for machine in MACHINES.values() if machine.platform == platform)
 
 
 def device_bytes(config: TrainingRunConfig, found_bytes: float) -> int:

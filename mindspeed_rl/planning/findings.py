@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,7 @@ from mindspeed_rl.config import RLRunConfig, TrainingRunConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import MemoryPhase
 from mindspeed_rl.planning.budget import device_bytes, machine_on, resolve_offload, usable_bytes
+from mindspeed_rl.planning.hccl_buffers import hccl_buffers
 from mindspeed_rl.planning.prediction import MemoryPrediction, Peak, Table
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.planning.suggestions import Suggestion, plan_of, suggest
@@ -70,16 +72,18 @@ def world_size(config: TrainingRunConfig, environment: Mapping[str, str]) -> int
 
 
 def find_out(config: TrainingRunConfig, world: int) -> Findings:
-    """Predict a run of ``world`` ranks. Pure but for reading config.json.
+    """Predict a run of ``world`` ranks, from config.json and ``HCCL_BUFFSIZE``. Local.
 
     Args:
         config: Configuration of the run.
         world: Number of ranks.
 
     Raises:
-        UsageError: The flags are not possible.
+        UsageError: The flags are not possible, or ``HCCL_BUFFSIZE`` is too small for them.
     """
     machine, plan = machine_on(config), plan_of(config, world)
+    if machine.platform == "npu":
+        hccl_buffers(config, plan, machine.name, os.environ)  # refuses what a start would
     budget = usable_bytes(device_bytes(config, machine.memory_gib * _GIB), machine)
     prediction = MemoryPrediction(config, plan, machine)
     ranks = prediction.representatives()

@@ -9,13 +9,17 @@ from functools import cached_property
 from mindspeed_rl.config import RLRunConfig, TrainingRunConfig
 from mindspeed_rl.config.dry_run import MACHINES, Machine
 from mindspeed_rl.config.npu import group_buffers
+from mindspeed_rl.config.rollout import EngineTuningConfig
+from mindspeed_rl.core.groups import MEGATRON_GROUPS
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner, MemoryPhase, OffloadMode
 from mindspeed_rl.planning.activations import TrainingMemory, TrainPeak, Workload
 from mindspeed_rl.planning.communicators import GroupsOfRank, RunGroups
 from mindspeed_rl.planning.engine_memory import EngineMemory
+from mindspeed_rl.planning.hccl_buffers import HcclBuffers, needed_mb
 from mindspeed_rl.planning.model_state import ModelState, model_state
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
+from mindspeed_rl.rollout.graph_sizes import AUTO, num_default_sizes
 from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
@@ -262,16 +266,29 @@ class MemoryPrediction:
 
     def _sampling(self) -> Table:
         """Return the engine's bytes besides its weights while it samples."""
-        tuning = self._rl[0].engine
-        graphs = 0  # one per captured size; --rollout-graph-count limits automatic sizes
-        if tuning.rollout_graph_mode != "eager":
-            own = not tuning.rollout_graph_sizes or tuning.rollout_graph_sizes == ("auto",)
-            graphs = tuning.rollout_graph_count if own else len(tuning.rollout_graph_sizes)
         return {
             MemoryOwner.KV_CACHE: self.engine.kv_cache(),
             MemoryOwner.ENGINE_WORKSPACE: self.engine.workspace(),
-            MemoryOwner.GRAPHS: graphs * int(self.machine.graph_mib * _MIB),
+            MemoryOwner.GRAPHS: self.num_graphs * int(self.machine.graph_mib * _MIB),
         }
+
+    @cached_property
+    def tuning(self) -> tuple[EngineTuningConfig, str]:
+        """The execution of the engine with its graph mode, and the reason for one chosen here."""
+        config, plan = self._rl
+        return engine_provider().tuning(config.engine, plan.engine, self.machine.platform)
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of sizes that the engine captures."""
+        tuning = self.tuning[0]
+        if tuning.rollout_graph_mode == "eager":
+            return 0
+        if tuning.rollout_graph_sizes == AUTO:
+            return min(tuning.rollout_graph_count, self.engine.sizes.sequences)
+        if not tuning.rollout_graph_sizes:
+            return num_default_sizes(self.engine.sizes.sequences)
+        return len(set(tuning.rollout_graph_sizes))
 
     # --- communicators -------------------------------------------------------------------------
 
@@ -285,10 +302,20 @@ class MemoryPrediction:
         each = int(self.machine.communicator_mib * _MIB)
         if not each:
             return {}
-        sizes_mb: dict[str, int] = {}
-        if self.machine.platform == "npu":  # one buffer to send, one to receive
-            sizes_mb = _ENGINE_BUFFERS_MB | group_buffers(self.config.ascend.hccl_group_buffer)
-        return {n: 2 * sizes_mb[n] * _MIB if n in sizes_mb else each for n in self.groups(rank)}
+        if self.buffers is None:
+            return dict.fromkeys(self.groups(rank), each)
+        sizes_mb = dict.fromkeys(MEGATRON_GROUPS, self.buffers.usual_mb) | _ENGINE_BUFFERS_MB
+        sizes_mb |= group_buffers(self.config.ascend.hccl_group_buffer)
+        largest = self.buffers.process_mb  # of one of the two buffers
+        return {n: 2 * sizes_mb.get(n, largest) * _MIB for n in self.groups(rank)}
+
+    @cached_property
+    def buffers(self) -> HcclBuffers | None:
+        """The sizes of HCCL's buffers; ``None`` on other platforms than NPUs."""
+        if self.machine.platform != "npu":
+            return None
+        needed = needed_mb(self.config, self.plan, self.machine.name)
+        return HcclBuffers(needed, int(self.machine.communicator_mib) // 2)
 
 
 def _passing(peak: TrainPeak) -> Table:

@@ -9,6 +9,7 @@ from typing import Any
 from mindspeed_rl.core.memory import MemoryOwner
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.planning.findings import Findings
+from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.run_plan import RLPlan
 
 _GIB, _MIB = 2**30, 2**20
@@ -64,6 +65,10 @@ def _memory(found: Findings) -> Iterator[str]:
             f"--swap-optimizer has no effect on {machine.platform}, where a run refuses it; take "
             "--rl-offload optimizer"
         )
+    if isinstance(prediction.plan, RLPlan):
+        yield decode_line(prediction)
+    if prediction.buffers and (line := prediction.buffers.line()):
+        yield line
     if sizes := prediction.group_bytes(0):
         groups = prediction.groups(0)
         named = ", ".join(
@@ -80,6 +85,16 @@ def _memory(found: Findings) -> Iterator[str]:
             rows.append([owner.value, *(f"{s / unit:.3f}" if s else "-" for s in sizes_of)])
         rows.append(["sum", *(f"{sum(table.values()) / unit:.3f}" for table in tables)])
         yield from (f"  {line}" for line in aligned(rows))
+
+
+def decode_line(prediction: MemoryPrediction) -> str:
+    """Describe how the engine of an RL run decodes, and what its graphs are assumed to take."""
+    tuning, why = prediction.tuning
+    mode, reason = tuning.rollout_graph_mode, f" ({why})" if why else ""
+    if mode == "eager":
+        return f"decode: eager, operator by operator{reason}"
+    count, each = prediction.num_graphs, prediction.machine.graph_mib
+    return f"decode: {mode} graphs of {count} sizes{reason}, {each:g} MiB each assumed"
 
 
 def _volume(found: Findings) -> Iterator[str]:
@@ -112,6 +127,17 @@ def _verdict(found: Findings) -> Iterator[str]:
         )
 
 
+def _execution(prediction: MemoryPrediction) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if isinstance(prediction.plan, RLPlan):
+        mode = prediction.tuning[0].rollout_graph_mode
+        found = {"graph_mode": mode, "graphs": prediction.num_graphs}
+    if buffers := prediction.buffers:
+        found["hccl_buffsize_mb"] = buffers.process_mb
+        found["hccl_buffsize_needed_mb"] = buffers.needed_mb
+    return found
+
+
 def as_json(found: Findings) -> dict[str, Any]:
     """Return all findings as a JSON object, with sizes in bytes."""
     prediction = found.prediction
@@ -124,6 +150,7 @@ def as_json(found: Findings) -> dict[str, Any]:
             "offload_reason": found.offload_reason,
             "expert_imbalance": prediction.imbalance,
             "swap_optimizer": bool(prediction.swap_parts),
+            **_execution(prediction),
         },
         "rank_classes": [
             {"first_rank": rank, "last_rank": rank + found.ranks_per_stage - 1, "bytes": table}

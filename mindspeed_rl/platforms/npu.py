@@ -11,6 +11,7 @@ from mindspeed_rl.config.npu import NpuSetup
 from mindspeed_rl.platforms.accelerator import AcceleratorPlatform
 from mindspeed_rl.platforms.base import Profiler
 from mindspeed_rl.platforms.features import TransformerFeatures
+from mindspeed_rl.platforms.pinned_memory import pinned_buffer
 
 
 class NpuPlatform(AcceleratorPlatform):
@@ -46,7 +47,7 @@ class NpuPlatform(AcceleratorPlatform):
         return NpuProfiler(config, folder, worker)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return pinned_buffer(num_bytes, self.synchronize)
 
 
 def memory_format(tensor: torch.Tensor) -> int:

@@ -1,8 +1,8 @@
-"""Switches expandable segments of the NPU's caching allocator while the process runs.
+"""Asks and sets the NPU's caching allocator while the process runs: its blocks, and its segments.
 
-They reduce fragmentation in training, but the engine's memory pool cannot be built with them, and
-graphs are captured without. So they are off while the engine is built and while its weights are in
-memory, and on at other times, if the user asked for them.
+Expandable segments reduce fragmentation in training, but the engine's memory pool cannot be built
+with them, and graphs are captured without. So they are off while the engine is built and while its
+weights are in memory, and on at other times, if the user asked for them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,19 @@ from mindspeed_rl.platforms.allocator_settings import WANTED
 def swaps_segments() -> bool:
     """Whether the user asked for expandable segments, which the start of the run removed."""
     return os.environ.get(WANTED) == "1"
+
+
+def free_blocks() -> list[range]:
+    """Return the addresses of cached memory that no tensor has, in all pools of the process."""
+    memory = importlib.import_module("torch_npu.npu.memory")
+    found = []
+    for segment in memory.memory_snapshot():
+        at = segment["address"]
+        for block in segment["blocks"]:
+            if block["state"] == "inactive":
+                found.append(range(at, at + block["size"]))
+            at += block["size"]
+    return found
 
 
 def set_expandable_segments(on: bool) -> None:

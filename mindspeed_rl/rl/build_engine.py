@@ -21,7 +21,13 @@ from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.run_plan import RLPlan, ScorePlan
 from mindspeed_rl.rl.components import Models
 from mindspeed_rl.rollout.engine import EngineState, InferenceEngine
-from mindspeed_rl.rollout.graph_sizes import AUTO, best_graph_sizes, read_history
+from mindspeed_rl.rollout.graph_sizes import (
+    AUTO,
+    best_graph_sizes,
+    even_graph_sizes,
+    limited,
+    read_history,
+)
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.samples.device_cache import TensorCache
@@ -197,7 +203,9 @@ def graph_sizes(job: Job[RLRunConfig, RLPlan]) -> tuple[int, ...]:
         return tuple(sorted({int(size) for size in tuning.rollout_graph_sizes}))
     chosen: list[tuple[int, ...]] = [()]
     if job.world.rank == 0:
-        if history := read_history(output):
+        options, spec = job.config.engine_options, job.plan.spec
+        most = engine_provider().sizes(options, spec, job.platform.name).sequences
+        if history := limited(read_history(output), most):
             found = best_graph_sizes(history, tuning.rollout_graph_count)
             chosen = [found.sizes]
             job.log_rank0(
@@ -205,8 +213,9 @@ def graph_sizes(job: Job[RLRunConfig, RLPlan]) -> tuple[int, ...]:
                 f"steps of {output}, {found.waste:.1%} of the rows would be padding"
             )
         else:
+            chosen = [even_graph_sizes(most, tuning.rollout_graph_count)]
             job.log_rank0(
-                f"graph sizes: no earlier decode steps in {output}, the engine keeps its own"
+                f"graph sizes {' '.join(map(str, chosen[0]))}: no earlier decode steps in {output}"
             )
     dist.broadcast_object_list(chosen, 0)
     return chosen[0]

@@ -41,6 +41,7 @@ from mindspeed_rl.metrics.output_dir import take_output_dir
 from mindspeed_rl.metrics.telemetry import log_description, named_phase, open_progress
 from mindspeed_rl.planning.budget import machine_on
 from mindspeed_rl.planning.prediction import MemoryPrediction
+from mindspeed_rl.planning.report import decode_line
 from mindspeed_rl.platforms.npu_install import determinism_line
 from mindspeed_rl.platforms.process_groups import existing_groups, group_lines
 from mindspeed_rl.rl.components import Components, Models, RunState
@@ -76,7 +77,7 @@ def describe(run: Components) -> None:
         + (f"; control: {run.config.rl.rl_control}" if run.config.rl.rl_control != "none" else ""),
         *(pool.notices if (pool := run.rollouts.rewards.pool) is not None else ()),
         *group_lines(existing_groups(), prediction.group_bytes(0)),
-        *([determinism_line()] if on_npu else []),
+        *([decode_line(prediction), determinism_line()] if on_npu else []),
         *([weight_format] if weight_format else []),
         *([experts] if plan.spec.moe and run.config.rl.rl_routing_replay == "none" else []),
     )

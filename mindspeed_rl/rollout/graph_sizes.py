@@ -99,6 +99,37 @@ def best_graph_sizes(histogram: Mapping[int, int], count: int) -> GraphSizes:
     return GraphSizes(sizes, rows, padded_rows)
 
 
+def limited(histogram: Mapping[int, int], sequences: int) -> Counter[int]:
+    """Return a histogram of an engine with a limit of ``sequences``, from that of another. Pure.
+
+    Larger batches, which an earlier run had, count as full ones.
+    """
+    found: Counter[int] = Counter()
+    for running, steps in histogram.items():
+        found[min(running, sequences)] += steps
+    return found
+
+
+def even_graph_sizes(sequences: int, count: int) -> tuple[int, ...]:
+    """Return at most ``count`` sizes at equal distances, the largest being ``sequences``. Pure.
+
+    For the first steps of a run, of which nothing is known: a step is padded by less than
+    ``sequences / count`` sequences.
+    """
+    return tuple(sorted({-(-sequences * i // count) for i in range(1, count + 1)}))
+
+
+def num_default_sizes(sequences: int) -> int:
+    """Return the number of sizes that vLLM-Ascend captures when it is given none. Pure.
+
+    Source: ``VllmConfig._set_cudagraph_sizes`` of vLLM (1, 2, 4, every 8th below 256, then every
+    16th), up to the number of sequences and to 512, as vLLM-Ascend limits it.
+    """
+    most = min(sequences, 512)
+    sizes = {1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)}
+    return sum(size <= most for size in sizes)
+
+
 def read_history(output_dir: Path) -> Counter[int]:
     """Read the histogram of the earlier steps of a run; it is empty when there is no file.
 

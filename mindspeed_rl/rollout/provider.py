@@ -52,7 +52,7 @@ class EngineSettings:
         kv_cache_bytes: Bytes of the key/value cache on this rank.
         seed: Seed of the engine; every request has its own as well.
         options: Options given by the user, under the engine's own names.
-        tuning: Flags of the engine's execution.
+        tuning: Flags of the engine's execution; on an NPU with a graph mode other than ``auto``.
         graph_sizes: Sizes to which ``--rollout-graph-sizes`` was resolved; may be empty.
         recorded_layers: Layers with experts whose routing is returned with each completion.
         scores_entropy: Whether ``score`` will be asked for entropies.
@@ -66,7 +66,9 @@ class EngineSettings:
     kv_cache_bytes: int
     seed: int
     options: Mapping[str, object]
-    tuning: EngineTuningConfig = field(default_factory=EngineTuningConfig)
+    tuning: EngineTuningConfig = field(
+        default_factory=lambda: EngineTuningConfig(rollout_graph_mode="eager")
+    )
     graph_sizes: tuple[int, ...] = ()
     recorded_layers: tuple[int, ...] = ()
     scores_entropy: bool = False
@@ -86,7 +88,7 @@ class EngineProvider(ABC):
     batched_tokens_option: str
 
     @abstractmethod
-    def environment(self, platform: str) -> Mapping[str, str]:
+    def environment(self, platform: str, rank: int) -> Mapping[str, str]:
         """Return variables to set before the package is imported; a user's own value wins."""
 
     @abstractmethod
@@ -114,6 +116,15 @@ class EngineProvider(ABC):
     @abstractmethod
     def sizes(self, options: Mapping[str, object], spec: ModelSpec, platform: str) -> EngineSizes:
         """Return the sizes that decide the engine's memory on a platform. Pure."""
+
+    @abstractmethod
+    def tuning(
+        self, tuning: EngineTuningConfig, engine: EngineLayout, platform: str
+    ) -> tuple[EngineTuningConfig, str]:
+        """Replace ``auto`` by the graph mode of a platform, and give the reason. Local.
+
+        Nothing is replaced, without a reason, where a mode is given.
+        """
 
     @abstractmethod
     def check_run(self, config: RLRunConfig, platform: str) -> None:

@@ -151,6 +151,7 @@ def whole_life(
     engine.free_weights()
     found["freed"] = torch.npu.mem_get_info()[0] - free
     found["owned"] = engine.weight_bytes + engine.cache_bytes
+    found["saved"] = engine._weights.saved_bytes
     del held
     engine.wake_weights()
     write(engine, other, 3)

@@ -111,6 +111,12 @@ def test_it_is_built_beside_a_trainer_and_gives_its_memory_back(life: Life) -> N
     assert found["format"].startswith("engine weights: not in NZ")
 
 
+def test_what_is_saved_are_tensors(life: Life) -> None:
+    """Not the free memory of the pool, whose segments have 2 MiB and more."""
+    family, _, found = life
+    assert 0 < found["saved"] < 2**20, (family, found["saved"])
+
+
 def assert_restored(found: dict[str, Any]) -> None:
     """Functions of torch and Python that are others after the engine was built."""
     replaced = {n: change for n, change in found["replaced"].items() if n not in KEPT}

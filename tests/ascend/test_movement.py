@@ -76,3 +76,16 @@ def test_memory_leaves_the_npu_and_comes_back(
     assert 0 <= facts.back <= 4 << 20
     for kept, moved in zip(facts.weights["none"], facts.weights["all"], strict=True):
         assert torch.equal(kept, moved)
+
+
+def test_pinned_memory_is_as_large_as_was_asked_for_and_lives_as_long_as_its_views(
+    tmp_path: Path,
+) -> None:
+    """torch_npu's own would be 64 MiB for 33, and stay in its cache."""
+    from ascend.worlds import pinned_world
+
+    facts = run_npu_ranks(pinned_world, 1, work_dir=tmp_path, args=(33 << 20,))[0]
+    assert facts.torch_npus >= 64 << 20, "the emulator counts what torch_npu pins"
+    assert facts.held == facts.asked == 33 << 20
+    assert facts.with_a_view == 33 << 20 and facts.came_back
+    assert facts.without_views == 0

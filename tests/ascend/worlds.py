@@ -115,6 +115,46 @@ class MemoryFacts:
     back: int
 
 
+@dataclass(frozen=True)
+class PinnedFacts:
+    """Bytes of pinned memory that CANN has handed out for one buffer."""
+
+    asked: int
+    torch_npus: int
+    held: int
+    with_a_view: int
+    without_views: int
+    came_back: bool
+
+
+def pinned_world(world: World, num_bytes: int) -> PinnedFacts:
+    """A buffer of the platform, filled by a copy from the device; and one of torch_npu."""
+    import ctypes
+
+    from mindspeed_rl.platforms.registry import select_platform
+
+    cann = ctypes.CDLL("libascendcl.so")
+    cann.emulated_pinned_bytes.restype = ctypes.c_size_t
+    platform = select_platform("npu")
+    before = cann.emulated_pinned_bytes()
+
+    def held() -> int:
+        return int(cann.emulated_pinned_bytes()) - before
+
+    theirs = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    torch_npus, before = held(), cann.emulated_pinned_bytes()
+    buffer = platform.host_buffer(num_bytes)
+    of_buffer = held()
+    device = torch.arange(5, dtype=torch.uint8, device="npu")
+    view = buffer[-5:]
+    view.copy_(device, non_blocking=True)
+    platform.synchronize()
+    del buffer
+    of_view, came_back = held(), view.tolist() == [0, 1, 2, 3, 4]
+    del view, theirs
+    return PinnedFacts(num_bytes, torch_npus, of_buffer, of_view, held(), came_back)
+
+
 def memory_world(world: World, model: str, num_steps: int) -> MemoryFacts:
     """The same steps with everything resident, and with everything away in between."""
     from support.batches import local_batches

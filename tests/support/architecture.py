@@ -108,7 +108,7 @@ LIGHT = (
     ),
     "algorithms.types",
     *(f"planning.{name}" for name in ("activations", "budget", "communicators", "prediction")),
-    "planning.run_plan",
+    *(f"planning.{name}" for name in ("expert_dispatch", "hccl_buffers", "run_plan")),
     "weights.layouts",
     "rollout.graph_sizes",
     "rollout.provider",

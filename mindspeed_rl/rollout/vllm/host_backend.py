@@ -27,6 +27,8 @@ from mindspeed_rl.rollout.vllm.patches.step_sync import StepSync
 
 # Flags of the engine's execution that work on every platform.
 _EVERYWHERE = ("rollout_graph_count", "rollout_dp_sync", "rollout_dp_sync_interval")
+# Values that ask for no graph here.
+_HARMLESS = (("rollout_graph_mode", "eager"), ("rollout_graph_sizes", ("auto",)))
 
 
 class HostBackend:
@@ -47,8 +49,8 @@ class HostBackend:
         self._platform, self._layout, self._tuning = platform, settings.layout, tuning
         for field in dataclasses.fields(tuning):
             value = getattr(tuning, field.name)
-            foretold = field.name == "rollout_graph_sizes" and value == ("auto",)
-            if value != field.default and field.name not in _EVERYWHERE and not foretold:
+            harmless = (field.name, value) in _HARMLESS
+            if value != field.default and field.name not in _EVERYWHERE and not harmless:
                 raise UsageError(
                     f"--{field.name.replace('_', '-')}: needs vLLM-Ascend, this is "
                     f"{platform.name}; remove the flag, or give vLLM's own option as --vllm-*"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import RLRunConfig
@@ -17,7 +19,7 @@ from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.rollout.vllm.options import check_option_names, reserved_for
 from mindspeed_rl.rollout.vllm.tuning import check_tuning
 from mindspeed_rl.rollout.vllm_ascend.arguments import ENVIRONMENT as ASCEND_ENVIRONMENT
-from mindspeed_rl.rollout.vllm_ascend.arguments import check_dummy_batches
+from mindspeed_rl.rollout.vllm_ascend.arguments import check_dummy_batches, graph_tuning
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
 if TYPE_CHECKING:
@@ -47,9 +49,15 @@ class VllmProvider(EngineProvider):
     cleared_variables = ("VLLM_CPU_KVCACHE_SPACE",)
     batched_tokens_option = "max_num_batched_tokens"
 
-    def environment(self, platform: str) -> Mapping[str, str]:
-        """Return variables that run the engine in this process, quietly and without telemetry."""
-        return ENVIRONMENT | (ASCEND_ENVIRONMENT if platform == "npu" else {})
+    def environment(self, platform: str, rank: int) -> Mapping[str, str]:
+        """Return variables that run the engine in this process, quietly and without telemetry.
+
+        vLLM-Ascend's warnings, shown on one rank, are the only sign of a key that it ignores.
+        """
+        if platform != "npu":
+            return ENVIRONMENT
+        level = {"VLLM_LOGGING_LEVEL": "WARNING"} if rank == 0 else {}
+        return ENVIRONMENT | ASCEND_ENVIRONMENT | level
 
     def check_options(self, options: Mapping[str, object]) -> None:
         for name in options:
@@ -84,6 +92,16 @@ class VllmProvider(EngineProvider):
             _number(options.get("block_size"), block),
             copies_latent=ascend,
         )
+
+    def tuning(
+        self, tuning: EngineTuningConfig, engine: EngineLayout, platform: str
+    ) -> tuple[EngineTuningConfig, str]:
+        """Choose graphs of whole decode steps on NPUs; elsewhere memory changes its addresses."""
+        if tuning.rollout_graph_mode != "auto":
+            return tuning, ""
+        if platform == "npu":
+            return graph_tuning(tuning, engine.dp, os.environ)
+        return replace(tuning, rollout_graph_mode="eager"), f"no graphs are captured on {platform}"
 
     def check_run(self, config: RLRunConfig, platform: str) -> None:
         """Refuse flags whose feature the installed engine lacks on the platform."""

@@ -7,11 +7,14 @@ the sources of the pinned version read (``tests/unit/rollout/test_ascend_argumen
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.rollout.graph_sizes import AUTO
 
 # Weights stay in the plain format ND; weight updates read this besides the key weight_nz_mode.
 ENVIRONMENT = {"VLLM_ASCEND_ENABLE_NZ": "0"}
@@ -26,9 +29,10 @@ def ascend_arguments(tuning: EngineTuningConfig, sizes: tuple[int, ...] = ()) ->
     """Return the arguments of ``vllm.LLM`` for our flags, and those of every engine. Pure.
 
     Args:
-        tuning: Flags of the engine's execution.
+        tuning: Flags of the engine's execution, with a graph mode other than ``auto``.
         sizes: Graph sizes to capture; empty leaves the engine's own.
     """
+    assert tuning.rollout_graph_mode != "auto", "see graph_tuning"
     # Weights stay ND, CPUs are not bound, and every engine of a process reads its configuration.
     additional: dict[str, Any] = {"weight_nz_mode": 0, "enable_cpu_binding": False, "refresh": True}
     arguments: dict[str, Any] = {
@@ -53,6 +57,39 @@ def ascend_arguments(tuning: EngineTuningConfig, sizes: tuple[int, ...] = ()) ->
     return arguments
 
 
+def graph_tuning(
+    tuning: EngineTuningConfig, dp: int, environ: Mapping[str, str]
+) -> tuple[EngineTuningConfig, str]:
+    """Replace ``auto`` by the best graph mode that the installed build supports; also say why.
+
+    Sizes that were not given become ``auto``. Without vLLM-Ascend (a dry run elsewhere) the answer
+    is that of the pinned version.
+
+    Args:
+        tuning: Flags of the engine's execution.
+        dp: Data-parallel ranks of an engine.
+        environ: Environment of the run.
+    """
+    eager = replace(tuning, rollout_graph_mode="eager")
+    if environ.get("ASCEND_LAUNCH_BLOCKING", "0") == "1":
+        return eager, "ASCEND_LAUNCH_BLOCKING=1 excludes graphs"
+    if dp > 1 and _overwrites_cache():
+        return eager, (
+            "in vllm-ascend 0.23.0 graphs exclude --rollout-dp above 1; install 0.23.0.post1"
+        )
+    sizes = tuning.rollout_graph_sizes or AUTO
+    graphs = replace(tuning, rollout_graph_mode="full-decode", rollout_graph_sizes=sizes)
+    return graphs, "the default on NPUs; --rollout-graph-mode eager for a first run"
+
+
+def _overwrites_cache() -> bool:
+    """Whether the installed build is 0.23.0, in which graphs overwrite live cache."""
+    try:
+        return version("vllm-ascend").partition("+")[0] == "0.23.0"
+    except PackageNotFoundError:
+        return False
+
+
 def check_dummy_batches(graph_mode: str) -> None:
     """Refuse graphs of whole steps where the batches of idle ranks overwrite the cache.
 
@@ -62,7 +99,7 @@ def check_dummy_batches(graph_mode: str) -> None:
     Raises:
         UsageError: The installed build is 0.23.0, and the graph mode captures whole steps.
     """
-    if graph_mode.startswith("full") and version("vllm-ascend").partition("+")[0] == "0.23.0":
+    if graph_mode.startswith("full") and _overwrites_cache():
         raise UsageError(
             f"--rollout-graph-mode {graph_mode} with --rollout-dp above 1: in vllm-ascend 0.23.0 a "
             "rank without requests writes into the cache of live ones; install vllm-ascend "

@@ -13,7 +13,11 @@ import torch
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.platforms.npu import memory_format
-from mindspeed_rl.platforms.npu_allocator import set_expandable_segments, swaps_segments
+from mindspeed_rl.platforms.npu_allocator import (
+    free_blocks,
+    set_expandable_segments,
+    swaps_segments,
+)
 from mindspeed_rl.platforms.npu_changes import ProcessChanges
 from mindspeed_rl.platforms.storages import as_bytes, storages_of
 from mindspeed_rl.rollout.provider import EngineSettings
@@ -103,6 +107,7 @@ class AscendBackend:
             save=True,
             # An update writes or derives every parameter.
             lost=lambda: [param.data for param in model.parameters()],
+            unused=free_blocks,
             pool_in_use=pool_in_use,
         )
         whole = [as_bytes(s) for s in storages_of(kv_tensors(worker.model_runner))]

@@ -4,7 +4,8 @@ Its pool maps physical memory under addresses that stay, so captured graphs stay
 only sleep as a whole, and copies all weights to the host although the next update writes them; but
 the phases free cache and weights one after the other. So this module unmaps and maps each tag by
 itself, and of the weights saves only what no update writes: plain tensors in the pool, such as
-expert ids of a dispatcher or cached rotary tables.
+expert ids of a dispatcher or cached rotary tables. Memory that the pool keeps for later tensors is
+not saved either.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class PoolMemory:
         save: Whether to keep the contents on the host while unmapped, except those of ``lost``.
         lost: Returns tensors that come back as zeros: the next update writes them, or they are
             empty.
+        unused: Returns addresses of memory that no tensor has.
         pool_in_use: Called with true before the pool is mapped, with false after it is unmapped.
     """
 
@@ -67,11 +69,12 @@ class PoolMemory:
         *,
         save: bool,
         lost: Callable[[], Iterable[torch.Tensor]],
+        unused: Callable[[], Iterable[range]] = lambda: (),
         pool_in_use: Callable[[bool], None] = lambda in_use: None,
     ) -> None:
         self._camem, self._tag, self._wake = camem, tag, wake
         self._platform, self._save, self._lost = platform, save, lost
-        self._pool_in_use = pool_in_use
+        self._unused, self._pool_in_use = unused, pool_in_use
         self._buffers: dict[int, torch.Tensor] = {}
         self._spans: dict[int, list[range]] = {}
         self._cleared: list[torch.Tensor] = []
@@ -103,9 +106,11 @@ class PoolMemory:
             return
         self._platform.synchronize()
         cleared = list(self._lost())
-        lost = [span for tensor in cleared if (span := span_of(tensor))]
-        for ptr, data in here.items() if self._save else ():
-            self._keep(ptr, outside(range(ptr, ptr + data.handle[1]), lost))
+        if self._save:
+            lost = [span for tensor in cleared if (span := span_of(tensor))]
+            lost += self._unused()
+            for ptr, data in here.items():
+                self._keep(ptr, outside(range(ptr, ptr + data.handle[1]), lost))
         self._cleared = cleared
         try:
             self._unmap(here)
@@ -175,6 +180,11 @@ class PoolMemory:
                 f"acl.rt.memcpy of {size} bytes {way} failed with status {status} (memory of tag "
                 f"{self._tag!r})"
             )
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes on the host, which stay allocated."""
+        return sum(buffer.numel() for buffer in self._buffers.values())
 
     @contextmanager
     def _hidden(self) -> Iterator[None]:

@@ -34,6 +34,7 @@ const char *aclGetRecentErrMsg(void) { return "emulated CANN"; }
 /* ---- memory: sizes are counted per device, so that what the driver reports is true ---- */
 struct header { size_t bytes; int device; };
 static size_t used_bytes[DEVICES];
+static size_t pinned_bytes; /* of the host */
 
 static status take(void **pointer, size_t bytes, int device) {
     if (device >= 0 && used_bytes[device] + bytes > TOTAL_BYTES) return OUT_OF_MEMORY;
@@ -43,7 +44,7 @@ static status take(void **pointer, size_t bytes, int device) {
     struct header *header = (struct header *)block;
     header->bytes = bytes;
     header->device = device;
-    if (device >= 0) __atomic_add_fetch(&used_bytes[device], bytes, __ATOMIC_RELAXED);
+    __atomic_add_fetch(device >= 0 ? &used_bytes[device] : &pinned_bytes, bytes, __ATOMIC_RELAXED);
     *pointer = block + ALIGNMENT;
     return 0;
 }
@@ -51,8 +52,8 @@ static status take(void **pointer, size_t bytes, int device) {
 static status give(void *pointer) {
     if (!pointer) return 0;
     struct header *header = (struct header *)((char *)pointer - ALIGNMENT);
-    if (header->device >= 0)
-        __atomic_sub_fetch(&used_bytes[header->device], header->bytes, __ATOMIC_RELAXED);
+    size_t *used = header->device >= 0 ? &used_bytes[header->device] : &pinned_bytes;
+    __atomic_sub_fetch(used, header->bytes, __ATOMIC_RELAXED);
     free(header);
     return 0;
 }
@@ -62,6 +63,7 @@ status aclrtMallocAlign32(void **p, size_t n, int policy) { return take(p, n, cu
 status aclrtMallocHost(void **p, size_t n) { return take(p, n, -1); }
 status aclrtFree(void *p) { return give(p); }
 status aclrtFreeHost(void *p) { return give(p); }
+size_t emulated_pinned_bytes(void) { return pinned_bytes; } /* for tests; CANN has no such call */
 status aclrtGetMemInfo(int attribute, size_t *free_bytes, size_t *total) {
     *free_bytes = TOTAL_BYTES - used_bytes[current_device];
     *total = TOTAL_BYTES;

@@ -60,7 +60,7 @@ def test_sizes_of_buffers_are_in_the_prediction(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("HCCL_BUFFSIZE", "100")
     flags = f"""--hf-checkpoint {PUBLISHED["qwen3-30b-a3b"]} --train-iters 1 --bf16
         --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4
-        --rollout-tp 2 --rollout-dp 2
+        --rollout-tp 2 --rollout-dp 2 --vllm-max-num-seqs 64
         --rollout-ep 4 --expert-tensor-parallel-size 1 --grpo-prompts-per-step 8
         --grpo-group-size 8 --hccl-group-buffer tp:64;dp_cp:300"""
     config, _ = parsed(*flags.split())

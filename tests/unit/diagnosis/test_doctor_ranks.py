@@ -98,7 +98,7 @@ def layout(ranks: int) -> list[str]:
 @pytest.mark.parametrize(("given", "is_red"), [(8, True), (4, False), (0, False)])
 def test_another_number_of_ranks_than_the_flag_says_is_red(given: int, is_red: bool) -> None:
     config = parse(RLRunConfig, layout(given), "t").config
-    plan, (row,) = doctor.layout_rows(config, bootstrap.World(0, 4, 0, 4))
+    plan, (row,) = doctor.layout_rows(config, "cpu", bootstrap.World(0, 4, 0, 4))
     assert plan is not None and plan.parallel.world == 4
     assert (row.status is Status.RED) == is_red
     assert ("--rl-world-size 8" in row.what) == is_red
@@ -107,5 +107,5 @@ def test_another_number_of_ranks_than_the_flag_says_is_red(given: int, is_red: b
 def test_a_size_of_buffers_that_is_none_is_left_to_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HCCL_BUFFSIZE", "200MB")
     config = parse(RLRunConfig, layout(0), "t").config
-    _, (row,) = doctor.layout_rows(config, bootstrap.World(0, 4, 0, 4))
-    assert row.status is Status.NOTE and "400 MiB" in row.what
+    _, (row,) = doctor.layout_rows(config, "cpu", bootstrap.World(0, 4, 0, 4))
+    assert row.status is Status.NOTE and "world 400" in row.what

@@ -87,6 +87,32 @@ def test_determinism_is_in_the_environment_before_torch(
 
 
 @pytest.mark.usefixtures("nothing_imported")
+@pytest.mark.parametrize(("platform", "size", "expected"), [
+    ("npu", 240, "240"), ("npu", 0, None), ("cpu", 240, None),
+])  # fmt: skip
+def test_the_size_of_hccls_buffers_is_set_before_it_is_loaded(
+    platform: str, size: int, expected: str | None
+) -> None:
+    environ: dict[str, str] = {}
+    notes = bootstrap.prepare_environment(platform, environ, buffer_mb=size)
+    assert environ.get("HCCL_BUFFSIZE") == expected
+    assert any("HCCL_BUFFSIZE=240" in note for note in notes) == (expected is not None)
+
+
+@pytest.mark.parametrize(
+    ("platform", "rank", "expected"),
+    [("npu", "0", "WARNING"), ("npu", "3", "ERROR"), ("cpu", "0", "ERROR")],
+)
+def test_one_rank_shows_what_vllm_ascend_ignores(platform: str, rank: str, expected: str) -> None:
+    environ = {"RANK": rank}
+    bootstrap.set_defaults(platform, environ)
+    assert environ["VLLM_LOGGING_LEVEL"] == expected
+    mine = {"RANK": "0", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    bootstrap.set_defaults(platform, mine)
+    assert mine["VLLM_LOGGING_LEVEL"] == "DEBUG"
+
+
+@pytest.mark.usefixtures("nothing_imported")
 def test_what_the_engine_reads_of_a_users_environment() -> None:
     """vLLM's cache of what models are stays where it is; its size of the cache is a flag of ours.
 

@@ -25,9 +25,9 @@ LAYOUT = f"""--hf-checkpoint {PUBLISHED["qwen3-30b-a3b"]} --prompt-data x --trai
 
 def test_groups_of_the_run_and_their_memory_are_told() -> None:
     config = parse(RLRunConfig, LAYOUT, "t").config
-    plan, (row,) = layout_rows(config, bootstrap.World(0, 1, 0, 1))
+    plan, (row,) = layout_rows(config, "npu", bootstrap.World(0, 1, 0, 1))
     assert plan is not None and row.status is Status.NOTE
-    assert "tp, " in row.what and "MiB in all (predicted)" in row.what
+    assert "tp 400, " in row.what and "MiB in all (predicted)" in row.what
     axes = RunGroups.of(config, plan).of_all_ranks()
     assert axes["tp"] == axes["ep"] == axes["rollout tp"] == ((0, 1), (2, 3), (4, 5), (6, 7))
     for name, groups in axes.items():
@@ -37,7 +37,8 @@ def test_groups_of_the_run_and_their_memory_are_told() -> None:
 
 def test_a_layout_that_is_not_possible_is_red() -> None:
     wrong = [*LAYOUT, "--tensor-model-parallel-size", "3"]
-    plan, (row,) = layout_rows(parse(RLRunConfig, wrong, "t").config, bootstrap.World(0, 1, 0, 1))
+    config = parse(RLRunConfig, wrong, "t").config
+    plan, (row,) = layout_rows(config, "npu", bootstrap.World(0, 1, 0, 1))
     assert plan is None and row.status is Status.RED and "3" in row.what
 
 

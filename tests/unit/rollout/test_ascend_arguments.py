@@ -46,6 +46,11 @@ CASES: list[tuple[dict[str, Any], tuple[int, ...], dict[str, object]]] = [
 ]
 
 
+def tuning(**flags: Any) -> EngineTuningConfig:
+    """With a graph mode, as every engine has one."""
+    return EngineTuningConfig(**{"rollout_graph_mode": "eager", **flags})
+
+
 def paths(value: object, prefix: str = "") -> dict[str, object]:
     """Nested arguments by dotted path."""
     if not isinstance(value, dict):
@@ -60,11 +65,11 @@ def paths(value: object, prefix: str = "") -> dict[str, object]:
 def test_a_flag_sets_its_key_and_nothing_else(
     flags: dict[str, Any], sizes: tuple[int, ...], expected: dict[str, object]
 ) -> None:
-    assert paths(ascend_arguments(EngineTuningConfig(**flags), sizes)) == ALWAYS | expected
+    assert paths(ascend_arguments(tuning(**flags), sizes)) == ALWAYS | expected
 
 
 def test_the_engines_own_agreement_is_left_alone() -> None:
-    found = paths(ascend_arguments(EngineTuningConfig(rollout_dp_sync="engine")))
+    found = paths(ascend_arguments(tuning(rollout_dp_sync="engine")))
     assert found.keys() == ALWAYS.keys() - {"additional_config.dp_allreduce_on_npu"}
 
 
@@ -72,7 +77,7 @@ def test_every_key_is_read_by_the_pinned_version() -> None:
     """Against the keys and arguments in its sources: it says nothing of keys it does not know."""
     read = snapshot()["settings"]
     used = {path for flags, sizes, _ in CASES
-            for path in paths(ascend_arguments(EngineTuningConfig(**flags), sizes))}  # fmt: skip
+            for path in paths(ascend_arguments(tuning(**flags), sizes))}  # fmt: skip
     for path in sorted(used):
         top, _, rest = path.partition(".")
         if top == "additional_config":

@@ -86,6 +86,24 @@ def test_only_what_no_update_writes_is_copied() -> None:
     assert sleeper.memory.num_bytes == 4 * (24 + 7)
 
 
+def test_memory_of_no_tensor_is_not_copied() -> None:
+    """The start of one allocation is free, and the end of the other one."""
+    sleeper = Sleeper()
+    first, second = sleeper.mixed.data_ptr(), sleeper.stray.data_ptr()
+    free = [range(first, first + 8), range(second + 20, second + 28), range(8)]
+    memory = PoolMemory(
+        sleeper.pool, "weights", sleeper.pool.wake_up, CpuPlatform(), save=True,
+        lost=lambda: [sleeper.param], unused=lambda: free,
+    )  # fmt: skip
+    memory.free()
+    memory.bring_back()
+    kept = 4 * (4 + 4 + 7) - 16
+    assert sleeper.pool.copied_bytes == {1: kept, 2: kept}
+    assert memory.saved_bytes == kept
+    assert torch.equal(sleeper.mixed[2:4], torch.tensor([2.0, 3.0]))
+    assert torch.equal(sleeper.stray[:5], torch.full((5,), 3.0))
+
+
 def test_an_error_before_any_line_changes_nothing() -> None:
     """Towards sleep all of it is here afterwards, towards waking all of it is away."""
     planted = 0

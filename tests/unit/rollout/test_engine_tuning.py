@@ -23,7 +23,11 @@ from mindspeed_rl.rollout.vllm.tuning import check_tuning, read_expert_map
     [
         (GQA, {"rollout_graph_sizes": ("auto", "8")}, "allowed are auto alone, or numbers above 0"),
         (GQA, {"rollout_graph_sizes": ("0",)}, "allowed are auto alone, or numbers above 0"),
-        (GQA, {"rollout_graph_sizes": ("8",)}, "no graphs with --rollout-graph-mode eager"),
+        (
+            GQA,
+            {"rollout_graph_mode": "eager", "rollout_graph_sizes": ("8",)},
+            "no graphs with --rollout-graph-mode eager",
+        ),
         (GQA, {"rollout_multistream_moe": True}, "no experts; remove the flag"),
         (MOE, {"rollout_expert_map": "m.json"}, "set --rollout-ep to --rollout-tp x --rollout-dp"),
     ],

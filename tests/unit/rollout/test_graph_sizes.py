@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.layout_cases import GQA, spec_of
 from support.table_engine import single_rank
 
 from mindspeed_rl.config import EngineTuningConfig
@@ -21,6 +22,8 @@ from mindspeed_rl.rollout.graph_sizes import (
     HISTORY_FILE,
     best_graph_sizes,
     decode_batches,
+    even_graph_sizes,
+    num_default_sizes,
     read_history,
     write_history,
 )
@@ -83,21 +86,52 @@ def test_the_history_of_a_run_comes_back(tmp_path: Path) -> None:
         read_history(tmp_path)
 
 
+def job(told: list[str], output: Path, *sizes: str, max_num_seqs: int = 64, count: int = 2) -> Any:
+    """A job of rank 0 with these graph sizes."""
+    engine = EngineTuningConfig(rollout_graph_sizes=sizes, rollout_graph_count=count)
+    config = SimpleNamespace(
+        engine=engine,
+        logging=SimpleNamespace(output_dir=str(output)),
+        engine_options={"max_num_seqs": max_num_seqs},
+    )
+    return SimpleNamespace(
+        config=config,
+        plan=SimpleNamespace(spec=spec_of(GQA)),
+        platform=SimpleNamespace(name="npu"),
+        world=SimpleNamespace(rank=0),
+        log_rank0=told.append,
+    )
+
+
 def test_auto_takes_the_best_sizes_of_earlier_steps_and_tells_their_waste(tmp_path: Path) -> None:
     """160 rows in graphs of 5 and 8 are 180; of 3 and 8 they would be 190."""
     write_history(tmp_path, Counter({3: 10, 5: 10, 8: 10}))
     told: list[str] = []
-
-    def job(*sizes: str) -> Any:
-        engine = EngineTuningConfig(rollout_graph_sizes=sizes, rollout_graph_count=2)
-        logging = SimpleNamespace(output_dir=str(tmp_path))
-        config = SimpleNamespace(engine=engine, logging=logging)
-        return SimpleNamespace(config=config, world=SimpleNamespace(rank=0), log_rank0=told.append)
-
     with single_rank():
-        assert graph_sizes(job(*AUTO)) == (5, 8)
+        assert graph_sizes(job(told, tmp_path, *AUTO)) == (5, 8)
     assert told == [
         f"graph sizes 5 8: over the 30 decode steps of {tmp_path}, 11.1% of the rows would be "
         "padding"
     ]
-    assert graph_sizes(job("8", "2", "8")) == (2, 8)
+    assert graph_sizes(job(told, tmp_path, "8", "2", "8")) == (2, 8)
+
+
+def test_auto_takes_no_size_that_this_engine_cannot_run(tmp_path: Path) -> None:
+    """Its largest size decides how large the buffer for the dispatch of experts has to be."""
+    write_history(tmp_path, Counter({4: 10, 64: 5, 96: 5}))
+    with single_rank():
+        assert graph_sizes(job([], tmp_path, *AUTO, max_num_seqs=32)) == (4, 32)
+
+
+def test_auto_without_earlier_steps_takes_equal_distances(tmp_path: Path) -> None:
+    told: list[str] = []
+    with single_rank():
+        sizes = graph_sizes(job(told, tmp_path, *AUTO, max_num_seqs=30, count=4))
+    assert sizes == (8, 15, 23, 30) and "8 15 23 30" in told[0]
+    assert even_graph_sizes(3, 16) == (1, 2, 3)
+
+
+@pytest.mark.parametrize(("sequences", "count"), [(1, 1), (7, 3), (64, 11), (256, 35), (4096, 51)])
+def test_the_number_of_sizes_that_the_engine_takes_itself(sequences: int, count: int) -> None:
+    """As written out by vLLM's docstring: 1, 2, 4, every 8th below 256, every 16th up to 512."""
+    assert num_default_sizes(sequences) == count
