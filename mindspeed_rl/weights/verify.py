@@ -1,8 +1,7 @@
 """Proof that both sides of a weight sync hold the same bits, and the search for what differs.
 
-The checksum of a tensor is the sum over its elements of (bit pattern x odd hash of the element's
-global index) modulo 2^64. It does not depend on how the tensor is cut or ordered, so trainer and
-engine compute it from their own pieces and compare one integer per tensor.
+Trainer and engine compute a checksum from their own pieces that does not depend on the cut
+(:mod:`~mindspeed_rl.weights.checksums`), and compare one integer per tensor.
 
 After a checksum failed, the first wrong element is looked for. That shares no code with the
 planner: owner ranks of the source broadcast what they hold, and every rank compares its own copy of
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
 import torch
@@ -21,69 +19,12 @@ import torch.distributed as dist
 
 from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.parallel.small_collectives import all_reduce_sum, gather_objects
+from mindspeed_rl.weights.checksums import box_checksum, check_arithmetic
 from mindspeed_rl.weights.executor import wire_dtype
 from mindspeed_rl.weights.layouts.base import Piece, Shard, ShardLayout, pieces_of
 
-_MULTIPLIER_1 = -4658895280553007687  # 0xbf58476d1ce4e5b9 of splitmix64, as a signed integer
-_MULTIPLIER_2 = -7723592293110705685  # 0x94d049bb133111eb
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SLICE_ELEMENTS = 1 << 24  # Elements broadcast at a time in the search for a difference.
-# Index hashes of rectangles up to this size are cached for all syncs: 8 bytes per element.
-_CACHED_ELEMENTS = 1 << 16
-_CHUNK_ELEMENTS = 1 << 20  # Elements hashed at a time; each needs 36 bytes with all temporaries.
-
-
-def _hash_indices(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    index = torch.zeros((), dtype=torch.int64, device=device)
-    for dim, (lo, size) in enumerate(zip(box.lo, box.size, strict=True)):
-        line = torch.arange(lo, lo + size, dtype=torch.int64, device=device)
-        index = index.unsqueeze(-1) * shape[dim] + line
-    value = index
-    value = (value ^ ((value >> 30) & ((1 << 34) - 1))) * _MULTIPLIER_1
-    value = (value ^ ((value >> 27) & ((1 << 37) - 1))) * _MULTIPLIER_2
-    return (value ^ ((value >> 31) & ((1 << 33) - 1))) | 1
-
-
-_cached_hashes = lru_cache(maxsize=1024)(_hash_indices)
-
-
-def _index_hash(box: Box, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Hash each element's row-major global index with splitmix64, made odd: [box.size]."""
-    hashes = _cached_hashes if box.num_elements <= _CACHED_ELEMENTS else _hash_indices
-    return hashes(box, shape, device)
-
-
-def box_checksum(
-    values: torch.Tensor, box: Box, shape: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    """Return what one rectangle adds to the checksum of its tensor, using about 40 MB at a time.
-
-    Args:
-        values: [box.size], any floating type.
-        box: Place of the values in the HF tensor.
-        shape: Shape of the whole HF tensor.
-        dtype: Element type that the values are cast to first.
-
-    Returns:
-        0-d int64 (modulo 2^64), on the device of the values.
-    """
-    if box.num_elements <= _CHUNK_ELEMENTS:
-        return _chunk_checksum(values, box, shape, dtype)
-    whole = Box.whole(box.size)
-    parts = -(-box.num_elements // _CHUNK_ELEMENTS)
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for part in (box.slice(i, parts) for i in range(parts)):
-        if part.num_elements:
-            total += _chunk_checksum(values[part.moved(box, whole).slices], part, shape, dtype)
-    return total
-
-
-def _chunk_checksum(
-    values: torch.Tensor, box: Box, shape: tuple[int, ...], dtype: torch.dtype
-) -> torch.Tensor:
-    taken = values.to(dtype).contiguous()
-    bits = taken.view(_BITS[taken.element_size()]).to(torch.int64)
-    return (bits * _index_hash(box, shape, values.device)).sum()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +33,6 @@ class _HeldPiece:
 
     piece: Piece
     row: int
-    shape: tuple[int, ...]
     dtype: str
 
 
@@ -103,7 +43,6 @@ def _held_pieces(
         _HeldPiece(
             shard.piece,
             rows[shard.piece.hf_name],
-            layout.hf_shapes[shard.piece.hf_name],
             layout.dtype_of(shard.piece.hf_name),
         )
         for shard in pieces_of(layout, rank)
@@ -119,10 +58,12 @@ def _sum_pieces(
         piece = held.piece
         shown = piece.view.of(params[piece.param].detach())[piece.param_box.slices]
         wire = wire_dtype(held.dtype, dtype)
-        value = box_checksum(shown, piece.hf_box, held.shape, wire)
+        value = box_checksum(shown, piece.hf_box, wire)
         found.setdefault(value.device, []).append((held.row, value))
     total = torch.zeros(count, dtype=torch.int64)
-    for rows, values in (zip(*pairs, strict=True) for pairs in found.values()):
+    for device, pairs in found.items():
+        check_arithmetic(device)
+        rows, values = zip(*pairs, strict=True)
         # The values of a device are stacked first, so that each device needs one copy to the host.
         total.index_add_(0, torch.tensor(rows), torch.stack(values).cpu())
     return total

@@ -54,6 +54,14 @@ def _first_ranks_sum(original: Callable[..., Any]) -> Callable[..., Any]:
     return changed
 
 
+def _same_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(dim: int, first: int, *rest: Any) -> Any:
+        weights = original(dim, first, *rest)
+        return weights * 0 + 1 if dim else weights
+
+    return changed
+
+
 def _not_from_itself(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda transfers, read, write: 0 if read is write else original(transfers, read, write)
 
@@ -98,10 +106,18 @@ WEIGHTS = (
           "tests/simulated/test_plan_agreement.py::"
           "test_ranks_with_another_plan_are_named_on_all_ranks[0-precision]",
           "Ranks that planned from other flags would mix up tensors, or hang."),
-    Fault("checksum-forgets-the-position", "mindspeed_rl.weights.verify:_index_hash",
-          gives(lambda hashes: hashes * 0 + 1),
-          "tests/simulated/test_checksums.py::test_a_fault_is_found_and_named",
+    Fault("checksum-forgets-the-position", "mindspeed_rl.weights.checksums:_weights",
+          gives(lambda weights: weights * 0 + 1), "tests/simulated/test_checksums.py::"
+          "test_changes_that_cancel_out_in_a_shorter_sum_are_found",
           "Weights in the wrong order would be proven equal."),
+    Fault("checksum-forgets-the-row", "mindspeed_rl.weights.checksums:_weights",
+          _same_rows, "tests/simulated/test_checksums.py::"
+          "test_changes_that_cancel_out_in_a_shorter_sum_are_found",
+          "Rows of a matrix in the wrong order would be proven equal."),
+    Fault("checksum-loses-pairs-of-signs", "mindspeed_rl.weights.checksums:_chunk_checksum",
+          gives(lambda value: value % 2**32), "tests/simulated/test_checksums.py::"
+          "test_changes_that_cancel_out_in_a_shorter_sum_are_found",
+          "A tensor with every sign turned would be proven equal."),
     Fault("syncs-are-not-proven", "mindspeed_rl.weights.sync:WeightSync._prove",
           skipped, _PHASES + "test_weights_that_differ_are_never_generated_from",
           "The engine would sample from weights that differ from the trainer's."),
