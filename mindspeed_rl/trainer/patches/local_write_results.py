@@ -8,6 +8,7 @@ this process and its own writers report to it through another queue.
 
 from __future__ import annotations
 
+import importlib
 import queue
 from collections.abc import Callable
 from typing import Any
@@ -15,19 +16,26 @@ from typing import Any
 from mindspeed_rl.core.patching import Patch, apply_patch
 
 
+_MODULE = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+# Name and parameters in megatron-core 0.16, and since 0.17.
+_TARGETS: dict[str, tuple[str, ...]] = {
+    "_get_write_results_queue": (),
+    "get_write_results_queue": ("mp_mode",),
+}
+
+
 def apply() -> None:
     """Make megatron-core take a queue of this process for the results. Idempotent."""
+    module = importlib.import_module(_MODULE)
+    name = next((name for name in _TARGETS if hasattr(module, name)), next(iter(_TARGETS)))
     apply_patch(
         Patch(
-            target=(
-                "megatron.core.dist_checkpointing.strategies.filesystem_async:"
-                "_get_write_results_queue"
-            ),
-            parameters=(),
+            target=f"{_MODULE}:{name}",
+            parameters=_TARGETS[name],
             make=_local_queue,
             why="a synchronous save needs no manager process",
             upstream="megatron/core/dist_checkpointing/strategies/filesystem_async.py",
-            versions="megatron-core 0.16.1",
+            versions="megatron-core 0.16.1 and 0.18",
             remove_when="megatron-core saves synchronously without a manager",
         )
     )
@@ -35,4 +43,4 @@ def apply() -> None:
 
 def _local_queue(original: Callable[..., Any]) -> Callable[..., queue.Queue[Any]]:
     results: queue.Queue[Any] = queue.Queue()
-    return lambda: results
+    return lambda *_, **__: results
