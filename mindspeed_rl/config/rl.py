@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mindspeed_rl.config.supervised import Blend, parse_blend
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flag import Needs, flag
 
@@ -119,17 +120,32 @@ class PromptConfig:
     response). With --rl-eval-samples N each prompt is also sampled N times: mean@N is
     the share of right samples, pass@k the chance that one of k is right.
 
-    Example: --rl-eval-data gsm8k=gsm8k.jsonl aime=aime.parquet --rl-eval-samples 8
+    A data set is a file (.jsonl, .json, .parquet, .csv, .arrow), a folder (of such files, or saved
+    by `save_to_disk`; FOLDER:SPLIT), or a data set of the hub (ORG/NAME@REVISION:SPLIT). A split is
+    train unless it is named, and SUBSET/SPLIT where there are several subsets.
+
+    Example: --prompt-data 0.7 math.jsonl 0.3 org/code@main:train
+    --rl-eval-data gsm8k=openai/gsm8k:main/test aime=aime.parquet --rl-eval-samples 8
     """
 
-    prompt_data: str = flag("", "File of training prompts, jsonl or parquet. Required.")
+    prompt_data: tuple[str, ...] = flag(
+        (),
+        "Training prompts: a data set, several, or weights and data sets in turn (30 a.jsonl 70 "
+        "b.jsonl). Required.",
+        nargs="+",
+    )
     eval_prompt_data: str = flag(
-        "", "File of held-out prompts, jsonl or parquet; empty for no evaluation."
+        "", "Held-out prompts, a data set; empty for no evaluation by this flag."
     )
     rl_eval_data: tuple[str, ...] = flag(
         (),
-        "Further sets of held-out prompts, each NAME=FILE; metrics are eval/NAME/...",
+        "Further sets of held-out prompts, each NAME=DATASET; metrics are eval/NAME/...",
         nargs="+",
+    )
+    prompt_cache_path: str = flag(
+        "",
+        "Folder for tokenised prompts, best on a disk of the node, whose ranks share them; empty "
+        "takes mindspeed_rl/prompts in the user's cache folder. It may be emptied between runs.",
     )
     max_prompt_length: int = flag(
         512, "Longest prompt, in tokens; longer ones are left out, counted and reported.", minimum=1
@@ -156,19 +172,33 @@ class PromptConfig:
     )
 
     @property
-    def eval_files(self) -> dict[str, str]:
-        """File of every evaluation set by its name; the name of ``--eval-prompt-data`` is empty.
+    def blend(self) -> Blend:
+        """Data sets of ``--prompt-data`` and their weights.
 
         Raises:
-            UsageError: A value of --rl-eval-data is not NAME=FILE, or a name is given twice.
+            UsageError: Some weights are no numbers, or are not positive.
+        """
+        return parse_blend(self.prompt_data, "--prompt-data")
+
+    @property
+    def eval_files(self) -> dict[str, str]:
+        """Data set of every evaluation by its name; the name of ``--eval-prompt-data`` is empty.
+
+        Raises:
+            UsageError: A value of --rl-eval-data is not NAME=DATASET, or a name is given twice.
         """
         files = {"": self.eval_prompt_data} if self.eval_prompt_data else {}
         for text in self.rl_eval_data:
             name, _, file = text.partition("=")
             if not name or not file or "/" in name or name in files:
                 raise UsageError(
-                    f"--rl-eval-data {text}: give NAME=FILE, with names that differ and have no "
+                    f"--rl-eval-data {text}: give NAME=DATASET, with names that differ and have no "
                     "slash, e.g. gsm8k=data/gsm8k.jsonl"
                 )
             files[name] = file
         return files
+
+
+def eval_flag(name: str) -> str:
+    """Return the flag that gave the evaluation set ``name``."""
+    return f"--rl-eval-data {name}" if name else "--eval-prompt-data"

@@ -31,7 +31,8 @@ class SftConfig:
     )
     sft_data: str = flag(
         "",
-        "File of prompts and solutions, jsonl or parquet. Required there.",
+        "Data set of prompts and solutions, of the kinds of train_rl's --prompt-data. Required "
+        "there.",
         needs=_WITH_SFT,
     )
     prompt_key: str = flag("prompt", "Field with the prompt: messages or text.", needs=_WITH_SFT)
@@ -94,24 +95,24 @@ class Blend:
     weights: tuple[float, ...] | None
 
 
-def parse_blend(data_path: tuple[str, ...]) -> Blend:
-    """Read ``--data-path`` as Megatron does.
+def parse_blend(values: tuple[str, ...], flag: str = "--data-path") -> Blend:
+    """Read a flag that takes data sets, or weights and data sets in turn, as Megatron does.
 
     Raises:
         UsageError: Some weights are no numbers, or are not positive.
     """
-    if len(data_path) % 2 == 1:
-        return Blend(data_path, None)
-    numbers = [_number(text) for text in data_path[::2]]
+    if len(values) % 2 == 1:
+        return Blend(values, None)
+    numbers = [_number(text) for text in values[::2]]
     if all(number is None for number in numbers):
-        return Blend(data_path, None)
+        return Blend(values, None)
     weights = tuple(number for number in numbers if number is not None and number > 0)
     if len(weights) < len(numbers):
         raise UsageError(
-            f"--data-path {' '.join(data_path)}: must be prefixes only, or a positive weight "
-            "before each prefix, like 30 a 70 b"
+            f"{flag} {' '.join(values)}: must be data sets only, or a positive weight before each "
+            "of them, like 30 a 70 b"
         )
-    return Blend(data_path[1::2], weights)
+    return Blend(values[1::2], weights)
 
 
 def _number(text: str) -> float | None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.core.errors import UsageError
@@ -100,7 +106,7 @@ class PromptEncoder:
 def encode_texts(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool
 ) -> list[list[int]]:
-    """Return the token ids of each text, not truncated; fast tokenizers use all cores."""
+    """Return the token ids of each text, not truncated."""
     if not texts:
         return []
     encoded: list[list[int]] = tokenizer(
@@ -112,6 +118,45 @@ def encode_texts(
         verbose=False,
     )["input_ids"]
     return encoded
+
+
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """Let fast tokenizers use all cores of the node: its other ranks wait for the result."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "true"
+    try:
+        yield
+    finally:
+        # "false" rather than unset: the library warns of processes that fork later.
+        os.environ[name] = before or "false"
+
+
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a digest (hex) of all that decides which tokens a prompt becomes.
+
+    It covers rules and vocabulary, special tokens, chat template, and the versions of the
+    libraries; for a template that asks for the date, today's as well.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
+    template = getattr(tokenizer, "chat_template", None)
+    settings = {
+        name: value
+        for name, value in tokenizer.init_kwargs.items()
+        if isinstance(value, str | int | float | bool) and "path" not in name and "file" not in name
+    }
+    parts = [
+        type(tokenizer).__name__,
+        [version(name) for name in ("transformers", "tokenizers")],
+        rules,
+        template,
+        sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items()),
+        settings,
+        date.today().isoformat() if "strftime_now" in str(template) else "",
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def check_token_ids(where: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -9,19 +9,29 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from mindspeed_rl.core.data_source import DataSource
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.types import Prompt
-from mindspeed_rl.data.chat import PromptEncoder, check_token_ids
+from mindspeed_rl.data.cache import RowCache, StoredRows
+from mindspeed_rl.data.chat import PromptEncoder, all_cores, check_token_ids, tokenizer_identity
+from mindspeed_rl.data.library import content_digest
+from mindspeed_rl.data.metadata import metadata_from_json, metadata_to_json
 from mindspeed_rl.data.rows import DataRow, in_chunks, read_rows
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import pyarrow
     from transformers import PreTrainedTokenizerBase
+
+_FORMAT = 1  # of the cache's entries: a change of what is written here makes them anew
+_DIGEST_BYTES = 16
+_TEXT = ("utf-8", "surrogatepass")  # JSON can hold half of a surrogate pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,30 +47,30 @@ class Question:
 class PromptDataset(Sequence[Prompt]):
     """The prompts that are left after filtering, in file order; made by ``load_prompts``.
 
-    Token ids lie in one flat array (4 bytes each) and become a ``Prompt`` on access, since every
-    rank of a node holds the whole set.
+    They lie in a file that all ranks of a node map into their memory, and become a ``Prompt`` on
+    access.
 
     Attributes:
-        source: File name, as given.
+        source: Name of the data set, as given.
         fingerprint: sha256 (hex) over token ids, answers and metadata of all prompts in order. A
             change of the file, tokenizer, chat template or limit that matters changes it.
         max_prompt_length: Length limit in tokens.
         num_filtered_long: Number of rows left out because their prompt is longer than that.
-        questions: Text, answer and metadata of each prompt.
-        flat_token_ids: Token ids of all prompts, one after the other.
-        offsets: Prompt i has ``flat_token_ids[offsets[i]:offsets[i + 1]]``.
+        metadata_keys: Columns that the metadata of any row has.
+        table: Columns token_ids, text, answer, metadata, digest of all rows.
+        rows: [number of prompts] row of each prompt; ``None``: prompt i is row i.
     """
 
     source: str
     fingerprint: str
     max_prompt_length: int
     num_filtered_long: int
-    questions: Sequence[Question]
-    flat_token_ids: array[int]
-    offsets: array[int]
+    metadata_keys: frozenset[str]
+    table: pyarrow.Table
+    rows: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
-        return len(self.questions)
+        return int(self.table.num_rows) if self.rows is None else len(self.rows)
 
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
@@ -72,24 +82,65 @@ class PromptDataset(Sequence[Prompt]):
         if isinstance(index, slice):
             return [self[position] for position in range(len(self))[index]]
         position = range(len(self))[index]
-        question = self.questions[position]
-        start, end = self.offsets[position], self.offsets[position + 1]
+        question = self._question(self._row(position))
         return Prompt(
             index=position,
-            token_ids=tuple(self.flat_token_ids[start:end]),
+            token_ids=tuple(self.token_ids(position)),
             text=question.text,
             answer=question.answer,
             metadata=question.metadata,
         )
 
+    def token_ids(self, index: int) -> list[int]:
+        """Return the token ids of a prompt without the rest of it."""
+        found: list[int] = self.table["token_ids"][self._row(index)].values.to_numpy().tolist()
+        return found
+
+    def num_tokens(self) -> npt.NDArray[np.int64]:
+        """Return [number of prompts] the tokens of each."""
+        import numpy as np
+        import pyarrow.compute
+
+        found = pyarrow.compute.list_value_length(self.table["token_ids"]).to_numpy()
+        lengths = np.asarray(found, dtype=np.int64)
+        return lengths if self.rows is None else lengths[self.rows]
+
+    def questions(self) -> Iterator[Question]:
+        """Yield what is asked in every row of the data, once, however often it is dealt out."""
+        for row in range(self.table.num_rows):
+            yield self._question(row)
+
+    def digests(self) -> list[bytes]:
+        """Return a digest of the token ids of every row: equal where the prompts are."""
+        found: list[bytes] = self.table["digest"].to_pylist()
+        return found
+
+    def text(self, row: int) -> str:
+        """Return the last user message of a row of the data."""
+        return self._string("text", row)
+
     def report(self) -> str:
         """Return a line for the log: number of prompts, of those left out and why, and lengths."""
-        lengths = [end - start for start, end in pairwise(self.offsets)]
+        lengths, kept = self.num_tokens(), self.table.num_rows
+        dealt = "" if len(self) == kept else f"; {len(self)} in an epoch, by the weights"
         return (
-            f"{self.source}: {len(self)} of {len(self) + self.num_filtered_long} prompts; "
+            f"{self.source}: {kept} of {kept + self.num_filtered_long} prompts{dealt}; "
             f"{self.num_filtered_long} left out, longer than --max-prompt-length "
-            f"{self.max_prompt_length} tokens; prompt tokens min {min(lengths)}, "
-            f"mean {sum(lengths) / len(lengths):.1f}, max {max(lengths)}"
+            f"{self.max_prompt_length} tokens; prompt tokens min {lengths.min()}, "
+            f"mean {lengths.sum() / len(lengths):.1f}, max {lengths.max()}"
+        )
+
+    def _row(self, index: int) -> int:
+        return index if self.rows is None else int(self.rows[index])
+
+    def _string(self, column: str, row: int) -> str:
+        return str(self.table[column][row].as_py(), *_TEXT)
+
+    def _question(self, row: int) -> Question:
+        return Question(
+            self.text(row),
+            self._string("answer", row),
+            metadata_from_json(self.table["metadata"][row].as_py()),
         )
 
 
@@ -102,14 +153,18 @@ def load_prompts(
     prompt_key: str = "prompt",
     answer_key: str = "answer",
     apply_chat_template: bool = True,
-    progress: bool = False,
+    cache: RowCache | None = None,
+    flag: str = "--prompt-data",
 ) -> PromptDataset:
-    """Load the prompts of a run; equal on every rank that reads the same file.
+    """Load the prompts of a run; equal on every rank that reads the same data.
+
+    They are tokenised by one process of the node, once for all runs with the same data, tokenizer,
+    template and arguments.
 
     A key may reach into nested objects: ``answer_key="reward_model.ground_truth"``.
 
     Args:
-        path: A ``.jsonl``, ``.json`` or ``.parquet`` file.
+        path: Name of the data set: see ``DataSource``.
         tokenizer: A ``transformers`` tokenizer; a fast one uses all cores.
         max_prompt_length: Length of the longest prompt kept, in tokens, chat template included.
         vocab_size: Vocabulary size of the model; the ids of all rows must be below it.
@@ -117,64 +172,176 @@ def load_prompts(
         answer_key: Column with the reference answer, a string or number.
         apply_chat_template: Whether to render prompts through the tokenizer's chat template with
             the generation prompt; off for base models with plain-text prompts.
-        progress: Whether to show a bar on a terminal (one rank should).
+        cache: Where the tokenised prompts are kept.
+        flag: Flag that names the data set, for messages.
 
     Raises:
-        UsageError: the file is missing or broken; a row lacks its prompt or answer (the message
+        UsageError: the data set is missing or broken; a row lacks its prompt or answer (the message
             names file, line and key), or has no token or one outside the vocabulary; or no prompt
             is left.
     """
     if max_prompt_length < 1:
         raise UsageError(f"--max-prompt-length {max_prompt_length}: give at least 1 token")
+    source = DataSource.parse(str(path), flag)
     encoder = PromptEncoder(tokenizer, prompt_key, apply_chat_template)
-    questions: list[Question] = []
-    flat_token_ids, offsets, content = array("i"), array("q", [0]), hashlib.sha256()
-    num_filtered_long = 0
-    for where, question, token_ids in _encoded_rows(path, encoder, answer_key, progress):
-        check_token_ids(where, token_ids, vocab_size)
-        if len(token_ids) > max_prompt_length:
-            num_filtered_long += 1
-            continue
-        row = [token_ids, question.answer, question.metadata]
-        content.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
-        questions.append(question)
-        flat_token_ids.extend(token_ids)
-        offsets.append(len(flat_token_ids))
-    if not questions:
-        raise UsageError(
-            f"{path}: no prompt is left: {num_filtered_long} rows were read and all are longer "
-            f"than --max-prompt-length {max_prompt_length} tokens; raise it or use another file"
-        )
+    limits = (max_prompt_length, vocab_size, prompt_key, answer_key, apply_chat_template)
+    what = [_FORMAT, content_digest(source, flag), tokenizer_identity(tokenizer), *limits]
+    stored = (cache or RowCache()).open(
+        Path(source.place).stem,
+        hashlib.sha256(json.dumps(what).encode()).hexdigest(),
+        _PromptWriter(source, encoder, answer_key, max_prompt_length, vocab_size, flag),
+        f"{flag} {source.text}",
+    )
+    return _dataset(source.text, max_prompt_length, stored)
+
+
+def _dataset(text: str, max_prompt_length: int, stored: StoredRows) -> PromptDataset:
     return PromptDataset(
-        source=str(path),
-        fingerprint=content.hexdigest(),
+        source=text,
+        fingerprint=stored.facts["fingerprint"],
         max_prompt_length=max_prompt_length,
-        num_filtered_long=num_filtered_long,
-        questions=questions,
-        flat_token_ids=flat_token_ids,
-        offsets=offsets,
+        num_filtered_long=stored.facts["num_filtered_long"],
+        metadata_keys=frozenset(stored.facts["metadata_keys"]),
+        table=stored.table,
     )
 
 
-def _encoded_rows(
-    path: str | Path, encoder: PromptEncoder, answer_key: str, progress: bool
-) -> Iterator[tuple[str, Question, list[int]]]:
-    from tqdm import tqdm
+def blend(
+    datasets: Sequence[PromptDataset], weights: Sequence[float] | None = None
+) -> PromptDataset:
+    """Make one data set of several, without a copy of their prompts.
 
-    with tqdm(desc="prompts", unit="row", delay=1, disable=None if progress else True) as bar:
-        for rows in in_chunks(read_rows(path)):
-            prompts = [encoder.render(row) for row in rows]
-            questions = [
-                Question(
-                    prompt.text,
-                    row.text(answer_key, "--answer-key"),
-                    _metadata(row, encoder.prompt_key, answer_key),
-                )
-                for row, prompt in zip(rows, prompts, strict=True)
+    Args:
+        datasets: Data sets with the same length limit.
+        weights: Share of each in an epoch, up to a factor; ``None``: one epoch has every prompt
+            once. With weights an epoch is as long as the set that is largest for its weight needs
+            to be dealt out once; each other one is repeated, its rows equally often up to one.
+
+    Returns:
+        The data set; a single one without weights is returned as it is.
+    """
+    import numpy as np
+    import pyarrow
+
+    if len(datasets) == 1:
+        return datasets[0]
+    sizes = [len(dataset) for dataset in datasets]
+    rows = None
+    if weights is not None:
+        longest = max(size / weight for size, weight in zip(sizes, weights, strict=True))
+        counts = [max(size, round(w * longest)) for size, w in zip(sizes, weights, strict=True)]
+        starts = np.cumsum([0, *sizes[:-1]])
+        rows = np.concatenate(
+            [
+                start + np.arange(count) * size // count
+                for start, size, count in zip(starts, sizes, counts, strict=True)
             ]
-            places = [row.where for row in rows]
-            yield from zip(places, questions, encoder.encode(prompts), strict=True)
-            bar.update(len(rows))
+        )
+    names = [dataset.source for dataset in datasets]
+    parts = [dataset.fingerprint for dataset in datasets]
+    return PromptDataset(
+        source=" ".join(names if weights is None else map("{:g} {}".format, weights, names)),
+        fingerprint=hashlib.sha256(json.dumps([parts, weights]).encode()).hexdigest(),
+        max_prompt_length=datasets[0].max_prompt_length,
+        num_filtered_long=sum(dataset.num_filtered_long for dataset in datasets),
+        metadata_keys=frozenset().union(*(dataset.metadata_keys for dataset in datasets)),
+        table=pyarrow.concat_tables([dataset.table for dataset in datasets]),
+        rows=rows,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptWriter:
+    """Tokenises a data set into a file, a few rows in memory at a time."""
+
+    source: DataSource
+    encoder: PromptEncoder
+    answer_key: str
+    max_prompt_length: int
+    vocab_size: int
+    flag: str
+
+    def __call__(self, path: Path, on_rows: Callable[[int], None]) -> dict[str, Any]:
+        """Write the rows; return the facts about them."""
+        import pyarrow
+
+        schema = _schema()
+        content, keys = hashlib.sha256(), set[str]()
+        num_rows = num_kept = 0
+        with (
+            all_cores(),
+            pyarrow.OSFile(str(path), "wb") as sink,
+            pyarrow.ipc.new_stream(sink, schema) as file,
+        ):
+            for rows in in_chunks(read_rows(self.source, self.flag)):
+                kept = list(self._kept(rows))
+                for _, question, token_ids in kept:
+                    row = [token_ids, question.answer, question.metadata]
+                    content.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+                    keys.update(question.metadata)
+                if kept:
+                    file.write_batch(_batch(kept, schema))
+                num_rows, num_kept = num_rows + len(rows), num_kept + len(kept)
+                on_rows(num_rows)
+        if not num_kept:
+            raise UsageError(
+                f"{self.flag} {self.source.text}: no prompt is left: {num_rows} rows were read and "
+                f"all are longer than --max-prompt-length {self.max_prompt_length} tokens; raise "
+                "it or use another file"
+            )
+        return {
+            "fingerprint": content.hexdigest(),
+            "num_filtered_long": num_rows - num_kept,
+            "metadata_keys": sorted(keys),
+        }
+
+    def _kept(self, rows: Sequence[DataRow]) -> Iterator[tuple[str, Question, list[int]]]:
+        prompt_key = self.encoder.prompt_key
+        prompts = [self.encoder.render(row) for row in rows]
+        questions = [
+            Question(
+                prompt.text,
+                row.text(self.answer_key, "--answer-key"),
+                _metadata(row, prompt_key, self.answer_key),
+            )
+            for row, prompt in zip(rows, prompts, strict=True)
+        ]
+        encoded = self.encoder.encode(prompts)
+        for row, question, token_ids in zip(rows, questions, encoded, strict=True):
+            check_token_ids(row.where, token_ids, self.vocab_size)
+            if len(token_ids) <= self.max_prompt_length:
+                yield row.where, question, token_ids
+
+
+def _schema() -> pyarrow.Schema:
+    import pyarrow
+
+    return pyarrow.schema(
+        [
+            ("token_ids", pyarrow.list_(pyarrow.int32())),
+            *((name, pyarrow.large_binary()) for name in ("text", "answer", "metadata")),
+            ("digest", pyarrow.binary(_DIGEST_BYTES)),
+        ]
+    )
+
+
+def _batch(
+    kept: Sequence[tuple[str, Question, list[int]]], schema: pyarrow.Schema
+) -> pyarrow.RecordBatch:
+    import pyarrow
+
+    columns = [
+        [token_ids for _, _, token_ids in kept],
+        [question.text.encode(*_TEXT) for _, question, _ in kept],
+        [question.answer.encode(*_TEXT) for _, question, _ in kept],
+        [metadata_to_json(question.metadata, where) for where, question, _ in kept],
+        [_digest(token_ids) for _, _, token_ids in kept],
+    ]
+    return pyarrow.record_batch(columns, schema=schema)
+
+
+def _digest(token_ids: Sequence[int]) -> bytes:
+    return hashlib.blake2b(array("i", token_ids).tobytes(), digest_size=_DIGEST_BYTES).digest()
 
 
 def _metadata(row: DataRow, prompt_key: str, answer_key: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Reads the rows of local data files: ``.jsonl``, ``.json`` and ``.parquet``.
+"""Reads the rows of data sets; every row has its origin, so that an error can name it.
 
-It uses no hub and no cache folder, and writes nothing to disk. Every row has its origin, so that
-checks in other modules can name the line at fault.
+The ``datasets`` library does the reading, but for ``.jsonl`` and ``.json``: of a broken line it
+gives no number, and it gives all rows of a file the same columns.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl.core.data_source import DataSource
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.data.library import library_rows
 
-_SUFFIXES = (".jsonl", ".json", ".parquet")
 _CHUNK_ROWS = 1024
 
 
@@ -66,23 +67,27 @@ class DataRow:
         )
 
 
-def read_rows(path: str | Path) -> Iterator[DataRow]:
-    """Read the rows of a data file, one at a time for ``.jsonl`` and ``.parquet``.
+def read_rows(source: str | Path | DataSource, flag: str = "data") -> Iterator[DataRow]:
+    """Read the rows of a data set, one at a time but for ``.json``.
 
     ``.jsonl`` holds one JSON object per line (blank lines are skipped), ``.json`` one array of
     objects.
 
+    Args:
+        source: Name of the data set.
+        flag: Flag that gave it, for messages.
+
     Raises:
-        UsageError: there is no such file or its suffix is not known; while iterating, a line or row
-            is broken, which the message names, or the file has no rows.
+        UsageError: there is no such data set or its kind is not known; while iterating, a line or
+            row is broken, which the message names, or there are no rows.
     """
-    file = Path(path)
-    if file.suffix not in _SUFFIXES:
-        raise UsageError(f"data file {str(file)!r} must end in one of {', '.join(_SUFFIXES)}")
-    if not file.is_file():
-        raise UsageError(f"data file {str(file)!r} does not exist or is not a file")
-    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
-    return _at_least_one(file, readers[file.suffix](file))
+    if not isinstance(source, DataSource):
+        source = DataSource.parse(str(source), flag)
+    path = Path(source.place)
+    reader = {".jsonl": _read_jsonl, ".json": _read_json}.get(path.suffix)
+    if reader is not None and path.is_file() and not source.on_hub:
+        return _at_least_one(source, flag, reader(path))
+    return _at_least_one(source, flag, _read_library(source, flag))
 
 
 def in_chunks(rows: Iterable[DataRow]) -> Iterator[list[DataRow]]:
@@ -92,13 +97,15 @@ def in_chunks(rows: Iterable[DataRow]) -> Iterator[list[DataRow]]:
         yield chunk
 
 
-def _at_least_one(file: Path, rows: Iterable[DataRow]) -> Iterator[DataRow]:
+def _at_least_one(source: DataSource, flag: str, rows: Iterable[DataRow]) -> Iterator[DataRow]:
     empty = True
     for row in rows:
         empty = False
         yield row
     if empty:
-        raise UsageError(f"{file}: the file has no rows; write it again, or give another one")
+        raise UsageError(
+            f"{flag} {source.text}: the data set has no rows; write it again, or give another one"
+        )
 
 
 def _read_jsonl(file: Path) -> Iterator[DataRow]:
@@ -121,21 +128,9 @@ def _read_json(file: Path) -> Iterator[DataRow]:
         yield _row(f"{file}, row {number} (counted from 0)", value)
 
 
-def _read_parquet(file: Path) -> Iterator[DataRow]:
-    # pyarrow, which `datasets` is built on, reads the file in place; `datasets` would first write
-    # an Arrow copy of it into a cache folder, on every rank.
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            number = 0
-            for batch in table.iter_batches(batch_size=1024):
-                for value in batch.to_pylist():
-                    yield _row(f"{file}, row {number} (counted from 0)", value)
-                    number += 1
-    except (pyarrow.ArrowException, OSError) as error:  # OSError: a damaged page or footer
-        raise UsageError(f"{file}: not a readable parquet file: {error}") from error
+def _read_library(source: DataSource, flag: str) -> Iterator[DataRow]:
+    for number, values in enumerate(library_rows(source, flag)):
+        yield DataRow(f"{source.text}, row {number} (counted from 0)", values)
 
 
 def _parse_json(where: str, data: bytes) -> Any:

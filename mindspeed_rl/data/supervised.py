@@ -80,7 +80,7 @@ def load_supervised(
     the border between them is the one that sampling sees.
 
     Args:
-        path: A ``.jsonl``, ``.json`` or ``.parquet`` file.
+        path: Name of the data set: see ``DataSource``.
         tokenizer: Tokenizer, which needs an end-of-sequence token.
         max_length: Length of the longest sequence kept, in tokens, end-of-sequence token included.
             Longer ones are left out and counted.
@@ -99,7 +99,9 @@ def load_supervised(
     encoder = PromptEncoder(tokenizer, prompt_key, apply_chat_template)
     examples: list[SupervisedExample] = []
     num_rows = 0
-    for where, example in _examples(read_rows(path), encoder, end, solution_key, answer_key):
+    for where, example in _examples(
+        read_rows(path, "--sft-data"), encoder, end, solution_key, answer_key
+    ):
         num_rows += 1
         # Checked apart: without a prompt token nothing predicts the first response token.
         for part in (slice(example.num_prompt_tokens), slice(example.num_prompt_tokens, None)):

@@ -22,9 +22,11 @@ from mindspeed_rl.config.needs import check_needs
 from mindspeed_rl.config.outputs import check_output_file, check_paths
 from mindspeed_rl.config.reward_spec import check_name
 from mindspeed_rl.config.rewards import check_rewards
+from mindspeed_rl.config.rl import eval_flag
 from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.config.supervised import check_indexed_data
 from mindspeed_rl.config.training import CheckpointConfig, TrainConfig, check_recompute
+from mindspeed_rl.core.data_source import ALLOWED, DataSource
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.models.hf_files import check_tokenizer_files, find_weights
@@ -134,9 +136,10 @@ def _check_rl_flags(config: RLRunConfig, world: int, files: bool) -> None:
     check_algorithms(config)
     _check_sampling(config)
     if files:
-        _need_file("--prompt-data", config.prompts.prompt_data)
-        for name, file in config.prompts.eval_files.items():
-            _need_file(f"--rl-eval-data {name}" if name else "--eval-prompt-data", file)
+        for text in config.prompts.blend.prefixes or ("",):
+            _need_data("--prompt-data", text)
+        for name, text in config.prompts.eval_files.items():
+            _need_data(eval_flag(name), text)
         check_paths(config)
         check_trackers(config.trackers)
     check_profiler(config.profiler, world)
@@ -268,7 +271,7 @@ def _check_sft_data(config: PretrainRunConfig) -> None:
             "--data-path without --stage pretrain: with --stage sft the data is --sft-data; add "
             "one of the two"
         )
-    _need_file("--sft-data", config.sft.sft_data)
+    _need_data("--sft-data", config.sft.sft_data)
 
 
 def _check_tokenizer(model: ModelConfig) -> None:
@@ -324,11 +327,17 @@ def _check_length(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
         )
 
 
-def _need_file(name: str, value: str, kind: str = "a jsonl or parquet file") -> None:
+def _need_file(name: str, value: str, kind: str) -> None:
     if not value:
         raise UsageError(f"{name} is required: give {kind}")
     if not Path(value).is_file():
         raise UsageError(f"{name} {value}: no such file; give {kind}")
+
+
+def _need_data(name: str, value: str) -> None:
+    if not value:
+        raise UsageError(f"{name} is required: give {ALLOWED}")
+    DataSource.parse(value, name)
 
 
 def _check_kv_cache(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:

@@ -98,11 +98,13 @@ def check_row_rewards(
     """Check that every row that names its rewards names rewards of the run. Local.
 
     Raises:
-        UsageError: the message names the file, the prompt and the field.
+        UsageError: the message names the data set, the prompt and the field.
     """
     weights = {spec.label: spec.weight for spec in specs}
     for dataset in datasets:
-        for question in dataset.questions:
+        if row_key not in dataset.metadata_keys:
+            continue
+        for question in dataset.questions():
             try:
                 row_weights(weights, question.metadata, row_key)
             except UsageError as error:

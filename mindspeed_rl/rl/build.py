@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from mindspeed_rl.colocation.scheduler import DeviceScheduler
 from mindspeed_rl.config import PromptConfig, RLRunConfig
 from mindspeed_rl.config.outputs import ROLLOUTS_FILE
+from mindspeed_rl.config.rl import eval_flag
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.data.prompts import PromptDataset, load_prompts
+from mindspeed_rl.data.cache import RowCache
+from mindspeed_rl.data.prompts import PromptDataset, blend, load_prompts
 from mindspeed_rl.environments import EnvironmentRunner, LocalRunner, RayRunner, resolve_environment
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.jsonl import JsonlWriter
@@ -63,11 +65,8 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
     rewards = _reward_functions(job, tokenizer)
     environments = _environments(job, tokenizer)
     data = _prompt_data(job, tokenizer)
-    check_row_rewards(
-        _reward_specs(config),
-        [data.train, *data.held_out.values()],
-        config.rewards.reward_key,
-    )
+    if job.world.local_rank == 0:  # once per node is enough: a failure ends all ranks
+        check_data(config, data)
     logger = open_logger(config, rank)
     initialize_parallel(job)
     models = build_models(job)
@@ -120,7 +119,7 @@ def build_sample_store(
         rank=job.world.rank,
         parallel=plan.parallel,
         engine=plan.engine,
-        prompts=prompts,
+        prompt_tokens=prompts.token_ids,
         rules=batch_rules(job),
         samples_per_update=plan.batch.samples_per_update,
         cache=cache,
@@ -238,21 +237,24 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, plan: RLPlan) -> tuple[in
 
 
 def _prompt_data(job: Job[RLRunConfig, RLPlan], tokenizer: PreTrainedTokenizerBase) -> PromptData:
-    """Load the data sets. Local."""
+    """Load the data sets. Local, but ranks of a node wait for the one that tokenises."""
     config = job.config
-    prompts, held_out = load_data(
-        config.prompts, tokenizer, job.plan.spec, progress=job.world.rank == 0
+    cache = RowCache(
+        config.prompts.prompt_cache_path,
+        limit_s=config.logging.phase_timeout_s,
+        progress=job.world.rank == 0,
     )
+    prompts, held_out = load_data(config.prompts, tokenizer, job.plan.spec, cache)
     return PromptData(tokenizer, prompts, held_out)
 
 
 def load_data(
-    options: PromptConfig, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec, *, progress: bool
+    options: PromptConfig, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec, cache: RowCache
 ) -> tuple[PromptDataset, dict[str, PromptDataset]]:
     """Load the prompts to train on and the held-out sets by name. Local.
 
     Raises:
-        UsageError: a file is broken, or a held-out prompt is also trained on.
+        UsageError: a data set is broken.
     """
     load = partial(
         load_prompts,
@@ -262,25 +264,39 @@ def load_data(
         prompt_key=options.prompt_key,
         answer_key=options.answer_key,
         apply_chat_template=options.apply_chat_template,
-        progress=progress,
+        cache=cache,
     )
-    prompts = load(options.prompt_data)
-    held_out = {name: load(file) for name, file in options.eval_files.items()}
-    for name, dataset in held_out.items():
-        refuse_overlap(prompts, dataset, f"--rl-eval-data {name}" if name else "--eval-prompt-data")
-    return prompts, held_out
+    parts = [load(text, flag="--prompt-data") for text in options.blend.prefixes]
+    held_out = {name: load(text, flag=eval_flag(name)) for name, text in options.eval_files.items()}
+    return blend(parts, options.blend.weights), held_out
+
+
+def check_data(config: RLRunConfig, data: PromptData) -> None:
+    """Check the prompts against each other and against the rewards of the run. Local.
+
+    Raises:
+        UsageError: a held-out prompt is also trained on, or a row names rewards that the run does
+            not have.
+    """
+    for name, dataset in data.held_out.items():
+        refuse_overlap(data.train, dataset, eval_flag(name))
+    check_row_rewards(
+        _reward_specs(config), [data.train, *data.held_out.values()], config.rewards.reward_key
+    )
 
 
 def refuse_overlap(prompts: PromptDataset, held_out: PromptDataset, flag: str) -> None:
-    """Refuse held-out prompts that are also trained on.
+    """Refuse held-out prompts that are also trained on, by digests of their token ids.
 
     Raises:
         UsageError: the message gives the number of common prompts, and one of them.
     """
-    known = {tuple(p.token_ids) for p in prompts}
-    both = [p.text for p in held_out if p.token_ids in known]
+    digests = held_out.digests()
+    known = set(digests).intersection(prompts.digests())
+    both = [row for row, digest in enumerate(digests) if digest in known]
     if both:
         raise UsageError(
-            f"{flag} {held_out.source}: {len(both)} of {len(held_out)} prompts are "
-            f"also in --prompt-data {prompts.source}, e.g. {both[0]!r}; remove them from one file"
+            f"{flag} {held_out.source}: {len(both)} of {len(held_out)} prompts are also in "
+            f"--prompt-data {prompts.source}, e.g. {held_out.text(both[0])!r}; remove them from "
+            "one of the two"
         )

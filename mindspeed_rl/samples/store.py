@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
-from mindspeed_rl.core.types import Prompt, Rollout, TrainSample
+from mindspeed_rl.core.types import Rollout, TrainSample
 from mindspeed_rl.metrics.metric_set import Max, MetricSet, Total
 from mindspeed_rl.samples.columns import LOSS_MASK, TOKEN_IDS, Column
 from mindspeed_rl.samples.device_cache import TensorCache
@@ -68,7 +68,8 @@ class SampleStore:
         rank: Global rank.
         parallel: Training layout.
         engine: Layout of the engine.
-        prompts: The data set; every rank has it, so prompt tokens never travel.
+        prompt_tokens: Returns the token ids of a prompt of the data set; every rank has it, so they
+            never travel.
         rules: Rules by which samples become micro-batches.
         samples_per_update: Number of samples of one optimizer step.
         cache: Tokens that this rank's engine sampled, and those that other ranks sent.
@@ -83,7 +84,7 @@ class SampleStore:
     rank: int
     parallel: ParallelLayout
     engine: EngineLayout
-    prompts: Sequence[Prompt]
+    prompt_tokens: Callable[[int], Sequence[int]]
     rules: BatchRules
     samples_per_update: int
     cache: TensorCache
@@ -128,7 +129,7 @@ class SampleStore:
         return OwnerRanks(first, self.num_copies)
 
     def num_prompt_tokens(self, sample: RolloutInfo) -> int:
-        return len(self.prompts[sample.prompt_index].token_ids)
+        return len(self.prompt_tokens(sample.prompt_index))
 
     def num_trained(self, sample: RolloutInfo) -> int:
         """Return the number of a sample's tokens in the loss, as all ranks know it. Local."""
@@ -243,7 +244,7 @@ class SampleStore:
     def _prompt_tokens(self, samples: Sequence[RolloutInfo]) -> list[torch.Tensor]:
         """Return [n] int64 token ids of each sample's prompt, copied to the device once. Local."""
         indices = sorted({s.prompt_index for s in samples})
-        ids = [self.prompts[i].token_ids for i in indices]
+        ids = [self.prompt_tokens(i) for i in indices]
         flat = torch.tensor([t for prompt in ids for t in prompt], dtype=torch.int64)
         parts = torch.split(flat.to(self.cache.device), [len(prompt) for prompt in ids])
         known = dict(zip(indices, parts, strict=True))

@@ -54,6 +54,16 @@ def test_switch(tmp_path: Path) -> None:
     assert found["floor_s"] > 0 and found["bytes"]["copied"] > found["bytes"]["engine_weights"] > 0
 
 
+def test_prompts(tmp_path: Path) -> None:
+    """All ways find the same prompts, and nothing is left behind."""
+    flags = ("--rows", "300", "--tokens", "2000", "--folder", str(tmp_path))
+    ways = result_of("prompts.py", *flags, folder=tmp_path)["ways"]
+    assert set(ways) == {"first", "ours", "plain"}
+    assert len({way["fingerprint"] for way in ways.values()}) == 1
+    assert all(way["seconds"] > 0 and way["step"]["resident"] > 0 for way in ways.values())
+    assert not list(tmp_path.iterdir())
+
+
 def test_e2e(tmp_path: Path) -> None:
     found = result_of(
         "e2e.py", "--size", "tiny", "--ranks", "2", "--prompts", "2", "--group-size", "2",

@@ -75,6 +75,9 @@ class Prompts(list[Prompt]):
 
     fingerprint = ""
 
+    def token_ids(self, index: int) -> tuple[int, ...]:
+        return self[index].token_ids
+
 
 PROMPTS = Prompts(
     Prompt(i, tuple([2] * (1 + i % 3)), f"prompt {i}", chr(i)) for i in range(NUM_PROMPTS)
@@ -507,8 +510,9 @@ def answering_run(
     run.set_engine(engine)
     own, names = run.parts.rollouts.rewards, tuple(r.partition("=")[0] for r in rewards)
     run.set_rollouts(rewards=replace(own, names=names, pool=InlinePool(rewards)))
-    prompts = cast(Any, [Prompt(i, (i,), f"q{i}", row[2]) for i, row in enumerate(rows)])
+    prompts = cast(Any, Prompts(Prompt(i, (i,), f"q{i}", row[2]) for i, row in enumerate(rows)))
     data = replace(run.parts.data, train=prompts, held_out={"": prompts})
-    run.parts = replace(run.parts, data=data, samples=replace(run.parts.samples, prompts=prompts))
+    store = replace(run.parts.samples, prompt_tokens=prompts.token_ids)
+    run.parts = replace(run.parts, data=data, samples=store)
     run.to_rollout()
     return run.parts

@@ -16,7 +16,7 @@ from pathlib import Path
 
 PATH = Path(__file__).with_suffix(".json")
 WHEELS = ("torch_npu==2.10.0.post4", "vllm-ascend==0.23.0", "vllm==0.23.0", "vllm==0.32.0",
-          "megatron-core==0.16.1")  # fmt: skip
+          "megatron-core==0.16.1", "datasets==5.2.0", "transformers==5.5.4")  # fmt: skip
 
 
 def snapshot() -> dict[str, list[str]]:

@@ -197,6 +197,7 @@ def update_floor_s(folder: Path, args: argparse.Namespace, tokens_per_step: floa
     """Return the seconds of the update's matrix products: 3 forward passes at the measured rate."""
     from transformers import AutoTokenizer
 
+    from mindspeed_rl.data.cache import RowCache
     from mindspeed_rl.data.prompts import load_prompts
     from mindspeed_rl.models.flops import active_parameters, attention_flops
     from mindspeed_rl.models.registry import spec_from_hf_config
@@ -208,9 +209,10 @@ def update_floor_s(folder: Path, args: argparse.Namespace, tokens_per_step: floa
         AutoTokenizer.from_pretrained(folder / "model"),
         max_prompt_length=192,
         vocab_size=spec.vocab_size,
+        cache=RowCache(str(folder / "cache")),
     )
     samples = args.prompts * args.group_size
-    length = statistics.fmean(len(p.token_ids) for p in prompts) + tokens_per_step / samples
+    length = float(prompts.num_tokens().mean()) + tokens_per_step / samples
     torch.set_num_threads(1)
     rows = torch.randn(8192, config["hidden_size"])
     weight = torch.randn(config["hidden_size"], config["intermediate_size"])

@@ -151,7 +151,7 @@ REFUSED = {
         --reward-function math math=2 -> --reward-function & two & 'math'
         --rl-environment /no/file.py:Mine -> --rl-environment /no/file.py:Mine & no Python file
         --rl-eval-samples 4 --rl-eval-temperature 0 -> --rl-eval-temperature & more than 0
-        --rl-eval-data a=x a=y -> --rl-eval-data a=y & NAME=FILE
+        --rl-eval-data a=x a=y -> --rl-eval-data a=y & NAME=DATASET
         --save-interval 5 -> --save-interval 5 has no effect without --save & add
         --lr-warmup-iters 2 --lr-warmup-fraction 0.1 -> --lr-warmup-iters & exclude each other
         --recompute-granularity full -> --recompute-method & --recompute-num-layers

@@ -11,6 +11,7 @@ from make_task_data import generate_task, write_jsonl
 from make_tiny_model import build_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from mindspeed_rl.data.cache import RowCache
 from mindspeed_rl.data.prompts import load_prompts
 
 USER, ASSISTANT, SYSTEM = 2, 3, 4
@@ -27,8 +28,9 @@ def row(content="52", answer="25", **columns):
 
 
 def load_file(path, tokenizer, **options):
-    """Prompts of at most 64 tokens, unless told."""
-    defaults = {"vocab_size": VOCAB_SIZE, "max_prompt_length": 64}
+    """Prompts of at most 64 tokens, unless told; tokenised into the folder of the file."""
+    cache = RowCache(str(path.parent / "cache"))
+    defaults = {"vocab_size": VOCAB_SIZE, "max_prompt_length": 64, "cache": cache}
     return load_prompts(path, tokenizer, **{**defaults, **options})
 
 
@@ -225,13 +227,14 @@ def test_bad_rows_of_other_formats_are_named_by_number(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("missing.jsonl", None, "does not exist"),
-        ("rows.csv", b"prompt,answer", r"must end in one of \.jsonl, \.json, \.parquet"),
+        ("missing.jsonl", None, "no such file or folder; give a file"),
+        ("rows.txt", b"prompt,answer", r"must end in one of \.jsonl, \.json, \.parquet"),
+        ("rows.csv", b"prompt,answer\n1,2\n3,4,5\n", "cannot read it: .*line 3"),
         ("rows.json", GOOD_LINE, r"expected one array of objects.*\.jsonl"),
         ("rows.json", GOOD_LINE + b"\n" + GOOD_LINE, "broken JSON: Extra data"),
-        ("rows.parquet", b"PAR1 not really", "not a readable parquet file"),
-        ("rows.jsonl", b"\n", "the file has no rows"),
-        ("rows.json", b"[]", "the file has no rows"),
+        ("rows.parquet", b"PAR1 not really", "cannot read it: .*not a parquet file"),
+        ("rows.jsonl", b"\n", "the data set has no rows"),
+        ("rows.json", b"[]", "the data set has no rows"),
     ],
 )
 def test_bad_files(tmp_path, tokenizer, name, content, message):

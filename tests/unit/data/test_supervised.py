@@ -9,6 +9,7 @@ from make_task_data import generate_task, write_jsonl
 from make_tiny_model import build_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from mindspeed_rl.data.cache import RowCache
 from mindspeed_rl.data.prompts import load_prompts
 from mindspeed_rl.data.supervised import SupervisedExample, load_supervised
 
@@ -39,7 +40,8 @@ def load(path, tokenizer) -> Callable:
 
 def test_digit_sort_examples_are_prompt_then_answer_then_end(load, path, tokenizer):
     examples = load(generate_task("digit_sort", 1500, seed=0), max_length=15).examples
-    prompts = load_prompts(path, tokenizer, vocab_size=VOCAB_SIZE, max_prompt_length=8)
+    cache = RowCache(str(path.parent / "cache"))
+    prompts = load_prompts(path, tokenizer, vocab_size=VOCAB_SIZE, max_prompt_length=8, cache=cache)
     assert len(examples) == len(prompts) == 1500
     for example, prompt in zip(examples, prompts, strict=True):
         assert (example.num_prompt_tokens, len(example.token_ids)) == (8, 15)

@@ -18,11 +18,12 @@ from mindspeed_rl.core.versions import read_matrix, requirements
 # vLLM is installed without its dependencies where torch is of another build than it asks for.
 TORCH = ("torch", "torchaudio", "torchvision", "torchcodec")
 ASKED = {
-    "cpu": ["megatron-core==0.16.1"],
-    "cuda": ["megatron-core==0.16.1", "vllm==0.32.0"],
-    "npu": ["megatron-core==0.16.1", "torch_npu==2.10.0.post4", "vllm-ascend==0.23.0"],
+    "cpu": ["megatron-core==0.16.1", "datasets==5.2.0"],
+    "cuda": ["megatron-core==0.16.1", "vllm==0.32.0", "datasets==5.2.0"],
+    "npu": ["megatron-core==0.16.1", "torch_npu==2.10.0.post4", "vllm-ascend==0.23.0",
+            "transformers==5.5.4", "datasets==5.2.0"],
     "npu, later build": ["torch_npu==2.10.0.post4", "vllm-ascend==0.23.0.post1"],
-}
+}  # fmt: skip
 ENVIRONMENTS = ("3.11", "3.12")  # versions of Python: of a virtual environment, of an image
 
 
@@ -78,7 +79,7 @@ def test_what_is_installed_alone_gets_what_it_asks_for(platform: str, package: s
 def test_the_snapshot_is_of_the_matrix() -> None:
     matrix = read_matrix()
     for case, asked in ASKED.items():
-        rows = matrix[case.partition(",")[0]]
+        rows = matrix["core"] | matrix[case.partition(",")[0]]
         for package in asked:
             name, _, version = package.partition("==")
             assert SpecifierSet(rows[name]).contains(version), package

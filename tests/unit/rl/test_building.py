@@ -5,6 +5,7 @@ Everything that needs megatron-core, vLLM or files is replaced; engines only not
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,3 +110,14 @@ def test_the_seed_decides_the_order_of_the_prompts(
 def test_without_a_kl_there_is_no_reference(tmp_path: Path, engines: Engines) -> None:
     run = built(tmp_path, "--grpo-kl-beta 0")
     assert run.models.reference is None and "reference" not in engines.built
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_the_data_is_checked_once_per_node(
+    tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch, local_rank: int
+) -> None:
+    checked: list[Any] = []
+    monkeypatch.setattr(build, "check_data", lambda config, data: checked.append(data.train))
+    job = make_run(tmp_path, FLAGS).parts.job
+    build.build_components(replace(job, world=replace(job.world, local_rank=local_rank)))
+    assert checked == ([PROMPTS] if local_rank == 0 else [])

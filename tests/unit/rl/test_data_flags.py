@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,12 @@ from make_tiny_model import TinySizes, write_tiny_model
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.data.cache import RowCache
 from mindspeed_rl.pretrain import load_examples
-from mindspeed_rl.rl.build import load_data
+from mindspeed_rl.rl.build import check_data, load_data
 from mindspeed_rl.rl.build_models import load_tokenizer
+from mindspeed_rl.rl.components import PromptData
 
 NOTHING: Any = None
 SPEC: Any = SimpleNamespace(vocab_size=TinySizes().vocab_size)
@@ -35,15 +39,16 @@ def flags(folder: Path, *more: str) -> list[str]:
 
 
 def test_no_chat_template_in_rl(base_model: Path) -> None:
+    cache = RowCache(str(base_model / "cache"))
     argv = flags(base_model, "--prompt-data", str(base_model / "train.jsonl"))
     for more in ([], ["--no-chat-template"]):
         config = parse(RLRunConfig, [*argv, *more], "test").config
         tokenizer = load_tokenizer(config)
         if not more:
             with pytest.raises(ValueError, match="--no-chat-template"):
-                load_data(config.prompts, tokenizer, SPEC, progress=False)
+                load_data(config.prompts, tokenizer, SPEC, cache)
             continue
-        prompts, held_out = load_data(config.prompts, tokenizer, SPEC, progress=False)
+        prompts, held_out = load_data(config.prompts, tokenizer, SPEC, cache)
         assert prompts[0].token_ids == tuple(tokenizer.encode("12")) and held_out == {}
 
 
@@ -53,3 +58,34 @@ def test_no_chat_template_in_supervised_training(base_model: Path) -> None:
     job: Any = SimpleNamespace(config=config, plan=SimpleNamespace(spec=SPEC))
     (example,) = load_examples(job).examples
     assert example.num_prompt_tokens == 2
+
+
+def test_several_data_sets_and_their_weights_reach_the_run(base_model: Path) -> None:
+    write_jsonl(base_model / "more.jsonl", [{"prompt": f"{n}", "answer": "1"} for n in (5, 6)])
+    train, more = str(base_model / "train.jsonl"), str(base_model / "more.jsonl")
+    argv = flags(base_model, "--no-chat-template", "--eval-prompt-data", more)
+    cache = RowCache(str(base_model / "cache"))
+    for given, texts in (
+        ([train, more], ["12", "5", "6"]),
+        (["0.8", train, "0.2", more], ["12"] * 8 + ["5", "6"]),
+    ):
+        config = parse(RLRunConfig, [*argv, "--prompt-data", *given], "test").config
+        tokenizer = load_tokenizer(config)
+        prompts, held_out = load_data(config.prompts, tokenizer, SPEC, cache)
+        assert [prompt.text for prompt in prompts] == texts
+        assert [prompt.text for prompt in held_out[""]] == ["5", "6"]
+        with pytest.raises(UsageError, match=r"--eval-prompt-data .* 2 of 2 prompts"):
+            check_data(config, PromptData(tokenizer, prompts, held_out))
+
+
+def test_rewards_that_a_row_names_must_be_those_of_the_run(base_model: Path) -> None:
+    argv = flags(base_model, "--no-chat-template", "--reward-function", "math")
+    for name, allowed in (("math", True), ("code", False)):
+        file = base_model / f"{name}.jsonl"
+        write_jsonl(file, [{"prompt": "12", "answer": "3", "rewards": name}])
+        config = parse(RLRunConfig, [*argv, "--prompt-data", str(file)], "test").config
+        tokenizer = load_tokenizer(config)
+        cache = RowCache(str(base_model / "cache"))
+        data = PromptData(tokenizer, *load_data(config.prompts, tokenizer, SPEC, cache))
+        with nullcontext() if allowed else pytest.raises(UsageError, match=r"code.*--reward-key"):
+            check_data(config, data)

@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from make_tiny_model import build_tokenizer
 
-from mindspeed_rl.core.types import Prompt
+from mindspeed_rl.data.cache import RowCache
+from mindspeed_rl.data.prompts import PromptDataset, load_prompts
 from mindspeed_rl.rl.build import refuse_overlap, stop_token_ids
 
 
-class Prompts(list[Prompt]):
-    """A data set of these prompts."""
-
-    def __init__(self, source: str, first_tokens: Sequence[int]) -> None:
-        super().__init__(Prompt(i, (t, 9), f"text {t}", "") for i, t in enumerate(first_tokens))
-        self.source = source
+def prompts(file: Path, questions: Sequence[str]) -> PromptDataset:
+    file.write_text("".join(json.dumps({"prompt": q, "answer": "1"}) + "\n" for q in questions))
+    tokenizer, cache = build_tokenizer(["a"], 261), RowCache(str(file.parent / "cache"))
+    return load_prompts(file, tokenizer, max_prompt_length=16, vocab_size=261, cache=cache)
 
 
-def test_held_out_prompts_must_not_be_trained_on() -> None:
-    train = cast(Any, Prompts("train.jsonl", (1, 2, 3)))
-    refuse_overlap(train, cast(Any, Prompts("heldout.jsonl", (4, 5))), "--eval-prompt-data")
+def test_held_out_prompts_must_not_be_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Digests are compared, so neither tokens nor texts of all prompts are made objects."""
+    train = prompts(tmp_path / "train.jsonl", ["text 1", "text 2", "text 3"])
+    apart = prompts(tmp_path / "apart.jsonl", ["text 4", "text 12"])
+    held_out = prompts(tmp_path / "heldout.jsonl", ["text 4", "text 2", "text 3"])
+    monkeypatch.setattr(PromptDataset, "__getitem__", None)
+    monkeypatch.setattr(PromptDataset, "token_ids", None)
+    refuse_overlap(train, apart, "--eval-prompt-data")
     told = (
-        r"--eval-prompt-data heldout\.jsonl: 2 of 3 prompts are also in --prompt-data train\.jsonl"
-        r", e\.g\. 'text 2'; remove them"
+        r"--eval-prompt-data .*heldout\.jsonl: 2 of 3 prompts are also in --prompt-data "
+        r".*train\.jsonl, e\.g\. 'text 2'; remove them"
     )
     with pytest.raises(ValueError, match=told):
-        refuse_overlap(train, cast(Any, Prompts("heldout.jsonl", (4, 2, 3))), "--eval-prompt-data")
+        refuse_overlap(train, held_out, "--eval-prompt-data")
 
 
 def stop_ids(model: tuple[int, ...], tokenizer: int | None) -> tuple[int, ...]:

@@ -1,0 +1,141 @@
+"""Data sets that the ``datasets`` library reads: parquet, csv, arrow, folders, and the hub's."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_rl.core.data_source import DataSource
+from mindspeed_rl.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+_BUILDERS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
+# What the library writes beside the files of `Dataset.save_to_disk`.
+_SAVED = ("dataset_dict.json", "state.json")
+
+
+def local_place(source: DataSource, flag: str) -> Path:
+    """Return the local file or folder of a data set; one of the hub is downloaded once.
+
+    Without a network (``HF_HUB_OFFLINE=1``, which the entries set unless the user sets it) the
+    hub's cache of this machine is all that is looked at.
+
+    Raises:
+        UsageError: the hub or its cache has no such data set or revision, or cannot be reached.
+    """
+    if not source.on_hub:
+        return Path(source.place)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(source.place, repo_type="dataset", revision=source.revision or None)
+        )
+    except (OSError, ValueError) as error:
+        revision = f" --revision {source.revision}" if source.revision else ""
+        raise UsageError(
+            f"{flag} {source.text}: no local file or folder, and as a data set of the hub it "
+            f"cannot be had: {_first_line(error)} Download it on every node with `hf download "
+            f"--repo-type dataset {source.place}{revision}`, or start with HF_HUB_OFFLINE=0 where "
+            f"there is a network (now {os.environ.get('HF_HUB_OFFLINE', 'not set')})"
+        ) from error
+
+
+def content_digest(source: DataSource, flag: str) -> str:
+    """Return a digest of all bytes of a data set's files, and of what of them is read. Local.
+
+    Raises:
+        UsageError: a file cannot be read, or the hub does not have it.
+    """
+    try:
+        return _content_digest(source, local_place(source, flag))
+    except OSError as error:
+        raise UsageError(f"{flag} {source.text}: cannot be read: {error}") from error
+
+
+def _content_digest(source: DataSource, place: Path) -> str:
+    whole = hashlib.sha256(f"{source.subset}:{source.split}".encode())
+    for path in [place] if place.is_file() else sorted(place.rglob("*")):
+        if not path.is_file():
+            continue
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        # A file's suffix says how to read it; the name of a single one does not matter else.
+        name = path.suffix if path == place else path.relative_to(place).as_posix()
+        whole.update(f"\n{name}:{digest}".encode())
+    return whole.hexdigest()
+
+
+def library_rows(source: DataSource, flag: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a data set as plain Python values; nothing is copied to disk.
+
+    All values of ``.csv`` are text.
+
+    Raises:
+        UsageError: the data set lacks the split or subset, or the library cannot read it.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    # It logs what it raises as well.
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
+    place = local_place(source, flag)
+    try:
+        yield from _open(source, flag, place)
+    except UsageError:
+        raise
+    except (ValueError, OSError, TypeError, datasets.exceptions.DatasetsError) as error:
+        # Errors of pyarrow and pandas are ValueErrors or OSErrors.
+        raise UsageError(
+            f"{flag} {source.text}: the datasets library cannot read it: {_first_line(error)} "
+            "Mend it, or give another one"
+        ) from error
+
+
+def _open(source: DataSource, flag: str, place: Path) -> Dataset | IterableDataset:
+    import datasets
+
+    if place.is_file():
+        how: dict[str, Any] = {}
+        if place.suffix == ".csv":
+            # Else "007" would become the number 7, and "NA" a missing value.
+            with place.open(newline="") as file:
+                columns = next(csv.reader(file), [])
+            text = datasets.Features({name: datasets.Value("string") for name in columns})
+            how = {"features": text, "keep_default_na": False}
+        found: IterableDataset = datasets.load_dataset(
+            _BUILDERS[place.suffix], data_files=str(place), split="train", streaming=True, **how
+        )
+        return found
+    if any((place / name).is_file() for name in _SAVED):
+        parts = datasets.load_from_disk(str(place))
+    else:
+        parts = datasets.load_dataset(str(place), source.subset or None, streaming=True)
+    if not isinstance(parts, dict):
+        if source.split:
+            raise UsageError(
+                f"{flag} {source.text}: the folder holds one data set without splits; give "
+                f"{source.place}"
+            )
+        return parts
+    split = source.split or ("train" if "train" in parts else "")
+    if not split and len(parts) == 1:
+        (split,) = parts
+    if split not in parts:
+        raise UsageError(
+            f"{flag} {source.text}: the split {split!r} is not among {', '.join(sorted(parts))}; "
+            f"name one of them: {source.place}{'@' if source.revision else ''}{source.revision}:"
+            f"{source.subset}{'/' if source.subset else ''}{sorted(parts)[0]}"
+        )
+    return parts[split]
+
+
+def _first_line(error: BaseException) -> str:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{text or type(error).__name__}{'' if text.endswith('.') else '.'}"
