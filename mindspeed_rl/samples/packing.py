@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.core.types import TrainSample
@@ -34,7 +36,9 @@ class MicroBatch:
         loss_mask: [T] bool, true where the target is a trained token.
         lengths: Tokens of each of the S sequences, in order, with the padding after each; the rest
             of T is padding as well.
+        num_real: Tokens of each of the S whole sequences without padding.
         sample_ids: Ids of the S samples.
+        trained: [N] int64, the positions in this row whose targets are trained tokens.
         sequence_of: [N] int64, which of the S sequences a trained token belongs to.
         num_trained: Number of trained tokens of each of the S whole sequences.
         trained_index: [N] int64, which of the trained tokens of the whole row each one is.
@@ -48,7 +52,9 @@ class MicroBatch:
     targets: torch.Tensor
     loss_mask: torch.Tensor
     lengths: tuple[int, ...]
+    num_real: tuple[int, ...]
     sample_ids: tuple[int, ...]
+    trained: torch.Tensor
     sequence_of: torch.Tensor
     num_trained: tuple[int, ...]
     trained_index: torch.Tensor
@@ -92,7 +98,10 @@ class MicroBatch:
         return replace(self, columns=columns, **tensors)
 
 
-_ROW_TENSORS = ("token_ids", "positions", "targets", "loss_mask", "sequence_of", "trained_index")
+_ROW_TENSORS = (
+    *("token_ids", "positions", "targets", "loss_mask"),
+    *("trained", "sequence_of", "trained_index"),
+)
 
 
 def pack(
@@ -138,7 +147,8 @@ def pack(
         if sample.loss_mask is not None:  # The mask of token t + 1 belongs to position t.
             first = start + sample.num_prompt_tokens - 1
             loss_mask[first : first + sample.loss_mask.numel()] &= sample.loss_mask
-    sequence_of = owner[loss_mask[:total]]
+    trained = loss_mask.nonzero()[:, 0]
+    sequence_of = owner[trained]
     num_trained = tuple(s.num_trained for s in samples)
     return MicroBatch(
         token_ids=token_ids,
@@ -146,7 +156,9 @@ def pack(
         targets=targets,
         loss_mask=loss_mask,
         lengths=lengths,
+        num_real=tuple(s.length for s in samples),
         sample_ids=tuple(s.sample_id for s in samples),
+        trained=trained,
         sequence_of=sequence_of,
         num_trained=num_trained,
         trained_index=torch.arange(sequence_of.numel(), device=device),
@@ -208,6 +220,30 @@ def context_index(lengths: Sequence[int], row_length: int, cp: int, rank: int) -
     return torch.cat(parts)
 
 
+def padding_mask(batch: MicroBatch, cp: int = 1, rank: int = 0) -> NDArray[np.bool_] | None:
+    """Return which positions of a context-parallel rank are padding; ``None``: none. Local.
+
+    Args:
+        batch: Whole micro-batch.
+        cp: Context-parallel size.
+        rank: Position in the group.
+
+    Returns:
+        [T / cp] on the host.
+    """
+    if sum(batch.num_real) == batch.num_tokens:
+        return None
+    lengths = np.asarray(batch.lengths, dtype=np.int64)
+    start = lengths.cumsum() - lengths
+    border = np.zeros(batch.num_tokens + 1, dtype=np.int64)
+    np.add.at(border, start, 1)
+    np.add.at(border, start + np.asarray(batch.num_real, dtype=np.int64), -1)
+    padding = border.cumsum()[:-1] == 0
+    if cp > 1:
+        padding = padding[context_index(batch.lengths, batch.num_tokens, cp, rank).numpy()]
+    return padding if padding.any() else None
+
+
 def split_context(batch: MicroBatch, cp: int, rank: int) -> MicroBatch:
     """Return the part of a micro-batch that a context-parallel rank computes. Local.
 
@@ -218,13 +254,15 @@ def split_context(batch: MicroBatch, cp: int, rank: int) -> MicroBatch:
         return batch
     index = context_index(batch.lengths, batch.num_tokens, cp, rank).to(batch.token_ids.device)
     mask = batch.loss_mask[index]
-    trained = (batch.loss_mask.cumsum(0) - 1)[index][mask]
+    places = mask.nonzero()[:, 0]
+    trained = (batch.loss_mask.cumsum(0) - 1)[index[places]]
     return replace(
         batch,
         token_ids=batch.token_ids[index],
         positions=batch.positions[index],
         targets=batch.targets[index],
         loss_mask=mask,
+        trained=places,
         sequence_of=batch.sequence_of[trained],
         trained_index=trained,
         columns={name: values[trained] for name, values in batch.columns.items()},

@@ -51,9 +51,9 @@ class LogProbHead:
             rows = copy_to_tensor_model_parallel_region(rows)
         group = parallel_state.get_tensor_model_parallel_group()
         return selected_logprobs(
-            rows[micro.loss_mask],
+            rows.index_select(0, micro.trained),
             self._weight(),
-            micro.targets[micro.loss_mask],
+            micro.targets.index_select(0, micro.trained),
             temperature=self.temperature,
             vocab_size=self._spec.vocab_size,
             tp_rank=group.rank(),
@@ -82,7 +82,7 @@ class ValueOutputHead:
         if self._module.config.sequence_parallel:
             rows = gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=False)
         weight = self._module.output_layer.weight
-        rows = rows[micro.loss_mask]
+        rows = rows.index_select(0, micro.trained)
         return (F.linear(rows.float(), weight.float())[:, 0],)
 
 

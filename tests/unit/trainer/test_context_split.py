@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl.core.types import TrainSample
+from mindspeed_rl.planning.micro_batches import PackingRules
 from mindspeed_rl.samples.packing import MicroBatch, context_index, pack, split_context
-from mindspeed_rl.samples.placement import BatchRules
 
 SIZES = st.lists(st.integers(2, 9), min_size=1, max_size=4)
 
@@ -28,10 +28,10 @@ def make_row(sizes: list[int], cp: int, tail: int = 0) -> MicroBatch:
         )
         for i, n in enumerate(sizes)
     ]
-    plan = BatchRules(
-        dp=1, dp_rank=0, micro_batch_size=len(sizes), row_multiple=2 * cp, sequence_multiple=2 * cp
-    ).plan(sizes)
-    return pack(samples, plan.padded_length + 2 * cp * tail, 2 * cp)
+    plan = PackingRules(
+        dp=1, micro_batch_size=len(sizes), row_multiple=2 * cp, sequence_multiple=2 * cp
+    ).assign(sizes)
+    return pack(samples, plan.row_lengths[0][0] + 2 * cp * tail, 2 * cp)
 
 
 @given(SIZES, st.sampled_from([2, 4]), st.integers(0, 2))
