@@ -30,18 +30,18 @@ class MicroBatch:
     Every pass uses the same object; a stage that computes more about its tokens adds a column.
 
     Attributes:
-        token_ids: [T] int64; padding at the end is token 0.
-        positions: [T] int64, position within the token's own sequence.
-        targets: [T] int64, the next token of the same sequence, 0 where there is none.
+        token_ids: [T] int32; padding at the end is token 0.
+        positions: [T] int32, position within the token's own sequence.
+        targets: [T] int32, the next token of the same sequence, 0 where there is none.
         loss_mask: [T] bool, true where the target is a trained token.
         lengths: Tokens of each of the S sequences, in order, with the padding after each; the rest
             of T is padding as well.
         num_real: Tokens of each of the S whole sequences without padding.
         sample_ids: Ids of the S samples.
-        trained: [N] int64, the positions in this row whose targets are trained tokens.
-        sequence_of: [N] int64, which of the S sequences a trained token belongs to.
+        trained: [N] int32, the positions in this row whose targets are trained tokens.
+        sequence_of: [N] int32, which of the S sequences a trained token belongs to.
         num_trained: Number of trained tokens of each of the S whole sequences.
-        trained_index: [N] int64, which of the trained tokens of the whole row each one is.
+        trained_index: [N] int32, which of the trained tokens of the whole row each one is.
         columns: [N, ...] by name, at the masked positions in order: see ``samples/columns.py``.
         attention: Borders between sequences, in the form that the trainer's attention needs.
         routes: Experts of the first pass, where routing is replayed.
@@ -151,17 +151,17 @@ def pack(
     sequence_of = owner[trained]
     num_trained = tuple(s.num_trained for s in samples)
     return MicroBatch(
-        token_ids=token_ids,
-        positions=positions,
-        targets=targets,
+        token_ids=token_ids.int(),
+        positions=positions.int(),
+        targets=targets.int(),
         loss_mask=loss_mask,
         lengths=lengths,
         num_real=tuple(s.length for s in samples),
         sample_ids=tuple(s.sample_id for s in samples),
-        trained=trained,
-        sequence_of=sequence_of,
+        trained=trained.int(),
+        sequence_of=sequence_of.int(),
         num_trained=num_trained,
-        trained_index=torch.arange(sequence_of.numel(), device=device),
+        trained_index=torch.arange(sequence_of.numel(), device=device, dtype=torch.int32),
         columns=_columns_of(samples, num_trained),
     )
 
@@ -262,8 +262,8 @@ def split_context(batch: MicroBatch, cp: int, rank: int) -> MicroBatch:
         positions=batch.positions[index],
         targets=batch.targets[index],
         loss_mask=mask,
-        trained=places,
+        trained=places.int(),
         sequence_of=batch.sequence_of[trained],
-        trained_index=trained,
+        trained_index=trained.int(),
         columns={name: values[trained] for name, values in batch.columns.items()},
     )

@@ -53,7 +53,7 @@ class LogProbHead:
         return selected_logprobs(
             rows.index_select(0, micro.trained),
             self._weight(),
-            micro.targets.index_select(0, micro.trained),
+            micro.targets.index_select(0, micro.trained).long(),
             temperature=self.temperature,
             vocab_size=self._spec.vocab_size,
             tp_rank=group.rank(),
@@ -126,7 +126,7 @@ def value_inputs(micro: MicroBatch, outputs: Outputs, reduce: SumOverRanks) -> V
 def _sequences(micro: MicroBatch, reduce: SumOverRanks) -> Sequences:
     device = micro.sequence_of.device
     num_trained = torch.tensor(micro.num_trained, dtype=torch.float32, device=device)
-    return Sequences(micro.sequence_of, num_trained, reduce)
+    return Sequences(micro.sequence_of.long(), num_trained, reduce)
 
 
 def make_head(module: Any, spec: ModelSpec, temperature: float, chunk: int) -> Head:

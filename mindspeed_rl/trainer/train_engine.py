@@ -310,7 +310,7 @@ class TrainEngine:
             if self._replay is not None:
                 self._replay.current = batch.routes
             hidden = model(
-                batch.token_ids[None],
+                batch.token_ids[None].long(),
                 batch.positions[None],
                 None,
                 packed_seq_params=batch.attention,
