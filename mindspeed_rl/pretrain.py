@@ -93,12 +93,16 @@ def train_step(
 
     from mindspeed_rl.algorithms.losses import supervised_loss
     from mindspeed_rl.metrics.metric_set import Mean, MetricSet, reduce_metrics
-    from mindspeed_rl.metrics.names import STEP_TIME, TOKENS_PER_S
+    from mindspeed_rl.metrics.names import REAL_SHARE, STEP_TIME, TOKENS_PER_S
     from mindspeed_rl.metrics.telemetry import named_phase
+    from mindspeed_rl.planning.micro_batches import real_share
     from mindspeed_rl.rl.build_models import batch_rules
 
     with named_phase(timer, job.watchdog, "train"):
-        batches = engine.prepare(batch_rules(job).pack_own(chosen.samples, chosen.lengths))
+        rules = batch_rules(job)
+        plan = rules.plan(chosen.lengths)
+        mine = {i: chosen.samples[i] for i in rules.mine(plan)}
+        batches = engine.prepare(rules.pack(plan, mine))
         loss = partial(supervised_loss, num_tokens=chosen.num_trained)
         found = engine.forward_backward(batches, loss)
         stats = engine.step()
@@ -107,6 +111,7 @@ def train_step(
     if not math.isfinite(values["loss"]):
         raise FloatingPointError(f"supervised loss is {values['loss']}; lower --lr")
     values |= {"optimizer/grad_norm": stats.grad_norm, "optimizer/lr": stats.learning_rate}
+    values[REAL_SHARE] = real_share([plan], chosen.lengths)
     return values | {TOKENS_PER_S: sum(chosen.lengths) / values[STEP_TIME]}
 
 

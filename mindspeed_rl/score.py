@@ -66,7 +66,7 @@ def by_trainer(job: ScoreJob, sequences: ScoreInputs) -> list[TokenScore]:
     for batch, result in zip(batches, results, strict=True):
         assert result is not None
         owners = [batch.sample_ids[i] for i in batch.sequence_of.tolist()]
-        positions = (batch.positions[batch.loss_mask] + 1).tolist()
+        positions = (batch.positions[batch.trained] + 1).tolist()
         logp, entropy = (values.tolist() for values in result)
         found += zip(owners, positions, logp, entropy, strict=True)
     return found

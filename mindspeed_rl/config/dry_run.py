@@ -73,6 +73,13 @@ class DryRunConfig:
         "rollouts.",
         minimum=1.0,
     )
+    rl_dry_run_mean_length: float = flag(
+        0.0,
+        "Mean tokens of a sequence, prompt and response, with which the packing of micro-batches "
+        "is predicted; lengths are drawn from a log-normal distribution that is cut at the "
+        "longest. 0 takes a third of the longest.",
+        minimum=0.0,
+    )
     rl_dry_run_json: str = flag(
         "",
         "File for everything that was predicted, as JSON; - prints it instead of the report.",

@@ -17,9 +17,10 @@ class TrainConfig:
 
     A step of the run is an RL step (rollouts, rewards, update) or an SFT batch; an optimizer step
     takes ``--global-batch-size`` sequences; a micro-batch is what one rank packs into one forward
-    and backward pass. Per rank, an optimizer step is global batch / data parallelism sequences in
-    micro-batches of ``--micro-batch-size``. The micro-batch changes memory and speed, never
-    results: the loss is normalised over the global batch.
+    and backward pass: whole sequences, one after the other, in a row as long as they are together.
+    It holds as many tokens as ``--micro-batch-size`` of the longest sequences that the run allows,
+    so shorter ones share it. The micro-batch changes memory and speed, never results: the loss is
+    normalised over the global batch.
     """
 
     train_iters: int = flag(
@@ -35,13 +36,23 @@ class TrainConfig:
         minimum=0,
     )
     micro_batch_size: int = flag(
-        1, "Sequences that a rank packs into one forward and backward pass.", minimum=1
+        1,
+        "Sequences of the longest length that the run allows, whose tokens fit into one forward "
+        "and backward pass of a rank; more sequences are packed into it where they are shorter.",
+        minimum=1,
     )
-    max_tokens_per_micro_batch: int = flag(
-        0,
-        "Tokens that a rank packs into one forward and backward pass, instead of "
-        "--micro-batch-size; 0 is off.",
+    max_tokens_per_micro_batch: int | None = flag(
+        None,
+        "Tokens that a rank packs into one forward and backward pass, instead of those of "
+        "--micro-batch-size longest sequences. 0 packs by number: every micro-batch has "
+        "--micro-batch-size sequences, whatever their length.",
         minimum=0,
+    )
+    equal_micro_batch_lengths: bool = flag(
+        False,
+        "Pad all micro-batches of an optimizer step to the longest, for kernels that want one "
+        "shape. Otherwise each has its own length, a multiple that tensor and context parallelism "
+        "need. --moe-token-dispatcher-type allgather implies it.",
     )
     seq_length: int = flag(
         0,

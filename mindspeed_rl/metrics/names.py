@@ -14,6 +14,7 @@ MISMATCH_MAX = "mismatch/max_abs_logprob"
 MISMATCH_MEAN = "mismatch/mean_abs_logprob"
 TOKENS_PER_S = "throughput/tokens_per_s"
 STEP_TIME = "time/step_s"
+REAL_SHARE = "packing/real_share"
 
 HEADLINE = {
     REWARD: "reward",

@@ -16,9 +16,9 @@ from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 _FP32 = 4
-# Bytes of a prepared micro-batch per token: ids, positions, targets, mask, borders; and per trained
-# token: log-probs of engine, old policy and reference, advantage, sequence.
-_TOKEN_BYTES, _TRAINED_BYTES = 6 * 8 + 1, 4 * 4 + 8
+# Bytes of a prepared micro-batch per token: ids, positions, targets, mask, borders (3 indices); and
+# per trained token: log-probs of engine, old policy and reference, advantage, 3 indices.
+_TOKEN_BYTES, _TRAINED_BYTES = 6 * 4 + 1, 4 * 4 + 3 * 4
 
 
 @dataclass(frozen=True, slots=True)

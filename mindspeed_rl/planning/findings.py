@@ -11,8 +11,9 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import MemoryPhase
 from mindspeed_rl.planning.budget import device_bytes, machine_on, resolve_offload, usable_bytes
 from mindspeed_rl.planning.hccl_buffers import hccl_buffers
+from mindspeed_rl.planning.micro_batches import PackingEstimate, drawn_lengths
 from mindspeed_rl.planning.prediction import MemoryPrediction, Peak, Table
-from mindspeed_rl.planning.run_plan import RLPlan
+from mindspeed_rl.planning.run_plan import RLPlan, RunPlan, longest_sequence, run_packing
 from mindspeed_rl.planning.suggestions import Suggestion, plan_of, suggest
 from mindspeed_rl.weights.planner import plan_reshard
 from mindspeed_rl.weights.traffic import RankTraffic, element_bytes_of, rank_traffic
@@ -32,6 +33,7 @@ class Findings:
         budget_bytes: Bytes of a device that the run may use.
         offload_reason: Reason for the mode of offloading.
         volume: Traffic of a weight update of some ranks; empty in supervised runs.
+        packing: Micro-batches of an optimizer step with drawn lengths.
         suggestions: Single changes that lower the peak of a run that does not fit.
     """
 
@@ -41,6 +43,7 @@ class Findings:
     budget_bytes: int
     offload_reason: str
     volume: Sequence[RankTraffic]
+    packing: PackingEstimate
     suggestions: Sequence[Suggestion]
 
     @property
@@ -101,8 +104,28 @@ def find_out(config: TrainingRunConfig, world: int) -> Findings:
         budget_bytes=budget,
         offload_reason=why,
         volume=volume,
+        packing=predicted_packing(config, plan),
         suggestions=() if peak.num_bytes <= budget else suggest(prediction, ranks, budget),
     )
+
+
+def predicted_packing(config: TrainingRunConfig, plan: RunPlan) -> PackingEstimate:
+    """Pack one optimizer step of drawn lengths as the run would. Pure.
+
+    Raises:
+        UsageError: ``--rl-dry-run-mean-length`` is longer than a sequence may be.
+    """
+    longest = longest_sequence(config, plan) or plan.spec.max_position_embeddings
+    mean = config.dry_run.rl_dry_run_mean_length
+    if mean > longest:
+        raise UsageError(
+            f"--rl-dry-run-mean-length {mean:g}: sequences have at most {longest} tokens; lower it"
+        )
+    samples = config.train.global_batch_size
+    if isinstance(plan, RLPlan):
+        samples = plan.batch.samples_per_update
+    lengths = drawn_lengths(samples, mean or longest / 3, longest)
+    return PackingEstimate.of(run_packing(config, plan), lengths)
 
 
 def update_traffic(

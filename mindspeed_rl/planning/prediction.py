@@ -222,7 +222,7 @@ class MemoryPrediction:
             per_update, prepared, entropy = train.global_batch_size, 1, False
         samples = max(1, per_update // parallel.dp)
         sequences, padded = train.micro_batch_size, round_up(longest, parallel.sequence_multiple)
-        if train.max_tokens_per_micro_batch:
+        if train.max_tokens_per_micro_batch:  # otherwise as many as --micro-batch-size says
             sequences = max(1, train.max_tokens_per_micro_batch // padded)
         sequences = min(sequences, samples)
         multiple = parallel.row_multiple(sequence_parallel=config.parallel.shards_sequence)

@@ -9,6 +9,7 @@ from typing import Any
 from mindspeed_rl.core.memory import MemoryOwner
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.planning.findings import Findings
+from mindspeed_rl.planning.micro_batches import SIGMA
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.run_plan import RLPlan
 
@@ -35,7 +36,13 @@ def _arithmetic(found: Findings) -> Iterator[str]:
         yield from plan.batch.lines(parallel.dp, plan.engine.num_replicas)
     yield (
         f"training: {work.num_micro_batches} micro-batches of {work.tokens} tokens per rank and "
-        "optimizer step"
+        "optimizer step, where every sequence is as long as it may be"
+    )
+    packing = found.packing
+    yield (
+        f"packing of drawn lengths (log-normal, sigma {SIGMA}, mean {packing.mean_length:.0f}): "
+        f"{packing.num_micro_batches} micro-batches of up to {packing.longest_row} tokens, "
+        f"{1 / packing.real_share:.3f} tokens travel per real one"
     )
 
 
@@ -162,6 +169,7 @@ def as_json(found: Findings) -> dict[str, Any]:
             "phase": found.peak.phase,
             "bytes": found.peak.num_bytes,
         },
+        "packing": asdict(found.packing),
         "budget_bytes": found.budget_bytes,
         "fits": found.fits,
         "weight_update": [asdict(traffic) for traffic in found.volume],

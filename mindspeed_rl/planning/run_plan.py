@@ -11,6 +11,7 @@ from mindspeed_rl.config import (
     PretrainRunConfig,
     RLRunConfig,
     ScoreRunConfig,
+    TrainingRunConfig,
 )
 from mindspeed_rl.config.architecture import check_architecture, model_config
 from mindspeed_rl.config.check_algorithms import check_algorithms
@@ -29,9 +30,11 @@ from mindspeed_rl.config.training import CheckpointConfig, TrainConfig, check_re
 from mindspeed_rl.core.data_source import ALLOWED, DataSource
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.models.flops import sequence_flops
 from mindspeed_rl.models.hf_files import check_tokenizer_files, find_weights
 from mindspeed_rl.models.registry import spec_from_hf_config, value_spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.planning.micro_batches import PackingRules, SequenceCost, packing_rules
 from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout
@@ -100,6 +103,32 @@ class RLPlan(RunPlan):
     max_model_len: int
     critic: MegatronLayout | None = None
     reward_model: MegatronLayout | None = None
+
+
+def longest_sequence(config: TrainingRunConfig | ScoreRunConfig, plan: RunPlan) -> int:
+    """Return the tokens of the longest sequence that a run trains on; 0: its flags do not say."""
+    return plan.max_model_len if isinstance(plan, RLPlan) else config.train.seq_length
+
+
+def needs_equal_lengths(config: TrainingRunConfig | ScoreRunConfig, plan: RunPlan) -> bool:
+    """Whether the micro-batches of an optimizer step need one length.
+
+    The dispatcher that gathers the tokens of all ranks takes equally many from each.
+    """
+    gathers = config.kernels.moe_token_dispatcher_type == "allgather"
+    return gathers and bool(plan.spec.expert_layers)
+
+
+def run_packing(config: TrainingRunConfig | ScoreRunConfig, plan: RunPlan) -> PackingRules:
+    """Return the rules that make the micro-batches of a run. Pure."""
+    return packing_rules(
+        config.train,
+        plan.parallel,
+        longest_sequence(config, plan),
+        sequence_parallel=config.parallel.shards_sequence,
+        equal_lengths=needs_equal_lengths(config, plan),
+        cost=SequenceCost(*sequence_flops(plan.spec)),
+    )
 
 
 def plan_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:

@@ -63,25 +63,29 @@ def _changes(config: TrainingRunConfig) -> list[tuple[str, str, dict[str, Any]]]
         "recompute_method": "uniform",
         "recompute_num_layers": 1,
     }
-    batch = max(1, config.train.micro_batch_size // 2)
+    train = config.train
+    if tokens := train.max_tokens_per_micro_batch:
+        name, fewer = "max_tokens_per_micro_batch", tokens // 2
+    else:
+        name, fewer = "micro_batch_size", max(1, train.micro_batch_size // 2)
     chunk = max(1, config.train.logprob_chunk_tokens // 4)
     changes: list[tuple[str, str, dict[str, Any]]] = [
         ("--use-distributed-optimizer", "parallel", {"use_distributed_optimizer": True}),
         ("--sequence-parallel", "parallel", {"sequence_parallel": True}),
         ("--swap-optimizer", "ascend", {"swap_optimizer": True}),
         (recompute, "train", full),
-        (f"--micro-batch-size {batch}", "train", {"micro_batch_size": batch}),
+        (f"--{name.replace('_', '-')} {fewer}", "train", {name: fewer}),
         (f"--logprob-chunk-tokens {chunk}", "train", {"logprob_chunk_tokens": chunk}),
     ]
     if isinstance(config, RLRunConfig):
         half = config.rollout.rollout_kv_cache_gb / 2
-        tokens = engine_provider().batched_tokens_option
+        batched = engine_provider().batched_tokens_option
         changes += [
             (f"--rl-offload {mode}", "memory", {"rl_offload": mode.value}) for mode in FIXED_MODES
         ]
         changes += [
             ("--rollout-sleep all", "memory", {"rollout_sleep": "all"}),
             (f"--rollout-kv-cache-gb {half:g}", "rollout", {"rollout_kv_cache_gb": half}),
-            (f"{as_flag(tokens)} 1024", "engine_options", {tokens: 1024}),
+            (f"{as_flag(batched)} 1024", "engine_options", {batched: 1024}),
         ]
     return changes

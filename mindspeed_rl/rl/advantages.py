@@ -153,7 +153,9 @@ class _Tokens:
             )
             row = rewards_to_tokens(values[order], m.num_trained)
             if penalties is not None:
-                own = torch.zeros_like(row).index_copy_(0, m.trained_index, penalties[number])
+                own = torch.zeros_like(row).index_copy_(
+                    0, m.trained_index.long(), penalties[number]
+                )
                 row = row - self.policy.all_reduce_cp(own)
             rows.append(row)
         return rows

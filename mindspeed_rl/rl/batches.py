@@ -58,10 +58,7 @@ class StepBatches:
     def by_update(
         self, compute: Callable[[list[MicroBatch]], Sequence[torch.Tensor | None]]
     ) -> list[torch.Tensor | None]:
-        """Apply ``compute`` to each optimizer step, and return its values in micro-batch order.
-
-        Micro-batches are of equal length within an optimizer step only.
-        """
+        """Apply ``compute`` to each optimizer step, and return its values in micro-batch order."""
         return [values for update in self.updates for values in compute(update.micro_batches)]
 
 

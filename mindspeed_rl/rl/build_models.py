@@ -14,11 +14,10 @@ from mindspeed_rl.config import RLRunConfig, TrainConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.models.blocks import VALUE_HEAD
-from mindspeed_rl.models.flops import sequence_flops
 from mindspeed_rl.parallel.groups import check_equal_nodes
-from mindspeed_rl.planning.run_plan import RLPlan
+from mindspeed_rl.planning.run_plan import RLPlan, run_packing
 from mindspeed_rl.rl.components import Models
-from mindspeed_rl.samples.placement import BatchRules, SequenceCost
+from mindspeed_rl.samples.placement import BatchRules
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.export import kept_mtp
 from mindspeed_rl.trainer.train_engine import TrainEngine
@@ -138,18 +137,8 @@ def initialize_parallel(job: Job[Any, RunPlan]) -> None:
 
 def batch_rules(job: Job[Any, RunPlan]) -> BatchRules:
     """Return the rules that make the micro-batches of this rank out of samples. Local."""
-    parallel, train = job.plan.parallel, job.config.train
-    sharded = job.config.parallel.shards_sequence
-    return BatchRules(
-        dp=parallel.dp,
-        dp_rank=parallel.coords(job.world.rank).dp,
-        micro_batch_size=train.micro_batch_size,
-        max_tokens=train.max_tokens_per_micro_batch,
-        row_multiple=parallel.row_multiple(sequence_parallel=sharded),
-        sequence_multiple=parallel.sequence_multiple,
-        count_multiple=parallel.pp if parallel.stages.vpp > 1 else 1,
-        cost=SequenceCost(*sequence_flops(job.plan.spec)),
-    )
+    dp_rank = job.plan.parallel.coords(job.world.rank).dp
+    return BatchRules(run_packing(job.config, job.plan), dp_rank)
 
 
 def build_critic(job: Job[RLRunConfig, RLPlan]) -> TrainEngine | None:

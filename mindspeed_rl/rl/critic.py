@@ -30,7 +30,9 @@ def values_of_rows(
         reduce: Sums a tensor over the ranks that share the rows.
     """
     own = micro.column("old_values")
-    return reduce(own.new_zeros(sum(micro.num_trained)).index_copy_(0, micro.trained_index, own))
+    return reduce(
+        own.new_zeros(sum(micro.num_trained)).index_copy_(0, micro.trained_index.long(), own)
+    )
 
 
 def value_metrics(critic: TrainEngine, micro: Sequence[MicroBatch]) -> MetricSet:

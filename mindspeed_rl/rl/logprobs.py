@@ -98,7 +98,7 @@ def with_on_policy_mask(
     last = [store.num_prompt_tokens(s) - 2 + s.num_stale(version) for s in samples]
     last_stale = torch.tensor(last, device=store.cache.device)
     masks = [
-        m.positions[m.loss_mask] > last_stale[sample_of_token(m, position)]
+        m.positions[m.trained] > last_stale[sample_of_token(m, position)]
         for m in batches.micro_batches
     ]
     return batches.with_column("on_policy_mask", masks)

@@ -243,7 +243,7 @@ def with_covariance_mask(
         log_ratio=[c - m.column("old_logprobs") for c, m in zip(logprobs, micro, strict=True)],
         advantages=[m.column("advantages") for m in micro],
         sample_ids=[sample_of_token(m, own_id) for m in micro],
-        places=[m.positions[m.loss_mask] for m in micro],
+        places=[m.positions[m.trained] for m in micro],
     )
     pairs = zip(micro, select(tokens), strict=True)
     return [m.with_column("covariance_mask", chosen) for m, chosen in pairs]

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.core.types import TrainSample
@@ -28,16 +30,18 @@ class MicroBatch:
     Every pass uses the same object; a stage that computes more about its tokens adds a column.
 
     Attributes:
-        token_ids: [T] int64; padding at the end is token 0.
-        positions: [T] int64, position within the token's own sequence.
-        targets: [T] int64, the next token of the same sequence, 0 where there is none.
+        token_ids: [T] int32; padding at the end is token 0.
+        positions: [T] int32, position within the token's own sequence.
+        targets: [T] int32, the next token of the same sequence, 0 where there is none.
         loss_mask: [T] bool, true where the target is a trained token.
         lengths: Tokens of each of the S sequences, in order, with the padding after each; the rest
             of T is padding as well.
+        num_real: Tokens of each of the S whole sequences without padding.
         sample_ids: Ids of the S samples.
-        sequence_of: [N] int64, which of the S sequences a trained token belongs to.
+        trained: [N] int32, the positions in this row whose targets are trained tokens.
+        sequence_of: [N] int32, which of the S sequences a trained token belongs to.
         num_trained: Number of trained tokens of each of the S whole sequences.
-        trained_index: [N] int64, which of the trained tokens of the whole row each one is.
+        trained_index: [N] int32, which of the trained tokens of the whole row each one is.
         columns: [N, ...] by name, at the masked positions in order: see ``samples/columns.py``.
         attention: Borders between sequences, in the form that the trainer's attention needs.
         routes: Experts of the first pass, where routing is replayed.
@@ -48,7 +52,9 @@ class MicroBatch:
     targets: torch.Tensor
     loss_mask: torch.Tensor
     lengths: tuple[int, ...]
+    num_real: tuple[int, ...]
     sample_ids: tuple[int, ...]
+    trained: torch.Tensor
     sequence_of: torch.Tensor
     num_trained: tuple[int, ...]
     trained_index: torch.Tensor
@@ -92,7 +98,10 @@ class MicroBatch:
         return replace(self, columns=columns, **tensors)
 
 
-_ROW_TENSORS = ("token_ids", "positions", "targets", "loss_mask", "sequence_of", "trained_index")
+_ROW_TENSORS = (
+    *("token_ids", "positions", "targets", "loss_mask"),
+    *("trained", "sequence_of", "trained_index"),
+)
 
 
 def pack(
@@ -138,18 +147,21 @@ def pack(
         if sample.loss_mask is not None:  # The mask of token t + 1 belongs to position t.
             first = start + sample.num_prompt_tokens - 1
             loss_mask[first : first + sample.loss_mask.numel()] &= sample.loss_mask
-    sequence_of = owner[loss_mask[:total]]
+    trained = loss_mask.nonzero()[:, 0]
+    sequence_of = owner[trained]
     num_trained = tuple(s.num_trained for s in samples)
     return MicroBatch(
-        token_ids=token_ids,
-        positions=positions,
-        targets=targets,
+        token_ids=token_ids.int(),
+        positions=positions.int(),
+        targets=targets.int(),
         loss_mask=loss_mask,
         lengths=lengths,
+        num_real=tuple(s.length for s in samples),
         sample_ids=tuple(s.sample_id for s in samples),
-        sequence_of=sequence_of,
+        trained=trained.int(),
+        sequence_of=sequence_of.int(),
         num_trained=num_trained,
-        trained_index=torch.arange(sequence_of.numel(), device=device),
+        trained_index=torch.arange(sequence_of.numel(), device=device, dtype=torch.int32),
         columns=_columns_of(samples, num_trained),
     )
 
@@ -208,6 +220,30 @@ def context_index(lengths: Sequence[int], row_length: int, cp: int, rank: int) -
     return torch.cat(parts)
 
 
+def padding_mask(batch: MicroBatch, cp: int = 1, rank: int = 0) -> NDArray[np.bool_] | None:
+    """Return which positions of a context-parallel rank are padding; ``None``: none. Local.
+
+    Args:
+        batch: Whole micro-batch.
+        cp: Context-parallel size.
+        rank: Position in the group.
+
+    Returns:
+        [T / cp] on the host.
+    """
+    if sum(batch.num_real) == batch.num_tokens:
+        return None
+    lengths = np.asarray(batch.lengths, dtype=np.int64)
+    start = lengths.cumsum() - lengths
+    border = np.zeros(batch.num_tokens + 1, dtype=np.int64)
+    np.add.at(border, start, 1)
+    np.add.at(border, start + np.asarray(batch.num_real, dtype=np.int64), -1)
+    padding = border.cumsum()[:-1] == 0
+    if cp > 1:
+        padding = padding[context_index(batch.lengths, batch.num_tokens, cp, rank).numpy()]
+    return padding if padding.any() else None
+
+
 def split_context(batch: MicroBatch, cp: int, rank: int) -> MicroBatch:
     """Return the part of a micro-batch that a context-parallel rank computes. Local.
 
@@ -218,14 +254,16 @@ def split_context(batch: MicroBatch, cp: int, rank: int) -> MicroBatch:
         return batch
     index = context_index(batch.lengths, batch.num_tokens, cp, rank).to(batch.token_ids.device)
     mask = batch.loss_mask[index]
-    trained = (batch.loss_mask.cumsum(0) - 1)[index][mask]
+    places = mask.nonzero()[:, 0]
+    trained = (batch.loss_mask.cumsum(0) - 1)[index[places]]
     return replace(
         batch,
         token_ids=batch.token_ids[index],
         positions=batch.positions[index],
         targets=batch.targets[index],
         loss_mask=mask,
+        trained=places.int(),
         sequence_of=batch.sequence_of[trained],
-        trained_index=trained,
+        trained_index=trained.int(),
         columns={name: values[trained] for name, values in batch.columns.items()},
     )

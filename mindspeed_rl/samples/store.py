@@ -17,6 +17,8 @@ import torch.distributed as dist
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.types import Rollout, TrainSample
 from mindspeed_rl.metrics.metric_set import Max, MetricSet, Total
+from mindspeed_rl.metrics.names import REAL_SHARE
+from mindspeed_rl.planning.micro_batches import MicroBatchPlan, real_share
 from mindspeed_rl.samples.columns import LOSS_MASK, TOKEN_IDS, Column
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.exchange import (
@@ -29,7 +31,7 @@ from mindspeed_rl.samples.exchange import (
     sample_words,
 )
 from mindspeed_rl.samples.packing import MicroBatch
-from mindspeed_rl.samples.placement import BatchRules, MicroBatchPlan
+from mindspeed_rl.samples.placement import BatchRules
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 
 ResponseTensors = Mapping[str, torch.Tensor]
@@ -161,6 +163,7 @@ class SampleStore:
         )
         moved, metrics = self._move(samples, hops, self.columns)
         moved.keep()
+        metrics = metrics.merge({REAL_SHARE: Max(real_share(plans, lengths))})
         return PlacedSamples(samples, plans, destinations, moved, metrics)
 
     def fetch(

@@ -130,9 +130,9 @@ class Case:
 
 #: How the samples of a rank become micro-batches: by number, or packed up to some tokens.
 CUTS = {
-    "micro-batch 1": TrainConfig(train_iters=1, micro_batch_size=1),
-    "micro-batch 2": TrainConfig(train_iters=1, micro_batch_size=2),
-    "micro-batch 8": TrainConfig(train_iters=1, micro_batch_size=8),
+    "micro-batch 1": TrainConfig(1, micro_batch_size=1, max_tokens_per_micro_batch=0),
+    "micro-batch 2": TrainConfig(1, micro_batch_size=2, max_tokens_per_micro_batch=0),
+    "micro-batch 8": TrainConfig(1, micro_batch_size=8, max_tokens_per_micro_batch=0),
     "packed to 48 tokens": TrainConfig(train_iters=1, max_tokens_per_micro_batch=48),
 }
 #: The critic's loss, with the values of a pass and the returns of GAE as its targets.
@@ -404,7 +404,7 @@ def _outcome(
 
 def _annotated(micro: MicroBatch) -> MicroBatch:
     """Add old and reference log-probs that depend on the token alone."""
-    places, known = micro.positions[micro.loss_mask].float(), micro.column("rollout_logprobs")
+    places, known = micro.positions[micro.trained].float(), micro.column("rollout_logprobs")
     if not micro.sample_ids:  # only samples bring advantages along
         micro = micro.with_column("advantages", torch.zeros_like(known))
     micro = micro.with_column("old_logprobs", known + 0.05 * places.sin())
@@ -420,7 +420,7 @@ def _with_targets(
         if values is None:
             result.append(micro)
             continue
-        values = values + 0.3 * micro.positions[micro.loss_mask].float().sin()
+        values = values + 0.3 * micro.positions[micro.trained].float().sin()
         ids = torch.tensor(micro.sample_ids, dtype=torch.long, device=values.device)
         annotated = micro.with_column("old_values", values)
         targets = generalized_advantages(

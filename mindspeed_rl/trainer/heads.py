@@ -51,9 +51,9 @@ class LogProbHead:
             rows = copy_to_tensor_model_parallel_region(rows)
         group = parallel_state.get_tensor_model_parallel_group()
         return selected_logprobs(
-            rows[micro.loss_mask],
+            rows.index_select(0, micro.trained),
             self._weight(),
-            micro.targets[micro.loss_mask],
+            micro.targets.index_select(0, micro.trained).long(),
             temperature=self.temperature,
             vocab_size=self._spec.vocab_size,
             tp_rank=group.rank(),
@@ -82,7 +82,7 @@ class ValueOutputHead:
         if self._module.config.sequence_parallel:
             rows = gather_from_sequence_parallel_region(rows, tensor_parallel_output_grad=False)
         weight = self._module.output_layer.weight
-        rows = rows[micro.loss_mask]
+        rows = rows.index_select(0, micro.trained)
         return (F.linear(rows.float(), weight.float())[:, 0],)
 
 
@@ -126,7 +126,7 @@ def value_inputs(micro: MicroBatch, outputs: Outputs, reduce: SumOverRanks) -> V
 def _sequences(micro: MicroBatch, reduce: SumOverRanks) -> Sequences:
     device = micro.sequence_of.device
     num_trained = torch.tensor(micro.num_trained, dtype=torch.float32, device=device)
-    return Sequences(micro.sequence_of, num_trained, reduce)
+    return Sequences(micro.sequence_of.long(), num_trained, reduce)
 
 
 def make_head(module: Any, spec: ModelSpec, temperature: float, chunk: int) -> Head:

@@ -31,6 +31,10 @@ def build_transformer_config(
     spec, modules = layout.spec, layout.modules
     fields = architecture_fields(spec) | _common(model, train.bf16)
     fields |= _parallel(layout.parallel, parallel.shards_sequence)
+    gathers = kernels.moe_token_dispatcher_type == "allgather" and spec.moe is not None
+    equal_lengths = train.equal_micro_batch_lengths or gathers
+    # Only messages between stages depend on it.
+    fields["variable_seq_lengths"] = layout.parallel.pp > 1 and not equal_lengths
     fields |= _recompute(train) | _kernels(layout, kernels, features)
     if spec.moe:
         fields |= {

@@ -42,13 +42,14 @@ class DenseGroup:
         size: Number of pieces, b.
         num_queries: Number of queries of the longest piece.
         num_keys: Number of keys of the longest piece.
-        mask: [b, 1, queries, keys] bool; ``None``: query i sees keys 0..i.
+        last: [b, queries] int32, the last key that each query sees; ``None``: query i sees keys
+            0..i.
     """
 
     size: int
     num_queries: int
     num_keys: int
-    mask: torch.Tensor | None
+    last: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +57,15 @@ class PackedRow:
     """The borders of a packed micro-batch; passed to megatron-core as ``packed_seq_params``.
 
     Attributes:
-        positions: [T] int64, position of each token within its own sequence.
+        positions: [T] int32, position of each token within its own sequence.
         groups: Dense batches that cover every token that is not padding.
-        queries: [sum of b x queries] int64, the local position of each query of the batches, one
+        queries: [sum of b x queries] int32, the local position of each query of the batches, one
             batch after the other; padding repeats the last query of its piece.
-        keys: [sum of b x keys] int64, the position of each key in the whole row, in the same order.
-        order: [T] int64, the index of each local position among the queries; padding has the index
+        keys: [sum of b x keys] int32, the position of each key in the whole row, in the same order.
+        order: [T] int32, the index of each local position among the queries; padding has the index
             of the zero row behind them.
         padded: Whether the row has padding.
-        gathered: [cp T] int64, the index of each position of the whole row among the gathered
+        gathered: [cp T] int32, the index of each position of the whole row among the gathered
             tokens of the context-parallel ranks; ``None`` without context parallelism.
         qkv_format: Tells megatron-core not to cut the row itself.
     """
@@ -89,7 +90,7 @@ class PackedRow:
             return None if x is None else x.to(device)
 
         moved = {name: move(getattr(self, name)) for name in ("positions", "queries", "keys")}
-        groups = tuple(replace(g, mask=move(g.mask)) for g in self.groups)
+        groups = tuple(replace(g, last=move(g.last)) for g in self.groups)
         order, gathered = move(self.order), move(self.gathered)
         return replace(self, **moved, groups=groups, order=order, gathered=gathered)
 
@@ -102,7 +103,7 @@ def make_packed_row(
     Args:
         lengths: Tokens of each sequence in order, multiples of ``2 cp``; the rest of the row is
             padding.
-        positions: [T] int64, positions of this rank's tokens.
+        positions: [T] int32, positions of this rank's tokens.
         cp: Context-parallel size.
         cp_rank: Position in the context-parallel group.
     """
@@ -121,11 +122,12 @@ def make_packed_row(
     gathered = None
     if cp > 1:
         index = torch.cat([context_index(lengths, total * cp, cp, rank) for rank in range(cp)])
-        gathered = torch.empty_like(index)
-        gathered[index] = torch.arange(total * cp)
+        gathered = torch.empty(total * cp, dtype=torch.int32)
+        gathered[index] = torch.arange(total * cp, dtype=torch.int32)
     padded = place.numel() < total
+    key = torch.cat(keys).int()
     return PackedRow(
-        positions, tuple(groups), query, torch.cat(keys), order, padded, gathered=gathered
+        positions, tuple(groups), query.int(), key, order.int(), padded, gathered=gathered
     )
 
 
@@ -170,12 +172,11 @@ def _dense_group(
     j = torch.arange(int(num_keys.max()))[None]
     queries = query + torch.minimum(i, num_queries - 1)
     keys = key + torch.minimum(j, num_keys - 1)
-    mask = None
+    last = None
     if masked:
         # The queries belong to the last keys; padded queries see what the last real query sees.
-        last = torch.minimum(i, num_queries - 1) + num_keys - num_queries
-        mask = (j[:, None] <= last[..., None])[:, None]
-    group = DenseGroup(batch.size(0), i.size(1), j.size(1), mask)
+        last = (torch.minimum(i, num_queries - 1) + num_keys - num_queries).int()
+    group = DenseGroup(batch.size(0), i.size(1), j.size(1), last)
     return group, queries.flatten(), keys.flatten(), (i < num_queries).flatten()
 
 
@@ -249,18 +250,74 @@ class PackedSelfAttention(MegatronModule):
             queries, keys, values = (
                 x.view(group.size, -1, *x.shape[1:]).transpose(1, 2) for x in rows
             )
-            out = F.scaled_dot_product_attention(
-                queries,
-                keys,
-                values,
-                attn_mask=group.mask,
-                is_causal=group.mask is None,
-                scale=self.softmax_scale,
-                dropout_p=self.dropout if self.training else 0.0,
-                enable_gqa=q.size(1) != k.size(1),
-            )
+            dropout = self.dropout if self.training else 0.0
+            settings = (self.softmax_scale, dropout, q.size(1) != k.size(1))
+            # With dropout a second computation would drop other weights.
+            attend = _attention if group.last is None or dropout else masked_attention
+            out = attend(queries, keys, values, group.last, *settings)
             outputs.append(out.transpose(1, 2).flatten(0, 1))
         return outputs
+
+
+def _attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    last: torch.Tensor | None,
+    scale: float | None,
+    dropout: float,
+    grouped: bool,
+) -> torch.Tensor:
+    """Attend by PyTorch's operator. The mask, if one is needed, is made here.
+
+    Args:
+        queries: [b, n, queries, d].
+        keys: [b, heads of keys, keys, d].
+        values: [b, heads of keys, keys, channels of values].
+        last: [b, queries] int32, the last key that each query sees; ``None``: causal.
+        scale: Factor of the scores.
+        dropout: Share of the weights that are dropped.
+        grouped: Whether several heads of queries share a head of keys.
+    """
+    mask = None
+    if last is not None:
+        number = torch.arange(keys.size(2), dtype=last.dtype, device=last.device)
+        mask = (number <= last[..., None])[:, None]
+    return F.scaled_dot_product_attention(
+        queries,
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        dropout_p=dropout,
+        enable_gqa=grouped,
+    )
+
+
+class _MaskedAttention(torch.autograd.Function):
+    """Attention that keeps no mask for its backward pass: it attends once more instead."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        ctx.save_for_backward(*inputs[:4])
+        ctx.settings = inputs[4:]
+        return _attention(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        *inputs, last = ctx.saved_tensors
+        with torch.enable_grad():
+            q, k, v = (x.detach().requires_grad_() for x in inputs)
+            out = _attention(q, k, v, last, *ctx.settings)
+        found: tuple[torch.Tensor, ...] = torch.autograd.grad(out, (q, k, v), grad)
+        return (*found, None, None, None, None)
+
+
+def masked_attention(*inputs: Any) -> torch.Tensor:
+    """Attend as :func:`_attention` does, with the bits of its result and of its gradients."""
+    out: torch.Tensor = _MaskedAttention.apply(*inputs)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _gather_row(

@@ -8,6 +8,10 @@ reach the router (Zheng et al. 2025, arXiv:2507.18071, section 5.3).
 If the engine reports its experts, the first pass takes them at the places that predict trained
 tokens (Ma et al. 2025, arXiv:2510.11370), and its own at the others.
 
+Padding is routed to all experts in turn, in every pass. All padding of a row has the same hidden
+state in every layer, so the router would send all of it to the same experts, and the ranks that
+have those would set the pace of all.
+
 Shapes: t tokens of a micro-batch on this rank (of its context-parallel and, with sequence
 parallelism, tensor-parallel part), k experts per token.
 """
@@ -35,17 +39,27 @@ class Routes:
     Args:
         counted: [t] bool, the tokens on which the agreement is measured.
         given: [counted tokens, all layers with experts, k], the engine's experts of those tokens.
+        padding: [p] int64, the tokens that are padding; ``None``: none is.
     """
 
-    def __init__(self, counted: torch.Tensor, given: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        counted: torch.Tensor,
+        given: torch.Tensor | None = None,
+        padding: torch.Tensor | None = None,
+    ) -> None:
         self.counted = counted
         self.given = given
+        self.padding = padding
         #: Expert ids [t, k] by number of the router, uint8 or int16.
         self.experts: dict[int, torch.Tensor] = {}
 
 
 def routes_of(
-    batch: MicroBatch, share: Callable[[torch.Tensor], torch.Tensor], num_layers: int
+    batch: MicroBatch,
+    share: Callable[[torch.Tensor], torch.Tensor],
+    num_layers: int,
+    padding: torch.Tensor | None = None,
 ) -> Routes:
     """Create the routes of a micro-batch before its first pass. Local.
 
@@ -53,16 +67,19 @@ def routes_of(
         batch: Micro-batch after the split over context-parallel ranks.
         share: Cuts a tensor of the batch's tokens to this rank's tokens.
         num_layers: Number of layers with experts in the model.
+        padding: [t] bool, which of this rank's tokens are padding; ``None``: none is.
     """
+    if padding is not None:
+        padding = padding.nonzero()[:, 0].to(batch.loss_mask.device)
     counted = share(batch.loss_mask)
     experts = batch.columns.get("experts")
     if experts is None:
-        return Routes(counted)
+        return Routes(counted, padding=padding)
     rows = share(batch.loss_mask.cumsum(0) - 1)[counted]
     top_k, rest = divmod(experts.size(1), num_layers)
     assert not rest, f"{experts.size(1)} experts of a token in {num_layers} layers"
     shape = (len(rows), num_layers, top_k)
-    return Routes(counted, experts[rows].view(shape))
+    return Routes(counted, experts[rows].view(shape), padding)
 
 
 def router_places(layout: MegatronLayout, rank: int) -> tuple[int, ...]:
@@ -84,14 +101,24 @@ class RoutingReplay:
         modules: Chunks of the model.
         replays: Whether later passes take the recorded experts; otherwise they are only compared.
         places: Result of :func:`router_places`; needed if the engine gives the experts.
+        records: Whether experts are recorded and compared at all; otherwise only padding is routed.
+        first: Expert of the first padding token, different on every rank.
     """
 
     def __init__(
-        self, modules: Sequence[Any], *, replays: bool = True, places: Sequence[int] = ()
+        self,
+        modules: Sequence[Any],
+        *,
+        replays: bool = True,
+        places: Sequence[int] = (),
+        records: bool = True,
+        first: int = 0,
     ) -> None:
         routers = [layer for m in modules for layer in m.modules() if hasattr(layer, "routing")]
         self.current: Routes | None = None
-        self.replays = replays
+        self.replays = replays and records
+        self.records = records
+        self.first = first
         self.in_update = False
         self.places = tuple(places)
         assert not places or len(places) == len(routers), f"{len(routers)} routers at {places}"
@@ -123,11 +150,13 @@ class RoutingReplay:
             )
 
     def metrics(self) -> MetricSet:
-        """Return the fractions of agreeing experts since the last call.
+        """Return the fractions of agreeing experts since the last call; empty without records.
 
         Of the recorded experts: those that the router would choose now. Of the engine's: those that
         it would have chosen in the first pass.
         """
+        if not self.records:
+            return MetricSet()
         metrics = MetricSet({AGREEMENT: _mean([tape.later for tape in self._tapes])})
         if self.places:
             metrics[ENGINE_AGREEMENT] = _mean([tape.engine for tape in self._tapes])
@@ -185,6 +214,10 @@ class _Tape:
             return choose(scores, topk, num_groups, group_topk)
         if self._replay.in_update and not torch.is_grad_enabled():
             self.waiting.append(routes)
+        if routes.padding is not None:
+            choose = _spreading(choose, routes.padding, self._replay.first)
+        if not self._replay.records:
+            return choose(scores, topk, num_groups, group_topk)
         known = routes.experts.get(self.number)
         if known is None:
             found, ids = choose(scores, topk, num_groups, group_topk)
@@ -208,3 +241,20 @@ class _Tape:
         if not again:
             self.later.add(ids[routes.counted], present[routes.counted])
         return (scores.gather(1, ids), ids) if replays else (found, present)
+
+
+def _spreading(
+    choose: Callable[..., tuple[torch.Tensor, torch.Tensor]], padding: torch.Tensor, first: int
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Return ``choose`` with the experts of padding taken in turn, from ``first`` on."""
+
+    def spread(
+        scores: torch.Tensor, topk: int, *groups: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        found, ids = choose(scores, topk, *groups)
+        number = torch.arange(padding.numel() * topk, device=ids.device, dtype=ids.dtype)
+        taken = ((number + first) % scores.size(1)).view(-1, topk)
+        theirs = scores.index_select(0, padding).gather(1, taken)
+        return found.index_copy(0, padding, theirs), ids.index_copy(0, padding, taken)
+
+    return spread

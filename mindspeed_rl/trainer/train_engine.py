@@ -27,7 +27,7 @@ from mindspeed_rl.algorithms.types import LossInputs, LossOutputs, MaxTerm, Mean
 from mindspeed_rl.config import KernelConfig, ModelConfig, ParallelConfig, TrainConfig
 from mindspeed_rl.metrics.metric_set import Max, Mean, Metric, MetricSet
 from mindspeed_rl.platforms.base import Platform
-from mindspeed_rl.samples.packing import MicroBatch, split_context
+from mindspeed_rl.samples.packing import MicroBatch, padding_mask, split_context
 from mindspeed_rl.trainer.built_check import check_weights
 from mindspeed_rl.trainer.dispatcher_caches import DispatcherCaches
 from mindspeed_rl.trainer.heads import Outputs, make_head, policy_inputs, value_inputs
@@ -35,6 +35,7 @@ from mindspeed_rl.trainer.model import build_model, mixed_precision
 from mindspeed_rl.trainer.model_config import build_transformer_config
 from mindspeed_rl.trainer.optimizer import LearningRateSchedule, build_optimizer
 from mindspeed_rl.trainer.packed_attention import make_packed_row
+from mindspeed_rl.trainer.pipeline import planned_messages
 from mindspeed_rl.trainer.routing_replay import RoutingReplay, router_places, routes_of
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout, chunk_prefix
 
@@ -102,11 +103,7 @@ class TrainEngine:
             build_model(self.spec, layout, config, platform, chunk)
             for chunk in range(layout.parallel.stages.vpp)
         ]
-        self._replay = None
-        if routing != "free":
-            places = router_places(layout, dist.get_rank()) if routing == "engine" else ()
-            replays = routing != "compare"
-            self._replay = RoutingReplay(self.modules, replays=replays, places=places)
+        self._replay = _routing(self.modules, layout, routing) if self.spec.moe else None
         self._dispatcher_caches = DispatcherCaches(self.modules)
         self._accumulating = False
         #: How many times parameters were written from outside.
@@ -188,7 +185,11 @@ class TrainEngine:
         for batch in batches:
             share = split_context(batch, cp, cp_rank).to(device)
             row = make_packed_row(share.lengths, share.positions, cp, cp_rank).to(device)
-            routes = routes_of(share, self._tokens_of_rank, layers) if self._replay else None
+            routes = None
+            if self._replay is not None:
+                padding = padding_mask(batch, cp, cp_rank)
+                mine = None if padding is None else self._tokens_of_rank(torch.from_numpy(padding))
+                routes = routes_of(share, self._tokens_of_rank, layers, mine)
             prepared.append(replace(share, attention=row, routes=routes))
         return prepared
 
@@ -309,7 +310,7 @@ class TrainEngine:
             if self._replay is not None:
                 self._replay.current = batch.routes
             hidden = model(
-                batch.token_ids[None],
+                batch.token_ids[None].long(),
                 batch.positions[None],
                 None,
                 packed_seq_params=batch.attention,
@@ -318,6 +319,7 @@ class TrainEngine:
             return hidden, functools.partial(self._loss, batch, loss)
 
         single = len(self.models) == 1
+        lengths = [self._tokens_of_rank(batch.token_ids).numel() for batch in batches]
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=iter(batches) if single else [iter(batches) for _ in self.models],
@@ -326,6 +328,7 @@ class TrainEngine:
             seq_length=batches[0].num_tokens * self.layout.parallel.cp,
             micro_batch_size=1,
             forward_only=not backward,
+            **planned_messages(self._config, lengths),
         )
         return results
 
@@ -335,6 +338,19 @@ class TrainEngine:
         """Turn hidden states [1, T, h] into (loss, 1, payload), as megatron-core asks."""
         value, payload = loss(batch, self._head(batch, hidden))
         return value, torch.ones((), dtype=torch.int), payload
+
+
+def _routing(modules: Sequence[Any], layout: MegatronLayout, routing: str) -> RoutingReplay:
+    """Return what the routers of this rank ask for experts; see :class:`TrainEngine`."""
+    rank = dist.get_rank()
+    assert layout.spec.moe is not None
+    return RoutingReplay(
+        modules,
+        replays=routing in ("replay", "engine"),
+        places=router_places(layout, rank) if routing == "engine" else (),
+        records=routing != "free",
+        first=rank * layout.spec.moe.top_k,
+    )
 
 
 def _finalize_sums(model: list[Any], num_tokens: Any = None, *args: Any, **kwargs: Any) -> None:

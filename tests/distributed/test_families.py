@@ -30,7 +30,10 @@ GRADIENT_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE_SHARDED = 2e-5
 # One rank against transformers in fp64.
 REFERENCE_TOLERANCE = 2e-5
-COMMON = ("--make-vocab-size-divisible-by", "8", "--micro-batch-size", "2")
+COMMON = (
+    *("--make-vocab-size-divisible-by", "8"),
+    *("--micro-batch-size", "2", "--max-tokens-per-micro-batch", "0"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ ROOMS: Mapping[str, Room] = {
         TORCH_DISTRIBUTED | {"vllm"},
     ),
     "planning": Room(("core", "config", "models", "rollout", "weights")),
-    "samples": Room(("core", "metrics", "parallel"), TORCH_DISTRIBUTED),
+    "samples": Room(("core", "metrics", "parallel", "planning"), TORCH_DISTRIBUTED),
     "data": Room(("core",), TORCH),
     "rewards": Room(("core", "config", "data"), TORCH),
     "environments": Room(("core", "config", "rewards"), TORCH),
@@ -108,7 +108,10 @@ LIGHT = (
     ),
     "algorithms.types",
     *(f"planning.{name}" for name in ("activations", "budget", "communicators", "prediction")),
-    *(f"planning.{name}" for name in ("expert_dispatch", "hccl_buffers", "run_plan")),
+    *(
+        f"planning.{name}"
+        for name in ("expert_dispatch", "hccl_buffers", "micro_batches", "run_plan")
+    ),
     "weights.layouts",
     "rollout.graph_sizes",
     "rollout.provider",

@@ -409,7 +409,8 @@ def make_run(
     (folder / "rl.jsonl").touch()
     defaults = (
         f"--hf-checkpoint {folder} --prompt-data {folder}/rl.jsonl --train-iters 4 --platform cpu "
-        "--grpo-prompts-per-step 2 --grpo-group-size 3 --micro-batch-size 2 --max-prompt-length 8 "
+        "--grpo-prompts-per-step 2 --grpo-group-size 3 --micro-batch-size 2 "
+        "--max-tokens-per-micro-batch 0 --max-prompt-length 8 "
         f"--rollout-max-response-length 8 --reward-function format --output-dir {folder}/out "
     )
     parsed = parse(RLRunConfig, (defaults + flags).split(), "test")

@@ -13,7 +13,7 @@ _SMALL_PADDING = ("--make-vocab-size-divisible-by", "8")
 def _flags(
     *, micro_batch: int = 2, tokens: int = 0, extra: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
-    size = ("--max-tokens-per-micro-batch", str(tokens)) if tokens else ()
+    size = ("--max-tokens-per-micro-batch", str(tokens))  # 0: so many samples, however long
     return ("--micro-batch-size", str(micro_batch), *size, *_SMALL_PADDING, *extra)
 
 

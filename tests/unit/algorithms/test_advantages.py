@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.shared_sums import Reduce, alone, on_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_rl.algorithms.advantages import ESTIMATORS, AdvantageSettings, GroupRewards, teaches
 from mindspeed_rl.algorithms.token_advantages import (
@@ -137,6 +139,51 @@ def test_discounted_sums(discount: float) -> None:
     np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-12)
     assert discounted_sums(values[:0], [], discount).numel() == 0
     assert discounted_sums(values[:0], [0, 0], discount).numel() == 0
+
+
+LONG = [1, 127, 128, 0, 129, 300, 128 * 128 + 5]
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.9999, 0.95, 0.3, 0.0])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+def test_long_sums_are_those_of_the_recursion(
+    discount: float, dtype: torch.dtype, limit: float
+) -> None:
+    """Blocks, blocks of blocks, and lengths beside the border of a block."""
+    values = torch.randn(sum(LONG), generator=torch.Generator().manual_seed(3)).to(dtype)
+    wanted = []
+    for row in rows_of(values.double(), LONG):
+        total, sums = 0.0, []
+        for value in row[::-1].tolist():
+            total = value + discount * total
+            sums.append(total)
+        wanted += sums[::-1]
+    exact = np.array(wanted)
+    found = discounted_sums(values, LONG, discount)
+    assert found.dtype is dtype
+    assert np.abs(found.numpy() - exact).max() <= limit * np.abs(exact).max()
+
+
+def test_sums_need_no_operation_per_token() -> None:
+    """Twenty times as many tokens take a few operations more, not twenty times as many."""
+    counts = []
+    for length in (1000, 20_000):
+        with CountedOperations() as counted:
+            discounted_sums(torch.ones(2 * length), [length, length], 0.95)
+        counts.append(counted.number)
+    assert counts[1] < counts[0] + 40 and counts[1] < 150
+
+
+class CountedOperations(TorchDispatchMode):
+    """Counts the operations that torch dispatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_reward_is_at_the_last_token() -> None:

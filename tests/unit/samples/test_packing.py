@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl.core.types import TrainSample
-from mindspeed_rl.samples.packing import pack
-from mindspeed_rl.samples.placement import BatchRules
+from mindspeed_rl.planning.micro_batches import PackingRules, real_share
+from mindspeed_rl.samples.packing import context_index, pack, padding_mask
 
 lengths_lists = st.lists(st.integers(2, 30), max_size=20)
 
@@ -40,45 +40,68 @@ def sample(sample_id: int, length: int, num_prompt: int, supervised: bool = Fals
 def test_every_sample_is_planned_once(
     lengths: list[int], dp: int, size: int, max_tokens: int, multiple: int
 ) -> None:
-    plan = BatchRules(
-        dp=dp, dp_rank=0, micro_batch_size=size, max_tokens=max_tokens, row_multiple=multiple
-    ).plan(lengths)
+    plan = PackingRules(
+        dp=dp, micro_batch_size=size, max_tokens=max_tokens, row_multiple=multiple
+    ).assign(lengths)
     placed = [i for rank in plan.assignment for batch in rank for i in batch]
     assert sorted(placed) == list(range(len(lengths)))
     assert len(plan.assignment) == dp
-    # the same number of equally long rows everywhere, or pipelines and collectives hang
+    # the same number of rows everywhere, or pipelines and collectives hang
     assert {len(batches) for batches in plan.assignment} == {plan.num_micro_batches}
-    assert plan.padded_length % multiple == 0
     batches = [batch for rank in plan.assignment for batch in rank]
+    rows = [row for rank in plan.row_lengths for row in rank]
     used = [sum(lengths[i] for i in batch) for batch in batches]
-    assert max(1, *used) <= plan.padded_length < max(1, *used) + multiple
-    for batch, tokens in zip(batches, used, strict=True):
+    assert real_share([plan], lengths) == sum(used) / sum(rows)
+    for batch, tokens, row in zip(batches, used, rows, strict=True):
+        assert row % multiple == 0
+        assert max(1, tokens) <= row < max(1, tokens) + multiple, "a row has its own length"
         assert list(batch) == sorted(batch)
         assert tokens <= max_tokens if max_tokens else len(batch) <= size
 
 
 def test_packing_by_tokens_fills_rows() -> None:
-    plan = BatchRules(dp=1, dp_rank=0, micro_batch_size=1, max_tokens=10, row_multiple=4).plan(
+    plan = PackingRules(dp=1, micro_batch_size=1, max_tokens=10, row_multiple=4).assign(
         [4, 4, 4, 9, 1]
     )
     assert plan.assignment == (((0, 1, 4), (2,), (3,)),)
-    assert plan.padded_length == 12
-    even = BatchRules(dp=2, dp_rank=0, micro_batch_size=1, max_tokens=20, row_multiple=1).plan(
+    assert plan.row_lengths == ((12, 4, 12),)
+    even = PackingRules(dp=2, micro_batch_size=1, max_tokens=20, row_multiple=1).assign(
         [4, 4, 4, 9, 1]
     )
     assert sorted(sum(len(row) for row in rank) for rank in even.assignment) == [2, 3]
-    assert even.padded_length == 12, "as short as one row for each rank allows, not 20"
+    assert max(map(max, even.row_lengths)) == 12, "as short as one row for each rank, not 20"
+
+
+def test_unset_tokens_are_those_of_the_longest_sequences() -> None:
+    """--micro-batch-size counts the longest sequences of the step where no limit is known."""
+    rules = PackingRules(dp=1, micro_batch_size=2, max_tokens=None)
+    assert rules.assign([10, 2, 3, 5, 10, 10]).row_lengths == ((20, 20),)
+
+
+def test_a_pipeline_has_a_micro_batch_for_each_stage() -> None:
+    """One full row would leave all stages but one idle; with fewer samples there are fewer rows."""
+    rules = PackingRules(dp=2, micro_batch_size=1, max_tokens=100, fewest=4)
+    plan = rules.assign([5] * 16)
+    assert plan.row_lengths == ((10, 10, 10, 10), (10, 10, 10, 10))
+    assert rules.assign([5, 5, 5, 5]).num_micro_batches == 2
+
+
+def test_rows_have_one_length_where_it_is_asked_for() -> None:
+    own = PackingRules(dp=2, micro_batch_size=1, max_tokens=10, row_multiple=4)
+    assert own.assign([9, 3, 3, 10, 1, 2]).row_lengths == ((12, 4), (8, 12))
+    equal = replace(own, equal_lengths=True)
+    assert equal.assign([9, 3, 3, 10, 1, 2]).row_lengths == ((12, 12), (12, 12))
 
 
 def test_a_sample_that_fits_no_row_is_refused() -> None:
     with pytest.raises(ValueError, match=r"--max-tokens-per-micro-batch 10 .*11 tokens"):
-        BatchRules(dp=1, dp_rank=0, micro_batch_size=1, max_tokens=10, row_multiple=1).plan([3, 11])
+        PackingRules(dp=1, micro_batch_size=1, max_tokens=10, row_multiple=1).assign([3, 11])
 
 
 def test_no_samples_make_one_empty_micro_batch() -> None:
-    plan = BatchRules(dp=2, dp_rank=0, micro_batch_size=4, row_multiple=8).plan([])
+    plan = PackingRules(dp=2, micro_batch_size=4, row_multiple=8).assign([])
     assert plan.assignment == (((),), ((),))
-    row = pack([], plan.padded_length)
+    row = pack([], plan.row_lengths[0][0])
     assert row.num_tokens == 8
     assert not row.loss_mask.any()
     assert row.column("rollout_logprobs").shape == row.sequence_of.shape == (0,)
@@ -170,3 +193,25 @@ def test_a_column_of_training_is_declared() -> None:
     for wrong in (values.double(), values[:2]):
         with pytest.raises(AssertionError, match="old_logprobs"):
             row.with_column("old_logprobs", wrong)
+
+
+@given(sample_lists(), st.integers(0, 5), st.sampled_from([1, 2]))
+@settings(deadline=None)
+def test_padding_is_what_no_sample_has(samples: list[TrainSample], tail: int, cp: int) -> None:
+    multiple = 2 * cp if cp > 1 else 1
+    total = sum(-(-s.length // multiple) * multiple for s in samples)
+    row = pack(samples, total + tail * multiple, multiple)
+    expected = [True] * row.num_tokens
+    start = 0
+    for s, length in zip(samples, row.lengths, strict=True):
+        expected[start : start + s.length] = [False] * s.length
+        start += length
+    where = [list(range(row.num_tokens))]
+    if cp > 1:
+        where = [
+            context_index(row.lengths, row.num_tokens, cp, rank).tolist() for rank in range(cp)
+        ]
+    for rank, index in enumerate(where):
+        found = padding_mask(row, cp, rank)
+        mine = [expected[i] for i in index]
+        assert (found.tolist() if found is not None else [False] * len(mine)) == mine

@@ -20,17 +20,16 @@ from support.rl_run import make_run
 from support.sample_world import layout_of
 
 from mindspeed_rl.core.layout import EngineLayout
-from mindspeed_rl.samples.placement import (
-    BatchRules,
+from mindspeed_rl.metrics.metric_set import MetricSet
+from mindspeed_rl.planning.micro_batches import (
     MicroBatchPlan,
+    PackingRules,
     SequenceCost,
-    best_assignment,
-    bytes_moved,
     fill_rows,
-    minimize_moves,
     partition,
     rows_for_ranks,
 )
+from mindspeed_rl.samples.placement import BatchRules, best_assignment, bytes_moved, minimize_moves
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 from mindspeed_rl.samples.store import SampleStore
 
@@ -114,21 +113,21 @@ def heavy_tail(mean: float, most: int, count: int = 8192) -> list[int]:
 def test_a_large_step_is_even_and_full(mean: int, most: int, dp: int) -> None:
     """8192 samples, rows as long as the longest: the limits of the issue."""
     lengths = heavy_tail(mean, most)
-    plan = BatchRules(dp=dp, dp_rank=0, micro_batch_size=1, max_tokens=most, row_multiple=1).plan(
-        lengths
-    )
+    plan = PackingRules(dp=dp, micro_batch_size=1, max_tokens=most, row_multiple=1).assign(lengths)
     tokens = [sum(lengths[i] for row in rank for i in row) for rank in plan.assignment]
     assert max(tokens) <= 1.03 * sum(tokens) / dp
-    num_rows = dp * plan.num_micro_batches
-    assert sum(tokens) >= 0.97 * num_rows * plan.padded_length
+    longest = max(map(max, plan.row_lengths))
+    assert sum(tokens) >= 0.97 * dp * plan.num_micro_batches * longest, "rows are full"
+    empty = sum(not row for rank in plan.assignment for row in rank)
+    assert plan.num_tokens == sum(tokens) + empty, "and nothing else travels"
 
 
 def test_work_that_grows_with_the_square_is_what_is_even() -> None:
     lengths = heavy_tail(7000, 32768, 1024)
     cost = SequenceCost(1.0, 1 / 4096)
-    plan = BatchRules(
-        dp=8, dp_rank=0, micro_batch_size=1, max_tokens=32768, row_multiple=1, cost=cost
-    ).plan(lengths)
+    plan = PackingRules(
+        dp=8, micro_batch_size=1, max_tokens=32768, row_multiple=1, cost=cost
+    ).assign(lengths)
     work = [sum(cost.of(lengths[i]) for row in rank for i in row) for rank in plan.assignment]
     assert max(work) <= 1.03 * sum(work) / 8
     assert cost.of(4096) == 2 * 4096
@@ -136,18 +135,18 @@ def test_work_that_grows_with_the_square_is_what_is_even() -> None:
 
 def test_micro_batches_of_a_number_of_samples_have_equal_work_too() -> None:
     lengths = heavy_tail(1500, 3072, 512)
-    plan = BatchRules(dp=4, dp_rank=0, micro_batch_size=16, row_multiple=8).plan(lengths)
+    plan = PackingRules(dp=4, micro_batch_size=16, row_multiple=8).assign(lengths)
     assert plan.num_micro_batches == 8
     assert all(len(row) == 16 for rank in plan.assignment for row in rank)
     tokens = [sum(lengths[i] for row in rank for i in row) for rank in plan.assignment]
     assert max(tokens) <= 1.001 * sum(tokens) / 4
-    assert plan.padded_length <= 1.01 * sum(lengths) / 32
+    assert max(map(max, plan.row_lengths)) <= 1.01 * sum(lengths) / 32
 
 
 def placed(lengths: list[int], dp: int, max_tokens: int = 12) -> MicroBatchPlan:
-    return BatchRules(
-        dp=dp, dp_rank=0, micro_batch_size=2, max_tokens=max_tokens, row_multiple=1
-    ).plan(lengths)
+    return PackingRules(dp=dp, micro_batch_size=2, max_tokens=max_tokens, row_multiple=1).assign(
+        lengths
+    )
 
 
 def balance_of(plan: MicroBatchPlan, lengths: list[int]) -> Counter[Any]:
@@ -182,7 +181,8 @@ def test_balance_is_the_same_and_no_more_bytes_move(
         range(len(lengths))
     )
     assert balance_of(near, lengths) == balance_of(plan, lengths)
-    assert near.padded_length == plan.padded_length
+    for rows, sizes in zip(near.assignment, near.row_lengths, strict=True):
+        assert sizes == tuple(max(1, sum(lengths[i] for i in row)) for row in rows)
     assert all(tuple(sorted(row)) == row for rows in near.assignment for row in rows)
     assert bytes_moved(near.assignment, moved) <= bytes_moved(plan.assignment, moved)
     assert minimize_moves(plan, lengths, moved) == near, "every rank finds the same"
@@ -232,7 +232,7 @@ def test_a_step_prefers_the_ranks_that_sampled(
 
     def moved(self: object, samples: object, found: Any, *_: object) -> Any:
         hops.append(found)
-        return SimpleNamespace(keep=lambda: None), {}
+        return SimpleNamespace(keep=lambda: None), MetricSet()
 
     monkeypatch.setattr(SampleStore, "_move", moved)
     for rank in range(4):
@@ -241,7 +241,7 @@ def test_a_step_prefers_the_ranks_that_sampled(
             rank=rank,
             parallel=layout,
             engine=EngineLayout(4, 1),
-            rules=replace(store.rules, dp=4, dp_rank=rank),
+            rules=BatchRules(replace(store.rules.packing, dp=4), rank),
             samples_per_update=8,
             one_node=False,
         )

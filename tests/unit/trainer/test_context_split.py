@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl.core.types import TrainSample
+from mindspeed_rl.planning.micro_batches import PackingRules
 from mindspeed_rl.samples.packing import MicroBatch, context_index, pack, split_context
-from mindspeed_rl.samples.placement import BatchRules
 
 SIZES = st.lists(st.integers(2, 9), min_size=1, max_size=4)
 
@@ -28,10 +28,10 @@ def make_row(sizes: list[int], cp: int, tail: int = 0) -> MicroBatch:
         )
         for i, n in enumerate(sizes)
     ]
-    plan = BatchRules(
-        dp=1, dp_rank=0, micro_batch_size=len(sizes), row_multiple=2 * cp, sequence_multiple=2 * cp
-    ).plan(sizes)
-    return pack(samples, plan.padded_length + 2 * cp * tail, 2 * cp)
+    plan = PackingRules(
+        dp=1, micro_batch_size=len(sizes), row_multiple=2 * cp, sequence_multiple=2 * cp
+    ).assign(sizes)
+    return pack(samples, plan.row_lengths[0][0] + 2 * cp * tail, 2 * cp)
 
 
 @given(SIZES, st.sampled_from([2, 4]), st.integers(0, 2))
@@ -100,3 +100,40 @@ def test_attention_of_all_ranks_is_that_of_the_row(cp: int) -> None:
     padding = make_packed_row((), torch.zeros(4, dtype=torch.int64))
     assert padding.padded and attention._attend(q[:4], k[:4], v[:4], padding) == []
     assert padding.order.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_mask_outlives_the_attention_that_needs_it(rank: int) -> None:
+    """Neither with the micro-batch nor for the backward pass; gradients are those of the row."""
+    from mindspeed_rl.trainer.packed_attention import PackedSelfAttention, make_packed_row
+
+    length, heads, channels = 512, 2, 4
+    row = make_row([length], 2)
+    share = split_context(row, 2, rank)
+    packed = make_packed_row(share.lengths, share.positions, 2, rank)
+    tensors = [packed.queries, packed.keys, packed.order, packed.gathered]
+    tensors += [group.last for group in packed.groups]
+    assert sum(x.nbytes for x in tensors if x is not None) < 32 * length
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, weight = torch.randn((4, length, heads, channels), generator=generator)
+    index = context_index(row.lengths, length, 2, rank)
+    attention = PackedSelfAttention.__new__(PackedSelfAttention)
+    torch.nn.Module.__init__(attention)
+    attention.softmax_scale, attention.dropout = None, 0.0
+    kept: list[int] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x.numel())
+        return x
+
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        outputs = attention._attend(inputs[0][index], inputs[1], inputs[2], packed)
+    assert max(kept) <= length * heads * channels, "as much as the keys, and nothing squared"
+    found = torch.cat(outputs).index_select(0, packed.order)
+    (found * weight[index]).sum().backward()
+    plain = [x.clone().requires_grad_() for x in (q, k, v)]
+    whole = F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in plain), is_causal=True)
+    (whole.transpose(0, 1)[index] * weight[index]).sum().backward()
+    for mine, theirs in zip(inputs, plain, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)

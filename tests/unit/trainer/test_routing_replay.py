@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -280,3 +281,34 @@ def test_a_router_that_does_not_ask_is_refused() -> None:
     router.router_replay = None
     with watching.update():
         router(torch.randn(TOKENS, 6))
+
+
+PADDING = torch.tensor([1, 2, 5])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["free", "compare", "replay"])
+def test_padding_goes_to_all_experts_in_turn(kind: str, mode: str) -> None:
+    """In every pass, also where layers are recomputed; tokens keep their experts and weights."""
+    router, plain = twins(kind)
+    replay = RoutingReplay(
+        [torch.nn.ModuleList([router])],
+        replays=mode == "replay",
+        records=mode != "free",
+        first=EXPERTS - 1,
+    )
+    x = torch.randn(TOKENS, 6, requires_grad=True)
+    real = torch.ones(TOKENS, dtype=torch.bool)
+    real[PADDING] = False
+    replay.current = Routes(real, padding=PADDING)
+    for grad in (False, True):
+        with replay.update() if grad else nullcontext(), torch.set_grad_enabled(grad):
+            probs, chosen = router(x)
+        assert torch.equal(chosen[real], plain(x)[1][real])
+        torch.testing.assert_close(probs[real], plain(x)[0][real])
+        turn = EXPERTS - 1
+        for place in PADDING.tolist():
+            taken = {(turn + i) % EXPERTS for i in range(TOP_K)}
+            assert set(chosen[place].nonzero()[:, 0].tolist()) == taken
+            turn += TOP_K
+    assert bool(replay.metrics()) == (mode != "free")
