@@ -214,7 +214,9 @@ def parse(
         built["engine_options"] = engine_options
     flags = _by_spelling(run_type)
     inert = dict.fromkeys(name for name, _ in use.own if flags[name].info.inert)
-    ignored = [used.typed for used in use.accepted] + [*inert, *built["parallel"].idle_flags]
+    ignored = [used.typed for used in use.accepted]
+    ignored += inert
+    ignored += built["parallel"].idle_flags
     return ParsedArguments(
         run_type(**built),
         tuple(ignored),

@@ -145,7 +145,8 @@ def test_a_flag_with_two_dispositions_is_refused():
         ),
         (
             Disposition.WITHOUT,
-            "--reuse-fp32-param --swap-attention --recompute-norm --use-ascend-coc --schedules-method",
+            "--reuse-fp32-param --swap-attention --recompute-norm --use-ascend-coc "
+            "--schedules-method",
         ),
         (
             Disposition.REFUSED,
