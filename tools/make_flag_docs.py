@@ -46,12 +46,14 @@ FOREIGN_HEAD = """\
 ## Flags of Megatron-LM, MindSpeed and MindSpeed-LLM
 
 A script may pass every flag below. Those that are flags of the entry are in the tables above; an
-entry's own flag wins over a row below. `_` and `-` are the same. A value in brackets is accepted
-although the flag is refused, because it asks for what happens anyway.
+entry's own flag wins over a row below. `_` and `-` are the same. A value in brackets asks for what
+happens anyway and is accepted. The start of a run and its dry run count them all and say why the
+run goes on without what some of them save; one error names all that are refused.
 """
 TITLES = {
     Disposition.COMPARED: "Compared with the model",
     Disposition.ACCEPTED: "Accepted without effect, named once at start",
+    Disposition.WITHOUT: "Gone without: time or memory is not saved, results are the same",
     Disposition.REFUSED: "Refused, with the fix",
 }
 

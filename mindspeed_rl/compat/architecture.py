@@ -55,8 +55,15 @@ def _shared_size(config: HfConfig) -> object:
     return shared * each if shared and each else None
 
 
+def _norm_topk(config: HfConfig) -> object:
+    """Whether router weights are normalised; a model without experts has none to normalise."""
+    has_experts = value_in(config, "num_experts n_routed_experts num_local_experts") is not None
+    return bool(config.get("norm_topk_prob")) or not has_experts or None
+
+
 _FUNCTIONS: Mapping[str, Callable[[HfConfig], object]] = {
     "shared_size": _shared_size,
+    "norm_topk": _norm_topk,
     "router_bias": lambda config: config.get("topk_method") == "noaux_tc" or None,
     "interleaved_rope": lambda config: (
         bool({"rope_interleave", "kv_lora_rank"} & config.keys()) or None

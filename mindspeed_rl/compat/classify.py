@@ -18,6 +18,11 @@ class UsedFlag:
     values: tuple[str, ...]
     reason: str
 
+    @property
+    def typed(self) -> str:
+        """The flag with its values."""
+        return " ".join([self.flag, *self.values])
+
 
 @dataclass(frozen=True, slots=True)
 class UnknownToken:
@@ -37,6 +42,7 @@ class ForeignUse:
     Attributes:
         own: The project's own flags in their own spelling, each with its values.
         accepted: Flags that change nothing.
+        without: Flags that save time or memory, which the run goes on without; with the reason.
         compared: Flags with model numbers to compare with the HF config.
         refused: Flags that end the run; the reason says what to do instead.
         unknown: Tokens that no table explains; they end the run.
@@ -44,6 +50,7 @@ class ForeignUse:
 
     own: list[tuple[str, list[str]]] = field(default_factory=list)
     accepted: list[UsedFlag] = field(default_factory=list)
+    without: list[UsedFlag] = field(default_factory=list)
     compared: list[UsedFlag] = field(default_factory=list)
     refused: list[UsedFlag] = field(default_factory=list)
     unknown: list[UnknownToken] = field(default_factory=list)
@@ -69,6 +76,7 @@ def classify(
     use = ForeignUse()
     by_disposition = {
         Disposition.ACCEPTED: use.accepted,
+        Disposition.WITHOUT: use.without,
         Disposition.COMPARED: use.compared,
         Disposition.REFUSED: use.refused,
     }

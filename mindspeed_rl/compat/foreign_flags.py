@@ -1,8 +1,8 @@
 """Reader of ``foreign_flags.toml``: answers to flags of Megatron-LM, MindSpeed and MindSpeed-LLM.
 
 Users append RL flags to an existing pretraining script, so every flag of that script needs an
-answer: it is a flag of this project, it is compared with the model, it changes nothing, or it is
-refused with the fix.
+answer: it is a flag of this project, it is compared with the model, it changes nothing, the run
+goes on without what it saves, or it is refused with the fix.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class Disposition(Enum):
     """A number of the model; accepted if the HF config says the same."""
     ACCEPTED = "accepted"
     """The RL step computes the same without the flag."""
+    WITHOUT = "without"
+    """The flag saves time or memory and changes no result: the run goes on without, and says so."""
     REFUSED = "refused"
     """An error: the flag would make results wrong or contradicts RL."""
 
@@ -53,7 +55,7 @@ class ForeignFlag:
         nargs: Number of values: ``0`` (a switch), ``1``, ``?`` (at most one), ``+`` (one or more)
             or ``*`` (any).
         reason: What a user should know or do.
-        harmless_values: Values with which a refused flag is accepted without effect.
+        harmless_values: Values that ask for what happens anyway; with them a flag is accepted.
         comparison: What a compared flag is compared with; ``None`` for other flags.
     """
 
@@ -103,6 +105,10 @@ def _flags(file: Mapping[str, object]) -> Iterator[ForeignFlag]:
         assert isinstance(groups, dict)
         for reason, words in groups.items():
             yield from (_flag(word, disposition, reason) for word in words.split())
+    left_out = file.get(Disposition.WITHOUT.value, [])
+    assert isinstance(left_out, list)
+    for reason, words in left_out:
+        yield from (_flag(word, Disposition.WITHOUT, reason) for word in words.split())
     rows = file.get(Disposition.COMPARED.value, [])
     assert isinstance(rows, list)
     for words, feature, where, unset in rows:

@@ -60,11 +60,6 @@ def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:
         for name, given, real in pairs
         if given is not None and given != real
     ]
-    longest = model.max_position_embeddings
-    if longest is not None and longest > spec.max_position_embeddings:
-        wrong.append(
-            f"--max-position-embeddings {longest} but the model has {spec.max_position_embeddings}"
-        )
     if wrong:
         raise UsageError(
             f"flags contradict {model.hf_checkpoint}/config.json: {'; '.join(wrong)}; "

@@ -1,8 +1,9 @@
 """Command line to configuration: dataclasses make the flags, foreign flags get a disposition.
 
 A script may pass every flag of a Megatron-LM, MindSpeed or MindSpeed-LLM pretraining script: a flag
-with a meaning here is honoured, one without is listed once at start, and one that would make
-results wrong is refused with the reason (:mod:`mindspeed_rl.compat`).
+with a meaning here is honoured, one without is listed once at start, of one that saves time or
+memory in a way that cannot be had here a sentence says so, and one that would make results wrong is
+refused with the reason (:mod:`mindspeed_rl.compat`).
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ from a pretraining script to this entry:
         {example}
 
   Flags of Megatron-LM, MindSpeed and MindSpeed-LLM that are not listed above
-  are accepted where they change nothing here (and named once at start),
+  are accepted where they change nothing here (and named once at start; of
+  those that save time or memory it is said why the run goes on without),
   compared with the model where they are architecture numbers, and refused,
   with the reason, where they would make results wrong. docs/flags.md lists
   them all. A flag that is given twice takes its last value.
@@ -84,11 +86,17 @@ class ParsedArguments(typing.Generic[Run]):
         ignored: Flags as typed that do nothing here and are listed at start.
         checked_arch: Architecture flags to compare with the HF config, by
             :func:`mindspeed_rl.compat.architecture.check_foreign_architecture`.
+        without: Flags that save time or memory, which the run goes on without, with the reason.
+        honoured: Names of the given flags that have a meaning here.
+        refused: A sentence for every flag that ends the run.
     """
 
     config: Run
     ignored: tuple[str, ...]
     checked_arch: tuple[UsedFlag, ...] = ()
+    without: tuple[UsedFlag, ...] = ()
+    honoured: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -178,8 +186,17 @@ def own_flags(run_type: type[Any]) -> Iterator[tuple[type[Any], list[OwnFlag]]]:
         )
 
 
-def parse(run_type: type[Run], argv: Sequence[str], prog: str) -> ParsedArguments[Run]:
+def parse(
+    run_type: type[Run], argv: Sequence[str], prog: str, *, keep_refused: bool = False
+) -> ParsedArguments[Run]:
     """Parse a command line into ``run_type``.
+
+    Args:
+        run_type: Configuration class of an entry.
+        argv: Tokens after the program name.
+        prog: Name of the entry's module, for ``--help``.
+        keep_refused: Whether unknown and refused flags are returned instead of raised, so that the
+            caller reports them together with what else is wrong.
 
     Raises:
         UsageError: Flags are unknown, refused or malformed; one message has as many as possible.
@@ -188,14 +205,26 @@ def parse(run_type: type[Run], argv: Sequence[str], prog: str) -> ParsedArgument
     takes_options = "engine_options" in run_type.__dataclass_fields__
     rest, engine_options = take_engine_options(argv) if takes_options else (list(argv), {})
     parser = build_parser(run_type, prog)
-    built, use = parse_sections(run_type, rest, parser, foreign_flags())
+    use = _classified(run_type, rest, parser, foreign_flags())
+    refused = _problems(use, run_type)
+    if refused and not keep_refused:
+        raise UsageError("; ".join(refused))
+    built = _built(run_type, use, parser)
     if engine_options:
         built["engine_options"] = engine_options
-    ignored = [_as_typed(used) for used in use.accepted]
     flags = _by_spelling(run_type)
-    ignored += dict.fromkeys(name for name, _ in use.own if flags[name].info.inert)
+    inert = dict.fromkeys(name for name, _ in use.own if flags[name].info.inert)
+    ignored = [used.typed for used in use.accepted]
+    ignored += inert
     ignored += built["parallel"].idle_flags
-    return ParsedArguments(run_type(**built), tuple(ignored), tuple(use.compared))
+    return ParsedArguments(
+        run_type(**built),
+        tuple(ignored),
+        tuple(use.compared),
+        tuple(use.without),
+        tuple(dict.fromkeys(name for name, _ in use.own if name not in inert)),
+        tuple(refused),
+    )
 
 
 def parse_sections(
@@ -219,19 +248,31 @@ def parse_sections(
         UsageError: Flags are unknown, refused or malformed; one message has as many as possible.
         SystemExit: ``--help`` was asked for.
     """
-    if not {"-h", "--help"}.isdisjoint(argv):
-        parser.parse_args(["--help"])
-    by_spelling = _by_spelling(run_type)
-    use = classify(argv, by_spelling, foreign)
+    use = _classified(run_type, argv, parser, foreign)
     if problems := _problems(use, run_type):
         raise UsageError("; ".join(problems))
+    return _built(run_type, use, parser), use
+
+
+def _classified(
+    run_type: type[Any],
+    argv: Sequence[str],
+    parser: argparse.ArgumentParser,
+    foreign: Mapping[str, ForeignFlag],
+) -> ForeignUse:
+    if not {"-h", "--help"}.isdisjoint(argv):
+        parser.parse_args(["--help"])
+    return classify(argv, _by_spelling(run_type), foreign)
+
+
+def _built(run_type: type[Any], use: ForeignUse, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    by_spelling = _by_spelling(run_type)
     bound = (by_spelling[name].bind(name, values) for name, values in use.own)
     namespace = vars(parser.parse_args(list(itertools.chain.from_iterable(bound))))
-    built = {
+    return {
         name: section(**{f.name: _as_field(namespace[f.name]) for f in dataclasses.fields(section)})
         for name, section in _sections(run_type).items()
     }
-    return built, use
 
 
 def build_parser(
@@ -312,7 +353,7 @@ def _problems(use: ForeignUse, run_type: type[Any]) -> list[str]:
         for spelling in _by_spelling(other)
     }
     unknown = [_unknown(word, elsewhere) for word in use.unknown]
-    return unknown + [f"{_as_typed(used)} is refused: {used.reason}" for used in use.refused]
+    return unknown + [f"{used.typed} is refused: {used.reason}" for used in use.refused]
 
 
 def _unknown(word: UnknownToken, elsewhere: Mapping[str, str]) -> str:
@@ -323,10 +364,6 @@ def _unknown(word: UnknownToken, elsewhere: Mapping[str, str]) -> str:
         return f"{name} is a flag of {elsewhere[name]}, not of this entry; remove it"
     hint = f"nearest: {', '.join(word.nearest)}" if word.nearest else "none is near; see --help"
     return f"unknown flag {word.token}; {hint}"
-
-
-def _as_typed(used: UsedFlag) -> str:
-    return " ".join([used.flag, *used.values])
 
 
 def _by_spelling(run_type: type[Any]) -> dict[str, OwnFlag]:

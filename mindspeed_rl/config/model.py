@@ -48,8 +48,8 @@ class ModelConfig:
     )
     max_position_embeddings: int | None = flag(
         None,
-        "Longest sequence that the script allows, in tokens; at most the model's "
-        "max_position_embeddings, which decides.",
+        "Accepted; the model's max_position_embeddings bounds the sequences of a run.",
+        inert=True,
     )
     position_embedding_type: str = flag(
         "rope", "Position embedding of the model.", choices=("rope",)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from mindspeed_rl.config.model import ParallelConfig
@@ -77,43 +77,18 @@ class NpuSetup:
 
 # Flags that this project handles itself, without MindSpeed.
 _OWN = ("npu_deterministic", "hccl_group_buffer")
-_NEEDS_TRAINING = "MindSpeed reads it from global arguments of megatron.training, which RL has not"
-# Flags that would make RL results wrong, or fail late, on an NPU; elsewhere they do nothing.
-REFUSED: Mapping[str, str] = {
-    "--smart-swap": "its allocator and the engine's memory pool exclude each other",
-    "--virtual-optimizer": "its memory cannot leave the device while the engine samples; use "
-    "--swap-optimizer",
-    "--swap-attention": "it keeps activations across the phases that give memory to the engine; "
-    "use --recompute-granularity",
-    "--moe-alltoall-overlap-comm": "it replaces the expert layer, whose weights then have other "
-    "names and shapes than the reshard plan knows",
-    "--moe-allgather-overlap-comm": "it replaces the expert layer, whose weights then have other "
-    "names and shapes than the reshard plan knows",
-    "--moe-fb-overlap": "it replaces the expert layer and needs megatron.training",
-    "--moe-zero-memory": "it belongs to the overlaps of expert communication, which are refused",
-    "--use-ascend-mc2": "it replaces the linear layers by kernels that were never run with RL",
-    "--use-ascend-coc": "it replaces the linear layers by kernels that were never run with RL",
-    "--reuse-fp32-param": f"{_NEEDS_TRAINING}; use --swap-optimizer",
-    "--recompute-activation-function": f"{_NEEDS_TRAINING}; use --recompute-granularity",
-    "--recompute-norm": f"{_NEEDS_TRAINING}; use --recompute-granularity",
-    "--disable-gloo-group": "objects and host tensors travel through gloo",
-}
 
 
-def check_npu(npu: NpuConfig, parallel: ParallelConfig, ignored: Sequence[str]) -> None:
-    """Refuse flags that do not work on an NPU.
+def check_npu(npu: NpuConfig, parallel: ParallelConfig) -> None:
+    """Refuse flags that contradict each other on an NPU.
 
     Args:
         npu: Flags of the features.
         parallel: Flags of the training layout.
-        ignored: Accepted foreign flags as typed.
 
     Raises:
         UsageError: The message names the flag and the fix.
     """
-    for typed in ignored:
-        if reason := REFUSED.get(typed.split(" ")[0]):
-            raise UsageError(f"{typed} on an NPU: {reason}; remove the flag")
     if npu.swap_optimizer and not parallel.use_distributed_optimizer:
         raise UsageError("--swap-optimizer needs --use-distributed-optimizer; add it")
     group_buffers(npu.hccl_group_buffer)

@@ -56,7 +56,9 @@ class TrainConfig:
     )
     seq_length: int = flag(
         0,
-        "Longest sequence, prompt plus response, in tokens; 0 takes the sum of both limits.",
+        "Tokens of a row or of the longest sequence. RL: at least --max-prompt-length plus "
+        "--rollout-max-response-length, which bound every sequence; more, as in a pretraining "
+        "script, has no effect.",
         minimum=0,
     )
     lr: float = flag(1e-6, "Peak learning rate.", minimum=0.0)

@@ -13,13 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
-from mindspeed_rl.config.architecture import model_config
 from mindspeed_rl.config.arguments import ParsedArguments, Run, parse
 from mindspeed_rl.config.launch import LaunchConfig, check_launch
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.launch.failures import USAGE_ERROR, WatchdogSettings, report_usage_error
-from mindspeed_rl.launch.job import Job, Plan_co, check_script, plan_run, run_job
+from mindspeed_rl.launch.job import Job, Plan_co, plan_run, predict, run_job
 
 # How long the other ranks of a node wait until the first one has reported a mistake that all of
 # them see. With several nodes it imports torch to report it to them, too.
@@ -52,14 +51,14 @@ def run_entry(
         sys.exit(0)  # the first rank prints it
     try:
         bootstrap.refuse_foreign_package()
-        parsed = parse(run_type, arguments, prog)
+        parsed = parse(run_type, arguments, prog, keep_refused=True)
         config = parsed.config
         launch = config.launch if isinstance(config, RLRunConfig) else LaunchConfig()
         in_ray = launch.orchestrator == "ray"
         num_ranks = launch.num_ranks if in_ray else world.size
         if isinstance(config, RLRunConfig | PretrainRunConfig):
             if config.dry_run.rl_dry_run:
-                sys.exit(_dry_run(config, parsed, world, num_ranks if in_ray else None))
+                sys.exit(_dry_run(parsed, world, num_ranks if in_ray else None))
             check_launch(launch, os.environ, prog)
             if in_ray or "RANK" in os.environ:
                 _check_world_size(config, num_ranks, "Ray starts" if in_ray else "torchrun started")
@@ -75,21 +74,12 @@ def run_entry(
     run_job(prog, checked, world, main, settings)
 
 
-def _dry_run(
-    config: RLRunConfig | PretrainRunConfig,
-    parsed: ParsedArguments[Any],
-    world: bootstrap.World,
-    num_ranks: int | None,
-) -> int:
+def _dry_run(parsed: ParsedArguments[Any], world: bootstrap.World, num_ranks: int | None) -> int:
     """Predict the run; under torchrun, which sets the number of ranks, only rank 0 prints."""
     if world.rank != 0:
         return 0
-    from mindspeed_rl.planning.dry_run import dry_run
-
-    hf_config = model_config(config.model.hf_checkpoint, "--hf-checkpoint", files=False)
-    check_script(parsed, hf_config)
     given = {"WORLD_SIZE": str(num_ranks)} if num_ranks else {}
-    return dry_run(config, os.environ | given)
+    return predict(parsed, os.environ | given)
 
 
 def _check_world_size(

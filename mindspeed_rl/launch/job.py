@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mindspeed_rl.compat.architecture import check_foreign_architecture
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.architecture import check_architecture, model_config
 from mindspeed_rl.config.arguments import ParsedArguments, Run
+from mindspeed_rl.config.dispositions import disposition_lines
 from mindspeed_rl.config.kernels import module_names
 from mindspeed_rl.config.npu import NpuSetup, check_npu, group_buffers, npu_setup
-from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.errors import Mistakes, UsageError
 from mindspeed_rl.core.installed import resolve_platform
 from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.launch.failures import JOIN, WatchdogSettings
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
-from mindspeed_rl.models.spec import read_hf_config
-from mindspeed_rl.planning.budget import npu_machine
+from mindspeed_rl.planning.budget import machine_on, npu_machine
 from mindspeed_rl.planning.hccl_buffers import hccl_buffers, with_group_sizes
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
 from mindspeed_rl.rollout.registry import engine_provider
@@ -35,7 +36,8 @@ Plan_co = TypeVar("Plan_co", covariant=True)
 class Job(Generic[Run, Plan_co]):
     """The arguments of an entry's main function.
 
-    ``ignored`` are the flags that were accepted but have no effect here.
+    ``ignored`` are the flags that were accepted but have no effect here; ``flag_notes`` are lines
+    about what became of all flags.
     """
 
     config: Run
@@ -44,6 +46,7 @@ class Job(Generic[Run, Plan_co]):
     platform: Platform
     watchdog: Watchdog
     ignored: tuple[str, ...]
+    flag_notes: tuple[str, ...] = ()
 
     def log_rank0(self, *lines: str) -> None:
         """Print lines on rank 0."""
@@ -70,14 +73,42 @@ def plan_run(
     buffers are.
 
     Raises:
-        UsageError: There is one; only the first is reported.
+        UsageError: There are some; the message has all of flags that are refused or contradict the
+            model or the platform, and the first of the rest.
     """
-    planned = plan(parsed.config, num_ranks)
-    setup = npu_setup_of(parsed)
+    mistakes = Mistakes(parsed.refused)
+    check_model_flags(parsed, mistakes, files=True)
+    with mistakes:
+        setup = npu_setup_of(parsed)
+    with mistakes:
+        planned = plan(parsed.config, num_ranks)
+    mistakes.report()
     if setup is not None:
         parsed, setup = sized_for_npu(parsed, planned, setup)
-    check_script(parsed, read_hf_config(parsed.config.model.hf_checkpoint))
     return Checked(parsed, planned, setup)
+
+
+def predict(parsed: ParsedArguments[Any], environment: Mapping[str, str]) -> int:
+    """Run the dry run of an entry and return its exit code.
+
+    Raises:
+        UsageError: As of :func:`plan_run`: what a start refuses for its flags, a dry run does, too.
+    """
+    from mindspeed_rl.planning.dry_run import dry_run
+    from mindspeed_rl.planning.findings import world_size
+    from mindspeed_rl.planning.suggestions import plan_of
+
+    config = parsed.config
+    mistakes = Mistakes(parsed.refused)
+    check_model_flags(parsed, mistakes, files=False)
+    if machine_on(config).platform == "npu":
+        with mistakes:
+            check_npu(config.ascend, config.parallel)
+    with mistakes:
+        plan_of(config, world_size(config, environment))
+    mistakes.report()
+    notes = disposition_lines(parsed, parsed.ignored)
+    return dry_run(config, environment, notes)
 
 
 def run_job(
@@ -108,7 +139,8 @@ def run_job(
         with watchdog.phase(JOIN, timeout_s=60.0 * minutes):
             platform = bootstrap.start(parallel.platform, minutes, world, checked.setup)
         ignored = ignored_flags(checked.parsed, platform)
-        job = Job(config, checked.plan, world, platform, watchdog, ignored)
+        notes = tuple(disposition_lines(checked.parsed, ignored))
+        job = Job(config, checked.plan, world, platform, watchdog, ignored, notes)
         job.log_rank0(*changed, *setup.notes)
         bootstrap.seed_everything(config.train.seed)
         main(job)
@@ -138,7 +170,7 @@ def npu_setup_of(parsed: ParsedArguments[Any]) -> NpuSetup | None:
                 "--rl-offload optimizer, which moves the state out while the engine samples"
             )
         return None
-    check_npu(config.ascend, config.parallel, parsed.ignored)
+    check_npu(config.ascend, config.parallel)
     grouped = module_names(config.model, config.parallel.platform).grouped_experts
     return npu_setup(config.ascend, config.parallel, config.train, grouped=grouped)
 
@@ -167,8 +199,25 @@ def sized_for_npu(
     return replace(parsed, config=config), setup
 
 
+def check_model_flags(parsed: ParsedArguments[Any], mistakes: Mistakes, *, files: bool) -> None:
+    """Compare all architecture flags of the command line with the model.
+
+    Args:
+        parsed: A parsed command line.
+        mistakes: Gets what contradicts the model.
+        files: Whether the checkpoint must be complete; without, see :func:`model_config`.
+    """
+    config = parsed.config
+    with mistakes:
+        hf_config = model_config(config.model.hf_checkpoint, "--hf-checkpoint", files=files)
+        with mistakes:
+            check_script(parsed, hf_config)
+        spec = spec_from_hf_config(hf_config)
+        check_architecture(config.model, spec, config.parallel.tensor_model_parallel_size)
+
+
 def check_script(parsed: ParsedArguments[Any], hf_config: dict[str, Any]) -> None:
-    """Compare the architecture flags of the script with the model."""
+    """Compare the foreign architecture flags of the script with the model."""
     spec = spec_from_hf_config(hf_config)
     implied = dict(weight_table(spec.family).config_keys)
     properties = {"spec.qk_norm": any(attention.qk_norm for attention in spec.attentions)}

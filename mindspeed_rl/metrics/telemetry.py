@@ -34,7 +34,8 @@ def log_description(job: Job[Any, RunPlan], *lines: str) -> None:
     """Log at the start what will run.
 
     Args:
-        job: Job of the run; its training layout, kind of modules and ignored flags are logged.
+        job: Job of the run; its training layout, kind of modules and what became of its flags are
+            logged.
         lines: What this kind of run adds to that.
     """
     parallel = job.config.parallel
@@ -44,7 +45,7 @@ def log_description(job: Job[Any, RunPlan], *lines: str) -> None:
     modules = modules_note(job.config.model, parallel.platform)
     ignored = [f"flags without meaning here: {', '.join(job.ignored)}"] if job.ignored else []
     trainer = f"training layout on {job.platform.name}: {layout}"
-    job.log_rank0(trainer, *modules, *lines, *ignored)
+    job.log_rank0(trainer, *modules, *lines, *job.flag_notes, *ignored)
 
 
 def open_timer(job: Job[Any, Any]) -> tuple[PhaseTimer, StepProfiler]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
@@ -17,20 +17,23 @@ FITS, DOES_NOT_FIT = 0, 3
 def dry_run(
     config: RLRunConfig | PretrainRunConfig,
     environment: Mapping[str, str],
+    notes: Sequence[str] = (),
 ) -> int:
     """Print the prediction of a run and return the exit code.
 
     Args:
         config: Configuration of the run.
         environment: Environment variables, which give the world size where no flag does.
+        notes: Lines about the flags of the command line, printed before the prediction.
 
     Raises:
         UsageError: The flags are not possible.
     """
     world = world_size(config, environment)
     found = find_out(config, world)
-    target, text = config.dry_run.rl_dry_run_json, json.dumps(as_json(found), indent=1)
-    print(text if target == "-" else "\n".join(lines(found)), flush=True)
+    target = config.dry_run.rl_dry_run_json
+    text = json.dumps(as_json(found) | {"flags": list(notes)}, indent=1)
+    print(text if target == "-" else "\n".join([*notes, *lines(found)]), flush=True)
     if target not in ("", "-"):
         try:
             Path(target).write_text(text + "\n", encoding="utf-8")

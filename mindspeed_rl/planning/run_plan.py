@@ -139,9 +139,7 @@ def plan_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     """
     _check_rl_flags(config, world, files)
     base = plan_training(config, world, files)
-    limit = config.train.seq_length or (
-        config.prompts.max_prompt_length + config.rollout.rollout_max_response_length
-    )
+    limit = config.prompts.max_prompt_length + config.rollout.rollout_max_response_length
     _check_rl_model(config, base.spec, limit, files)
     engine = engine_layout(config.rollout, world)
     batch = batch_arithmetic(config, base.parallel.dp)
@@ -342,17 +340,17 @@ def _check_length(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
         config.prompts.max_prompt_length,
         config.rollout.rollout_max_response_length,
     )
-    if prompt + response > limit:
+    if 0 < config.train.seq_length < limit:
         raise UsageError(
             f"--max-prompt-length {prompt} + --rollout-max-response-length {response} exceeds "
-            f"--seq-length {limit}; raise --seq-length or lower one of the two"
+            f"--seq-length {config.train.seq_length}; raise --seq-length or lower one of the two"
         )
     if limit > (positions := engine_provider().positions(spec)):
         raise UsageError(
             f"sequences of up to {limit} tokens exceed the {positions} positions that the engine "
             f"has for a {spec.rope.kind} model of max_position_embeddings "
-            f"{spec.max_position_embeddings}; lower --max-prompt-length, "
-            "--rollout-max-response-length or --seq-length"
+            f"{spec.max_position_embeddings}; lower --max-prompt-length or "
+            "--rollout-max-response-length"
         )
 
 

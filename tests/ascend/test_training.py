@@ -22,20 +22,29 @@ CASES = (
     Case("grpo-steps", FLAGS, num_steps=2),
     Case("sft-sharded", (*FLAGS, "--use-distributed-optimizer"), "sft", num_steps=2),
 )
-LAYOUT = ("--tensor-model-parallel-size", "2")
+SHARDED = ("--use-distributed-optimizer", "--overlap-grad-reduce")
+# What two ranks share -> the layout, and what is trained in it.
+LAYOUTS = {
+    "layers": (("--tensor-model-parallel-size", "2"), CASES),
+    "batches": ((), (Case("overlapped", (*FLAGS, *SHARDED), num_steps=2),)),
+}
 # The same kernels run on the same numbers, but for attention: torch_npu sends it to its fused
 # operator, which the emulator computes one sequence at a time. Measured: 1.9e-6.
 TOLERANCE = 1e-5
 
 
+@pytest.mark.parametrize("shared", LAYOUTS)
 @pytest.mark.parametrize("features", WITH_AND_WITHOUT)
-def test_two_npus_train_as_the_cpu(features: Any, tiny_model: Path, tmp_path: Path) -> None:
-    """Two updates of two tensor-parallel ranks, with and without the distributed optimizer."""
+def test_two_npus_train_as_the_cpu(
+    features: Any, shared: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Two updates, with and without the distributed optimizer and overlapped reductions."""
     import torch
 
+    layout, cases = LAYOUTS[shared]
     samples = make_samples(307)
     near = [torch.full((s.length - s.num_prompt_tokens,), -5.7) for s in samples]
-    args = (LAYOUT, CASES, str(tiny_model), with_logprobs(samples, near))
+    args = (layout, cases, str(tiny_model), with_logprobs(samples, near))
     results = []
     for platform in ("npu", "cpu"):
         ranks = run_npu_ranks(
@@ -45,7 +54,7 @@ def test_two_npus_train_as_the_cpu(features: Any, tiny_model: Path, tmp_path: Pa
         results.append(ranks[0])
     found, expected = results
     assert found.num_megatron_modules > 50
-    for case in CASES:
+    for case in cases:
         assert_equal_runs(found.cases[case.name], expected.cases[case.name])
 
 

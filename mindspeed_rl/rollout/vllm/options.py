@@ -21,7 +21,7 @@ RESERVED: Mapping[str, str] = {
     "enable_prompt_embeds",
     "the engine generates": "runner convert pooler_config",
     "use --rollout-dtype": "dtype",
-    "use --seq-length": "max_model_len",
+    "use --max-prompt-length and --rollout-max-response-length": "max_model_len",
     "use --rollout-kv-cache-gb": "kv_cache_memory_bytes gpu_memory_utilization "
     "num_gpu_blocks_override",
     "use --seed": "seed",

@@ -94,7 +94,7 @@ def test_dense_model_names_every_flag_of_an_moe_script():
     assert "--qk-head-dim" not in text  # 128 is Megatron's default
 
 
-@pytest.mark.parametrize("flag", sorted(COMPARED))
+@pytest.mark.parametrize("flag", sorted(COMPARED.keys() - {"--norm-topk-prob"}))
 def test_every_flag_is_compared_on_a_dense_model(flag):
     row = COMPARED[flag]
     assert value_in(QWEN2, row.where) is None
@@ -103,6 +103,13 @@ def test_every_flag_is_compared_on_a_dense_model(flag):
     assert flag in text and row.feature in text
     for value in row.unset:
         check(f"{flag} {value}", QWEN2)
+
+
+def test_normalised_top_k_weights_mean_nothing_without_experts():
+    """A published script of a dense model passes the flag."""
+    check("--norm-topk-prob", QWEN2)
+    check("--norm-topk-prob", QWEN3_MOE | {"norm_topk_prob": True})
+    assert "normalised" in contradiction("--norm-topk-prob", QWEN3_MOE | {"norm_topk_prob": False})
 
 
 def test_unused_values_of_mindspeed_scripts_are_no_contradiction():

@@ -16,6 +16,7 @@ OWN = frozenset(
 SMALL = read_flags(
     """
     compared = [["arch", "thing", "key", ""]]
+    without = [["it saves memory", "saving:0 level=off"]]
     [accepted]
     "free" = "zero:0 one maybe:? some:+ any:*"
     [refused]
@@ -84,6 +85,13 @@ def test_refused_flags_carry_values_and_the_fix():
     assert {flag.reason for flag in use.refused} == {"remove it"}
 
 
+def test_the_run_goes_on_without_what_only_saves():
+    use = sort("--saving --level one --level off")
+    assert pairs(use.without) == [("--saving", ()), ("--level", ("one",))]
+    assert {flag.reason for flag in use.without} == {"it saves memory"}
+    assert pairs(use.accepted) == [("--level", ("off",))]
+
+
 @pytest.mark.parametrize(("value", "refused"), [("good", False), ("fine", False), ("evil", True)])
 def test_harmless_values_of_a_refused_flag_are_accepted(value, refused):
     use = sort(f"--choice {value}")
@@ -116,7 +124,8 @@ def test_the_file_is_read_whole():
     for spelling, flag in foreign_flags().items():
         assert spelling in flag.spellings and spelling.startswith("--") and "_" not in spelling
         assert flag.reason and flag.nargs in "01?+*"
-        assert not flag.harmless_values or flag.disposition is Disposition.REFUSED
+        if flag.harmless_values:
+            assert flag.disposition in (Disposition.REFUSED, Disposition.WITHOUT)
         assert (flag.comparison is None) is (flag.disposition is not Disposition.COMPARED)
 
 
@@ -131,8 +140,13 @@ def test_a_flag_with_two_dispositions_is_refused():
         (Disposition.COMPARED, "--q-lora-rank --moe-router-topk --qk-layernorm"),
         (
             Disposition.ACCEPTED,
-            "--eval-iters --reset-attention-mask --schedules-method --init-method-std "
+            "--eval-iters --reset-attention-mask --init-method-std "
             "--tokenizer-type --data-path --no-rl-inference-logprobs-is-correction",
+        ),
+        (
+            Disposition.WITHOUT,
+            "--reuse-fp32-param --swap-attention --recompute-norm --use-ascend-coc "
+            "--schedules-method",
         ),
         (
             Disposition.REFUSED,
@@ -179,8 +193,12 @@ def test_every_token_is_sorted_once_and_in_order(parts):
     use = classified(*argv)
     assert use.own == own
     assert use.unknown == []
-    found = pairs(use.accepted) + pairs(use.compared) + pairs(use.refused)
+    found = [
+        pair
+        for kind in (use.accepted, use.compared, use.without, use.refused)
+        for pair in pairs(kind)
+    ]
     assert sorted(found) == sorted(foreign)
-    for kind in (use.accepted, use.compared, use.refused):
+    for kind in (use.accepted, use.compared, use.without, use.refused):
         names = pairs(kind)
         assert names == [item for item in foreign if item in names]

@@ -10,11 +10,12 @@ import pytest
 from megatron.core import parallel_state
 from support.published import PUBLISHED
 
+from mindspeed_rl.compat.foreign_flags import Disposition, foreign_flags
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config import npu as npu_flags
 from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.kernels import module_names
-from mindspeed_rl.config.npu import REFUSED, check_npu, group_buffers, npu_setup
+from mindspeed_rl.config.npu import check_npu, group_buffers, npu_setup
 from mindspeed_rl.core import installed
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.groups import MEGATRON_GROUPS
@@ -31,23 +32,18 @@ def parsed(*argv: str) -> tuple[RLRunConfig, tuple[str, ...]]:
 
 
 def check(*argv: str) -> None:
-    config, ignored = parsed(*argv)
-    check_npu(config.ascend, config.parallel, ignored)
+    config, _ = parsed(*argv)
+    check_npu(config.ascend, config.parallel)
 
 
-@pytest.mark.parametrize("flag", REFUSED)
-def test_what_breaks_rl_is_refused_with_the_reason(flag: str) -> None:
-    """On an NPU; elsewhere the flag does nothing, so a script may keep it."""
-    values = {"--virtual-optimizer": ["1"], "--swap-attention": [], "--moe-zero-memory": ["level0"]}
-    argv = [flag, *values.get(flag, [])]
-    with pytest.raises(UsageError, match=flag):
-        check(*argv)
-
-
-def test_the_rest_is_accepted() -> None:
+def test_no_saving_of_time_or_memory_is_refused() -> None:
     for mode in ("none", "all"):  # MindSpeed moves the optimizer, the phases move the rest
         check("--swap-optimizer", "--use-distributed-optimizer", "--rl-offload", mode)
     check(*["--use-fused-rmsnorm", "--context-parallel-algo", "ulysses_cp_algo"])
+    without = [flag for flag in foreign_flags().values() if flag.disposition is Disposition.WITHOUT]
+    assert len(without) > 20
+    for flag in without:
+        check(flag.name, *["1"] * (flag.nargs != "0"))
 
 
 def test_buffers_of_groups() -> None:

@@ -23,7 +23,7 @@ from mindspeed_rl.planning.run_plan import plan_score
 
 def check_on_npu(folder: Path, flags: str) -> None:
     parsed = parse(RLRunConfig, flags.split(), "test")
-    check_npu(parsed.config.ascend, parsed.config.parallel, parsed.ignored)
+    check_npu(parsed.config.ascend, parsed.config.parallel)
 
 
 def check_places(folder: Path, flags: str) -> None:
@@ -178,7 +178,6 @@ REFUSED = {
         --padded-vocab-size 384 -> --padded-vocab-size 384 but the model has 512
         --rotary-base 1000000.0 -> --rotary-base 1000000.0 but the model has 10000.0
         --norm-epsilon 1e-05 -> --norm-epsilon 1e-05 but the model has 1e-06
-        --max-position-embeddings 257 -> --max-position-embeddings 257 but the model has 256
         --num-layers 5 --hidden-size 64 -> --num-layers 5 & ; --hidden-size 64 & --hf-checkpoint
         --num-layers 6 --noop-layers 2 -> --num-layers less --noop-layers = 5 & model has 4
         --num-layers 6 --noop-layers x -> --noop-layers x & 94,95

@@ -1,0 +1,27 @@
+"""Tells what became of the flags of a command line, in the dry run and at the start of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mindspeed_rl.config.arguments import ParsedArguments
+
+
+def disposition_lines(parsed: ParsedArguments[Any], ignored: Sequence[str]) -> list[str]:
+    """Return the counts of all flags, and a line per reason for those the run goes on without.
+
+    Args:
+        parsed: A parsed command line.
+        ignored: Its flags without meaning here, on this device.
+    """
+    reasons: dict[str, list[str]] = {}
+    for used in parsed.without:
+        reasons.setdefault(used.reason, []).append(used.typed)
+    counts = (
+        f"{len(parsed.honoured)} honoured, {len(parsed.checked_arch)} compared with the model, "
+        f"{len(ignored)} without meaning here, {len(parsed.without)} that the run goes on without"
+    )
+    lines = [f"flags: {counts}"]
+    lines += [f"without {', '.join(typed)}: {reason}" for reason, typed in reasons.items()]
+    return lines
