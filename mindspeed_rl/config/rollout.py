@@ -141,6 +141,13 @@ class EngineTuningConfig:
     rollout_multistream_moe: bool = flag(
         False, "Compute shared experts on a stream of their own, beside the routed ones."
     )
+    rollout_flashcomm: bool = flag(
+        False,
+        "Reduce attention and dense layers by ReduceScatter in place of AllReduce, so that each "
+        "tensor-parallel rank hands its own tokens to the experts; shared experts are then whole "
+        "on every rank. Models without experts: in steps of more than 1000 tokens. Needs "
+        "--rollout-tp above 1, and --rollout-ep with experts.",
+    )
     rollout_chunked_prefill: str = flag(
         "auto",
         "Whether long prompts are read in parts between decode steps; auto leaves it to the "

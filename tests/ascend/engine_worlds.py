@@ -49,7 +49,9 @@ def trainer_memory() -> list[torch.Tensor]:
     return [torch.empty(piece, dtype=torch.uint8, device="npu") for _ in range(count)]
 
 
-def build(folder: str, dtype: str, layout: EngineLayout, rank: int) -> Any:
+def build(
+    folder: str, dtype: str, layout: EngineLayout, rank: int, max_num_batched_tokens: int = 256
+) -> Any:
     """The engine of this rank, as the product builds it."""
     with preserved_environment():  # as when the product imports vLLM
         prepare()
@@ -65,7 +67,10 @@ def build(folder: str, dtype: str, layout: EngineLayout, rank: int) -> Any:
         max_model_len=64,
         kv_cache_bytes=32 * 2**20,
         seed=1,
-        options={"max_num_batched_tokens": 256, "max_num_seqs": 16},
+        options={
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_num_seqs": min(16, max_num_batched_tokens),
+        },
     )  # fmt: skip
     return provider.build(settings, select_platform("npu"))
 

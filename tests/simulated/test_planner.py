@@ -20,6 +20,7 @@ from reshard_figures import rank_floor
 from support.layout_arrays import Case, hf_arrays
 from support.layout_cases import (
     FIXED,
+    FLASHCOMM,
     GQA,
     LATENT,
     MOE,
@@ -57,6 +58,7 @@ def plans_of(
 @example(MOE)
 @example(LATENT)
 @example(PLAIN_LATENT)
+@example(FLASHCOMM)
 def test_layouts_declare_what_megatron_and_vllm_hold(case: Case) -> None:
     """Names and shapes of every rank; the HF tensors are the checkpoint's."""
     hf = hf_arrays(case)
@@ -78,6 +80,7 @@ def test_layouts_declare_what_megatron_and_vllm_hold(case: Case) -> None:
 @example(MOE, True, True)
 @example(LATENT, True, False)
 @example(PLAIN_LATENT, True, True)
+@example(FLASHCOMM, True, False)
 @example(REDUNDANT, True, False)
 @example(replace(LATENT, dp=16, ranks_per_node=8), False, False)  # 64 ranks
 @example(replace(MOE, dp=16, ranks_per_node=8), False, True)

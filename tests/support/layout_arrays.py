@@ -67,6 +67,7 @@ class Case:
     expert_multiple: int = 1
     transposed: bool = False
     whole_shared: bool = False
+    flashcomm: bool = False
 
     @property
     def world(self) -> int:

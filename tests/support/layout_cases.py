@@ -82,6 +82,7 @@ def _experts(
         "expert_multiple": draw(st.sampled_from([1, 3, 32])),
         "transposed": draw(st.booleans()),
         "whole_shared": draw(st.booleans()),
+        "flashcomm": engine_ep and engine_tp > 1 and draw(st.booleans()),
     }
 
 
@@ -219,7 +220,9 @@ PLAIN_LATENT = replace(
 )
 # one expert three times, on ranks of its own and beside others
 REDUNDANT = replace(LATENT, physical_experts=(1, 0, 2, 3, 7, 6, 5, 4, 1, 1, 0, 2))
-FIXED = (GQA, TIED, MOE, LATENT, PLAIN_LATENT)
+# shared experts whole on every rank of engines without data parallelism
+FLASHCOMM = replace(LATENT, engine_dp=1, engine_tp=4, flashcomm=True)
+FIXED = (GQA, TIED, MOE, LATENT, PLAIN_LATENT, FLASHCOMM)
 
 
 def _family(case: Case) -> str:
@@ -289,5 +292,6 @@ def layouts_of(case: Case) -> tuple[MegatronLayout, VllmLayout]:
             case.physical_experts,
             case.transposed,
             case.whole_shared,
+            case.flashcomm,
         ),
     )

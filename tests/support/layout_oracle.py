@@ -183,7 +183,8 @@ def _vllm_experts(case: Case, layer: Layer, rank: int) -> dict[str, Array]:
         params[f"experts.routed_experts.{name}"] = stored
     if case.shared_ffn:
         spread = case.engine_ep and case.engine_tp > 1 and case.engine_dp > 1
-        count = 1 if case.whole_shared and spread else case.engine_tp
+        whole = case.flashcomm or (case.whole_shared and spread)
+        count = 1 if whole else case.engine_tp
         shared = _vllm_mlp(layer, "mlp.shared_experts.", Cut(rank % count, count))
         params |= {f"shared_experts.{name}": array for name, array in shared.items()}
     return params

@@ -25,11 +25,14 @@ class VllmLayout(RolloutLayout):
             does.
         whole_shared_experts: Whether every rank keeps the shared experts whole where experts are
             spread over tensor and data parallelism, as vLLM does but not vLLM-Ascend.
+        flashcomm: Whether vLLM-Ascend runs with ``--rollout-flashcomm``, with which every rank
+            keeps the shared experts whole.
         expert_module: Path of the module with the experts, below a layer.
     """
 
     transposed_experts: bool = False
     whole_shared_experts: bool = False
+    flashcomm: bool = False
     expert_module: str = EXPERT_MODULE
 
     @cached_property
@@ -54,8 +57,10 @@ class VllmLayout(RolloutLayout):
     def keeps_whole(self, row: WeightRow) -> bool:
         """Whether a row is of shared experts that every rank keeps whole.
 
-        Source: ``ParallelConfig.use_sequence_parallel_moe`` of vLLM.
+        Sources: ``ParallelConfig.use_sequence_parallel_moe`` of vLLM; ``get_parallel_op`` of
+        vLLM-Ascend (``ops/linear_op.py``).
         """
         engine = self.engine
         spread = engine.expert_parallel and engine.tp > 1 and engine.dp > 1
-        return self.whole_shared_experts and spread and row.when == "shared_ffn_size"
+        whole = self.flashcomm or (self.whole_shared_experts and spread)
+        return whole and row.when == "shared_ffn_size"

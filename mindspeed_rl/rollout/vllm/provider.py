@@ -68,7 +68,12 @@ class VllmProvider(EngineProvider):
         self, spec: ModelSpec, engine: EngineLayout, tuning: EngineTuningConfig
     ) -> VllmLayout:
         """Return the layout with the experts of ``--rollout-expert-map`` in their slots."""
-        return VllmLayout(spec, engine, physical_experts=check_tuning(tuning, engine, spec))
+        return VllmLayout(
+            spec,
+            engine,
+            physical_experts=check_tuning(tuning, engine, spec),
+            flashcomm=tuning.rollout_flashcomm,
+        )
 
     def positions(self, spec: ModelSpec) -> int:
         """Return the length of the longest sequence.

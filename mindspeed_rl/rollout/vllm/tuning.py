@@ -35,6 +35,8 @@ def check_tuning(
             )
     if tuning.rollout_multistream_moe and not spec.expert_layers:
         raise UsageError("--rollout-multistream-moe: the model has no experts; remove the flag")
+    if tuning.rollout_flashcomm:
+        _check_flashcomm(sizes, engine, spec)
     if not tuning.rollout_expert_map:
         return ()
     if not engine.expert_parallel:
@@ -43,6 +45,25 @@ def check_tuning(
             "ranks; set --rollout-ep to --rollout-tp x --rollout-dp"
         )
     return read_expert_map(Path(tuning.rollout_expert_map), spec.num_experts, engine.ep)
+
+
+def _check_flashcomm(sizes: tuple[str, ...], engine: EngineLayout, spec: ModelSpec) -> None:
+    """Refuse ``--rollout-flashcomm`` where vLLM-Ascend 0.23 asserts or drops graph sizes."""
+    if engine.tp == 1:
+        raise UsageError(
+            "--rollout-flashcomm: it distributes tokens over the tensor-parallel ranks of an "
+            "engine, and --rollout-tp is 1; remove the flag, or set --rollout-tp above 1"
+        )
+    if spec.expert_layers and not engine.expert_parallel:
+        raise UsageError(
+            "--rollout-flashcomm: vLLM-Ascend has it for experts that are spread over ranks alone; "
+            f"set --rollout-ep to --rollout-tp x --rollout-dp ({engine.size}), or remove the flag"
+        )
+    if uneven := [size for size in sizes if size.isdigit() and int(size) % engine.tp]:
+        raise UsageError(
+            f"--rollout-graph-sizes {' '.join(uneven)}: with --rollout-flashcomm vLLM-Ascend "
+            f"captures multiples of --rollout-tp {engine.tp} alone; give such sizes"
+        )
 
 
 def read_expert_map(path: Path, num_experts: int, ep: int) -> tuple[int, ...]:

@@ -34,7 +34,13 @@ def ascend_arguments(tuning: EngineTuningConfig, sizes: tuple[int, ...] = ()) ->
     """
     assert tuning.rollout_graph_mode != "auto", "see graph_tuning"
     # Weights stay ND, CPUs are not bound, and every engine of a process reads its configuration.
-    additional: dict[str, Any] = {"weight_nz_mode": 0, "enable_cpu_binding": False, "refresh": True}
+    additional: dict[str, Any] = {
+        "weight_nz_mode": 0,
+        "enable_cpu_binding": False,
+        "refresh": True,
+        # Without the key a variable of the environment decides, which the layout does not know.
+        "enable_flashcomm1": tuning.rollout_flashcomm,
+    }
     arguments: dict[str, Any] = {
         "enforce_eager": tuning.rollout_graph_mode == "eager",
         "additional_config": additional,

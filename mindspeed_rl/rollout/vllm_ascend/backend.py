@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.platforms.npu import memory_format
 from mindspeed_rl.platforms.npu_allocator import (
@@ -28,7 +29,7 @@ from mindspeed_rl.rollout.vllm.patches.step_sync import StepSync
 from mindspeed_rl.rollout.vllm_ascend.arguments import ENVIRONMENT, ascend_arguments
 from mindspeed_rl.rollout.vllm_ascend.experts import AscendWeights
 from mindspeed_rl.rollout.vllm_ascend.memory import PoolMemory
-from mindspeed_rl.rollout.vllm_ascend.sampling import report_processed_logprobs
+from mindspeed_rl.rollout.vllm_ascend.sampling import draw_in_batches, report_processed_logprobs
 
 _ADDITIONAL = "additional_config"
 _NZ = 29  # ACL_FORMAT_FRACTAL_NZ
@@ -51,6 +52,9 @@ class AscendBackend:
         tuning = settings.tuning
         self._platform, self._layout, self._tuning = platform, settings.layout, tuning
         sizes = settings.graph_sizes if tuning.rollout_graph_mode != "eager" else ()
+        if tuning.rollout_flashcomm:  # others would be dropped
+            tp = settings.layout.engine.tp
+            sizes = tuple(sorted({round_up(size, tp) for size in sizes}))
         self._arguments = ascend_arguments(tuning, sizes)
         check_updatable(Path(settings.model_dir))
 
@@ -90,6 +94,7 @@ class AscendBackend:
         worker = engine.model_executor.driver_worker.worker
         self._changes.undo()
         report_processed_logprobs(worker.model_runner)
+        draw_in_batches(self._platform.device)
         model = worker.get_model()
         weight_format = self._refuse_nz(model)
         process = self._processing(model, engine.vllm_config)
@@ -166,6 +171,9 @@ class AscendBackend:
 
 
 _REFUSED_KEYS: Mapping[str, str] = {
+    "enable_flashcomm1": "the layout of the weights follows --rollout-flashcomm; use that flag",
+    "enable_shared_expert_dp": "it switches on what --rollout-flashcomm does, of which the layout "
+    "of the weights then knows nothing; use that flag",
     "enable_reduce_sample": "its log-probs are not those of the whole vocabulary",
     "enable_balance_scheduling": "engines tell each other how busy they are in a process that is "
     "not there when they run in the trainer's, so it has no effect",

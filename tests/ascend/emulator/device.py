@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ascend.emulator import engine_operators  # noqa: F401 - registers references
+from ascend.emulator.census import CENSUS
 from ascend.emulator.operators import REFERENCES
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -158,7 +159,9 @@ class EmulatedNpu(TorchDispatchMode):
         else:
             assert on_npu is not None
             target = on_npu.device
-        return self._on_cpu(func, operator, args, kwargs, target)
+        result = self._on_cpu(func, operator, args, kwargs, target)
+        CENSUS.note(operator.name, args, kwargs, result)
+        return result
 
     def _on_cpu(
         self,
@@ -259,6 +262,7 @@ _MODE: list[EmulatedNpu] = []
 
 def emulate() -> None:
     """Switch the emulation on for the rest of this process. Idempotent."""
+    CENSUS.start()
     if not _MODE:
         _MODE.append(EmulatedNpu())
         _MODE[0].__enter__()

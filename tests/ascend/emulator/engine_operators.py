@@ -290,7 +290,13 @@ class SlotMapping:
             block_size: int, slot_mapping: torch.Tensor, *, TOTAL_CP_WORLD_SIZE: int,
             TOTAL_CP_RANK: int, CP_KV_CACHE_INTERLEAVE_SIZE: int, PAD_ID: int, BLOCK_SIZE: int,
         ) -> None:  # fmt: skip
+            from ascend.emulator.device import as_cpu
+
             assert TOTAL_CP_WORLD_SIZE == 1, "the emulator has no context parallelism"
+            # One kernel of a device: what computes it here is in no census.
+            query_start_loc, positions, block_table, slot_mapping = map(
+                as_cpu, (query_start_loc, positions, block_table, slot_mapping)
+            )
             slot_mapping[num_tokens:max_num_tokens].fill_(PAD_ID)
             starts = query_start_loc.tolist()
             for request in range(grid[0] - 1):

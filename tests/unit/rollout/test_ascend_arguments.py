@@ -15,6 +15,7 @@ ALWAYS = {
     "additional_config.weight_nz_mode": 0,
     "additional_config.enable_cpu_binding": False,
     "additional_config.refresh": True,
+    "additional_config.enable_flashcomm1": False,
     "additional_config.dp_allreduce_on_npu": True,
 }
 _COMPILED = "compilation_config.cudagraph_mode"
@@ -37,6 +38,7 @@ CASES: list[tuple[dict[str, Any], tuple[int, ...], dict[str, object]]] = [
         ({f"rollout_{flag}": value}, (), {key: found})
         for flag, value, key, found in (
             ("multistream_moe", True, "additional_config.multistream_overlap_shared_expert", True),
+            ("flashcomm", True, "additional_config.enable_flashcomm1", True),
             ("chunked_prefill", "off", "enable_chunked_prefill", False),
             ("chunked_prefill", "on", "enable_chunked_prefill", True),
             ("expert_map", "m.json", "additional_config.eplb_config.expert_map_path", "m.json"),

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
-from support.layout_cases import GQA, MOE, spec_of
+from support.layout_cases import GQA, LATENT, MOE, spec_of
 
 from mindspeed_rl.config import EngineTuningConfig
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rollout.provider import EngineSettings
+from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.rollout.vllm.host_backend import HostBackend
 from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.rollout.vllm.tuning import check_tuning, read_expert_map
@@ -35,6 +38,46 @@ from mindspeed_rl.rollout.vllm.tuning import check_tuning, read_expert_map
 def test_mistakes_are_named(case: object, flags: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_tuning(EngineTuningConfig(**flags), EngineLayout(1, 1), spec_of(case))  # type: ignore[arg-type]
+
+
+def test_flashcomm_is_refused_where_the_engine_asserts() -> None:
+    """Without tensor parallelism, with experts on all ranks, and with sizes that it would drop."""
+    flags = EngineTuningConfig(rollout_flashcomm=True)
+    graphs = replace(flags, rollout_graph_mode="full-decode", rollout_graph_sizes=("4", "6"))
+    spread, sliced = (EngineLayout(4, 4, expert_parallel=ep) for ep in (True, False))
+    for tuning, engine, case, message in (
+        (flags, EngineLayout(4, 1, 4, True), MOE, "--rollout-tp is 1"),
+        (flags, EngineLayout(1, 1), GQA, "--rollout-tp is 1"),
+        (flags, sliced, MOE, r"--rollout-ep to --rollout-tp x --rollout-dp \(4\)"),
+        (graphs, spread, MOE, "--rollout-graph-sizes 6: .* multiples of --rollout-tp 4"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            check_tuning(tuning, engine, spec_of(case))
+    check_tuning(flags, spread, spec_of(MOE))
+    check_tuning(flags, sliced, spec_of(GQA))
+    check_tuning(replace(graphs, rollout_graph_sizes=("4", "8")), spread, spec_of(MOE))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_flashcomm_keeps_shared_experts_whole(tp: int, dp: int) -> None:
+    """And nothing else: what a rank holds of DeepSeek-V3, beside the layout without the flag."""
+    spec, engine = spec_of(LATENT), EngineLayout(tp * dp, tp, dp, expert_parallel=True)
+    provider = engine_provider()
+    shapes = []
+    for flashcomm in (True, False):
+        tuning = EngineTuningConfig(rollout_flashcomm=flashcomm)
+        layout = provider.layout(spec, engine, tuning)
+        assert isinstance(layout, VllmLayout)
+        npu = replace(layout, transposed_experts=True, expert_module="mlp.experts")
+        shapes.append(dict(npu.local_shapes(1)))
+    whole, cut = shapes
+    assert whole.keys() == cut.keys()
+    shared = {name for name in whole if "shared_experts" in name}
+    assert {name for name in whole if whole[name] != cut[name]} == shared and len(shared) == 6
+    for name in shared:
+        size, ffn = (0, 2) if "gate_up" in name else (1, 1)
+        assert whole[name][size] == ffn * LATENT.shared_ffn == tp * cut[name][size], name
 
 
 def test_sizes_and_flags_that_fit_pass() -> None:

@@ -1,0 +1,59 @@
+"""What ranks sample with vLLM-Ascend's real engine on emulated NPUs: bodies of tests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from ascend.emulator.census import Call, counting
+from ascend.engine_worlds import PROMPTS, SETTINGS, Sampled, build, load, sample
+
+from mindspeed_rl.core.layout import EngineLayout
+from mindspeed_rl.launch.bootstrap import World
+from mindspeed_rl.rollout.requests import GenerationRequest
+
+# As many tokens as a step reads of prompts: less than all of PROMPTS, not less than one of them.
+ROOM = 8
+
+
+def read_in_parts(world: World, folder: str, ours: bool) -> tuple[Sampled, Sampled]:
+    """What is sampled of all prompts at once, where a step reads a part of one, and of each alone.
+
+    Without ``ours`` the sampler draws as vLLM-Ascend's own does.
+    """
+    if not ours:
+        _keep_its_sampler()
+    engine = build(folder, "float32", EngineLayout(1, 1), world.rank, ROOM)
+    load(engine, folder, 1)
+    together = sample(engine, 1, range(len(PROMPTS)))
+    alone: dict[int, Any] = {}
+    for i in range(len(PROMPTS)):
+        alone |= sample(engine, 1, [i])
+    return together, alone
+
+
+def operators_of_a_step(
+    world: World, folder: str, batches: Sequence[int], ours: bool
+) -> list[Counter[Call]]:
+    """The operators of a decode step, for some numbers of requests."""
+    if not ours:
+        _keep_its_sampler()
+    engine = build(folder, "float32", EngineLayout(1, 1), world.rank)
+    load(engine, folder, 1)
+    found = []
+    for size in batches:
+        asked = [GenerationRequest(i, PROMPTS[i % 4], 100 + i) for i in range(size)]
+        steps: list[Counter[Call]] = []
+        with counting() as counts:
+            # The first step reads prompts, and is followed by others that are equal.
+            engine.generate(asked, SETTINGS, 1, lambda _: steps.append(Counter(counts)))  # noqa: B023
+        assert steps[2] - steps[1] == steps[3] - steps[2]
+        found.append(steps[2] - steps[1])
+    return found
+
+
+def _keep_its_sampler() -> None:
+    from mindspeed_rl.rollout.vllm_ascend import sampling
+
+    sampling.apply_patch = lambda patch: None
