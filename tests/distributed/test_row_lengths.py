@@ -30,14 +30,14 @@ EXPERTS = ("qwen3-moe", "deepseek")
 # ranks, flags, models
 LAYOUTS = {
     "tp2-pp2-ep2": (4, (*_TP2, *_PP2, *_EP2, "--expert-tensor-parallel-size", "1"), EXPERTS),
-    "vpp2": (2, (*_PP2, *_VPP2), ("llama", "qwen3", "qwen3-moe")),
+    "vpp2": (2, (*_PP2, *_VPP2), ("llama-yarn", "qwen3", "qwen3-moe")),
     "vpp2-pp4": (4, ("--pipeline-model-parallel-size", "4", "--noop-layers", "1,3,5,7", *_VPP2),
                  ("qwen3",)),
     "vpp2-tp2": (4, (*_TP2, *_PP2, *_VPP2), ("qwen2-tied", *EXPERTS)),
-    "cp2-pp2": (4, (*_CP2, *_PP2), ("llama", "qwen3", *EXPERTS)),
+    "cp2-pp2": (4, (*_CP2, *_PP2), ("llama-yarn", "qwen3", *EXPERTS)),
     "cp2-ep2": (2, (*_CP2, *_EP2), EXPERTS),
     "dp2-ep2": (2, _EP2, EXPERTS),
-    "tp2": (2, _TP2, ("qwen2-tied", "llama", "qwen3", *EXPERTS)),
+    "tp2": (2, _TP2, ("qwen2-tied", "llama-yarn", "qwen3", *EXPERTS)),
 }  # fmt: skip
 QUICK = ("tp2-pp2-ep2", "vpp2")
 
