@@ -9,7 +9,7 @@ from mindspeed_rl.config.arguments import ParsedArguments
 
 
 def disposition_lines(parsed: ParsedArguments[Any], ignored: Sequence[str]) -> list[str]:
-    """Return the counts of all flags, and a line per reason for those the run goes on without.
+    """Return the counts of all flags, those the run goes on without, by reason, and ``ignored``.
 
     Args:
         parsed: A parsed command line.
@@ -24,4 +24,6 @@ def disposition_lines(parsed: ParsedArguments[Any], ignored: Sequence[str]) -> l
     )
     lines = [f"flags: {counts}"]
     lines += [f"without {', '.join(typed)}: {reason}" for reason, typed in reasons.items()]
+    if ignored:
+        lines.append(f"flags without meaning here: {', '.join(ignored)}")
     return lines

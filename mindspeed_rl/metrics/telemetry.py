@@ -43,9 +43,8 @@ def log_description(job: Job[Any, RunPlan], *lines: str) -> None:
         experts=job.plan.spec.moe is not None, sequence_parallel=parallel.shards_sequence
     )
     modules = modules_note(job.config.model, parallel.platform)
-    ignored = [f"flags without meaning here: {', '.join(job.ignored)}"] if job.ignored else []
     trainer = f"training layout on {job.platform.name}: {layout}"
-    job.log_rank0(trainer, *modules, *lines, *job.flag_notes, *ignored)
+    job.log_rank0(trainer, *modules, *lines, *job.flag_notes)
 
 
 def open_timer(job: Job[Any, Any]) -> tuple[PhaseTimer, StepProfiler]:

@@ -60,6 +60,16 @@ PRODUCTION = (
     *("--recompute-granularity", "full", "--recompute-method", "uniform"),
     *("--recompute-num-layers", "1"),
 )
+# What published scripts pass, with those that the run goes on without.
+SCRIPT = (
+    *("--transformer-impl", "local", "--bf16", "--use-distributed-optimizer"),
+    *("--use-flash-attn", "--use-fused-rmsnorm", "--use-fused-swiglu", "--moe-grouped-gemm"),
+    *("--use-fused-rotary-pos-emb", "--overlap-grad-reduce", "--overlap-param-gather"),
+    *("--reuse-fp32-param", "--swap-attention", "--recompute-activation-function"),
+    *("--use-ascend-coc", "--moe-alltoall-overlap-comm", "--gemm-gradient-accumulation-fusion"),
+    *("--recompute-granularity", "full", "--recompute-method", "block"),
+    *("--recompute-num-layers", "1"),
+)
 WAYS = {
     "cpu": Way("cpu"),
     "cpu given": Way("cpu", given=True),
@@ -74,6 +84,9 @@ WAYS = {
     "mindspeed production": Way(
         flags=PRODUCTION, features={"flags": PRODUCTION}, fused_norms=True, grouped=True,
         tolerance=None, twin="cpu bf16", given=True,
+    ),
+    "mindspeed script": Way(
+        flags=SCRIPT, features={"flags": SCRIPT}, tolerance=None, twin="cpu bf16", given=True
     ),
 }  # fmt: skip
 COMPARED = [

@@ -85,8 +85,7 @@ def test_a_script_starts_unedited_or_one_error_has_all_its_edits(name: str, tmp_
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_flag_has_one_disposition(name: str) -> None:
     script = SCRIPTS[name]
-    words = [word for flag, values in script.flags.items() for word in (flag, *values)]
-    use = classify(words, OWN, foreign_flags())
+    use = classify(script.words, OWN, foreign_flags())
     assert use.unknown == []
     foreign = (*use.accepted, *use.compared, *use.without, *use.refused)
     found = [flag for flag, _ in use.own] + [used.flag for used in foreign]

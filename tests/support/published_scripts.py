@@ -66,6 +66,11 @@ class Script:
         """The size of a model, as in ``qwen3_8b``."""
         return "_".join(self.path.split("/")[-1].split("_")[1:3])
 
+    @property
+    def words(self) -> list[str]:
+        """Its flags and values as on a command line."""
+        return [word for flag, values in self.flags.items() for word in (flag, *values)]
+
     def argv(self, folder: Path, without: frozenset[str] = frozenset()) -> list[str]:
         """Its flags with places in ``folder``, and an RL block behind them.
 
@@ -144,3 +149,9 @@ def published_scripts() -> tuple[Script, ...]:
         for source in json.loads(FILE.read_text())
         for path, facts in source["scripts"].items()
     )
+
+
+def script_flags(name: str) -> list[str]:
+    """Flags and values of the script of that :attr:`Script.name`."""
+    (found,) = (script for script in published_scripts() if script.name == name)
+    return found.words

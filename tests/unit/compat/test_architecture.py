@@ -1,8 +1,8 @@
 """Architecture flags of a script against the HF config."""
 
 import pytest
-from support.mindspeed_scripts import script_flags
 from support.published import published_config
+from support.published_scripts import script_flags
 
 from mindspeed_rl.compat.architecture import check_foreign_architecture, value_in
 from mindspeed_rl.compat.foreign_flags import Disposition, foreign_flags
@@ -48,9 +48,9 @@ def contradiction(argv, config):
 @pytest.mark.parametrize(
     ("script", "config"),
     [
-        (script_flags("qwen3_235b_a22b_pretrain"), QWEN3_MOE),
-        (script_flags("deepseek3_671b_pretrain"), DEEPSEEK_V3),
-        (script_flags("qwen3_8b_pretrain"), {"model_type": "qwen3"} | NORMED),
+        (script_flags("qwen3_moe/pretrain_qwen3_235b_a22b_4k_A3_ptd.sh"), QWEN3_MOE),
+        (script_flags("deepseek3/pretrain_deepseek3_671b_4k_A3_ptd.sh"), DEEPSEEK_V3),
+        (script_flags("qwen3/pretrain_qwen3_8b_4K_ptd_A3.sh"), {"model_type": "qwen3"} | NORMED),
     ],
     ids=["qwen3-235b", "deepseek3-671b", "qwen3-8b"],
 )
@@ -74,7 +74,9 @@ def test_query_and_key_norms_are_those_of_the_model_that_is_built(model, normed)
 
 DEEPSEEK_VALUES = [
     (used.flag, used.values)
-    for used in parse(RLRunConfig, script_flags("deepseek3_671b_pretrain"), "x").checked_arch
+    for used in parse(
+        RLRunConfig, script_flags("deepseek3/pretrain_deepseek3_671b_4k_A3_ptd.sh"), "x"
+    ).checked_arch
     if used.values
 ]
 
@@ -87,7 +89,7 @@ def test_any_other_value_of_a_deepseek_script_contradicts(flag, values):
 
 
 def test_dense_model_names_every_flag_of_an_moe_script():
-    text = contradiction(script_flags("deepseek3_671b_pretrain"), QWEN2)
+    text = contradiction(script_flags("deepseek3/pretrain_deepseek3_671b_4k_A3_ptd.sh"), QWEN2)
     for named in ("--num-experts 256", "--kv-lora-rank 512", "--multi-latent-attention",
                   "--qk-layernorm", "--mtp-num-layers 1"):  # fmt: skip
         assert named in text

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checked_runs import write_model
-from support.mindspeed_scripts import script_flags
+from support.published_scripts import script_flags
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.arguments import ENTRIES, build_parser, own_flags, parse
@@ -54,10 +54,10 @@ def rl(text=""):
 @pytest.mark.parametrize(
     ("script", "tp", "layers", "noop"),
     [
-        (script_flags("qwen3_8b_pretrain"), 2, 36, ""),
-        (script_flags("qwen3_32b_tune"), 4, 64, ""),
-        (script_flags("qwen3_235b_a22b_pretrain"), 1, 96, "94,95"),
-        (script_flags("deepseek3_671b_pretrain"), 2, 64, "61,62,63"),
+        (script_flags("qwen3/pretrain_qwen3_8b_4K_ptd_A3.sh"), 2, 36, ""),
+        (script_flags("qwen3/tune_qwen3_32b_32K_full_pack_A3_ptd.sh"), 4, 64, ""),
+        (script_flags("qwen3_moe/pretrain_qwen3_235b_a22b_4k_A3_ptd.sh"), 1, 96, "94,95"),
+        (script_flags("deepseek3/pretrain_deepseek3_671b_4k_A3_ptd.sh"), 2, 64, "61,62,63"),
     ],
     ids=["qwen3-8b", "qwen3-32b-tune", "qwen3-235b-a22b", "deepseek3-671b"],
 )
@@ -77,7 +77,11 @@ def test_published_script_plus_rl_block_parses(script, tp, layers, noop):
 
 def test_sft_script_parses_for_the_supervised_entry():
     own = ["--hf-checkpoint", "PATH", "--sft-data", "PATH"]
-    parsed = parse(PretrainRunConfig, [*script_flags("qwen3_32b_tune"), *own], "pretrain")
+    parsed = parse(
+        PretrainRunConfig,
+        [*script_flags("qwen3/tune_qwen3_32b_32K_full_pack_A3_ptd.sh"), *own],
+        "pretrain",
+    )
     assert parsed.config.sft.stage == "sft"
     assert parsed.config.train.global_batch_size == 32
 

@@ -49,6 +49,12 @@ def test_a_valid_run_gives_its_plan(check: Check) -> None:
     assert lines[3].startswith("on-policy")
 
 
+def test_lengths_of_a_pretraining_script_bound_nothing(check: Check) -> None:
+    """Longer than the model's 256 positions; prompt and response decide."""
+    plan = check("--seq-length 262144 --max-position-embeddings 262144")
+    assert plan.max_model_len == 128
+
+
 def test_rollouts_stay_within_what_the_engine_knows_of_yarn(check: Check, files: Path) -> None:
     """Beyond the stretched context vLLM gives NaN; 128 tokens are asked for."""
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
