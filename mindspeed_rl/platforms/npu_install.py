@@ -143,6 +143,7 @@ def _answer_for_cuda() -> None:
     importlib.import_module("torch_npu.contrib.transfer_to_npu")
     replaced: Any = torch
     replaced.compile = replaced.jit.script = _uncompiled
+    replaced.cuda.get_device_capability = _capability
     real_type = torch.Tensor.type
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -153,6 +154,14 @@ def _answer_for_cuda() -> None:
         return answer
 
     replaced.Tensor.type = type_
+
+
+def _capability(device: Any = None) -> tuple[int, int]:
+    """Return what MindSpeed's adaptor answers, too; torch_npu's own answer is ``None``.
+
+    torch.distributed.broadcast compares the first number for every tensor that says it is of CUDA.
+    """
+    return 9, 0
 
 
 def _uncompiled(model: Any = None, **options: Any) -> Any:
