@@ -102,15 +102,19 @@ def run_npu_job(
     """
     work_dir.mkdir(exist_ok=True)
     (work_dir / JOB_FILE).write_bytes(pickle.dumps(job))
-    ranks = _start(work_dir, num_ranks, platform, mindspeed=mindspeed)
+    ranks = _start(work_dir, num_ranks, platform, mindspeed=mindspeed, emulated=platform == "npu")
     end_ranks(job.module, work_dir, ranks, timeout_s)
     return [pickle.loads((work_dir / f"rank{r}.result").read_bytes()) for r in range(num_ranks)]
 
 
 def _start(
-    work_dir: Path, num_ranks: int, platform: str, *, mindspeed: bool
+    work_dir: Path, num_ranks: int, platform: str, *, mindspeed: bool, emulated: bool = True
 ) -> list[subprocess.Popen[bytes] | Rank]:
+    """Start the ranks, with the emulator's packages on their path or with the CPU's instead."""
     path = [entry for entry in sys.path if entry]
+    if not emulated:
+        cache = os.environ["MINDSPEED_RL_ASCEND_EMULATOR"]
+        path = [entry for entry in path if not entry.startswith(cache)]
     if mindspeed:
         path = [MINDSPEED, os.environ["PYTHONPATH"]]
     common = {

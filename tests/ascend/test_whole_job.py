@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from ascend.npu_ranks import needs_mindspeed, run_npu_job
-from ascend.test_engine import KEPT, TOLERANCES, logprobs
+from ascend.test_engine import TOLERANCES, assert_restored, logprobs
 from ascend.whole_job import Noted, WholeJob
 from support.family_reshard import differing, oracle_bits
 from support.whole_runs import comparable_rows, rows_of, write_inputs
@@ -30,6 +30,10 @@ pytestmark = pytest.mark.ascend_emul
 TEMPERATURE, RESPONSE = 0.7, 16
 STEPS, SAVED, UPDATES_PER_STEP = 4, 3, 2
 SAMPLES = 8
+# Of the tiny models.
+ROWS, VOCABULARY = 307, ("model.embed_tokens.weight", "lm_head.weight")
+# What torch replaces itself when its compiler is imported.
+COMPILER = {"torch.nn.Module.__init__", "torch.nn.Module.__setstate__"}
 FLAGS = (
     "--hf-checkpoint model --prompt-data train.jsonl --make-vocab-size-divisible-by 8 "
     "--reward-function reward.py:digits --max-prompt-length 24 "
@@ -157,9 +161,12 @@ def test_the_engine_has_the_bits_of_the_trainer_after_every_sync(jobs: Jobs) -> 
         for version, found in noted.engine_weights.items():
             bits = oracle_bits(jobs.weights(version), rank, torch.float32, **engine)
             expected = {n.replace("routed_experts.", ""): b for n, b in bits.items()}
+            for name in VOCABULARY:  # the rows behind belong to no tensor
+                found[name], expected[name] = found[name][:ROWS], expected[name][:ROWS]
             assert differing(found, expected) == [], (rank, version)
     first, last = (jobs.whole[0].engine_weights[v] for v in (versions[0], versions[-1]))
-    assert all(not torch.equal(first[n], last[n]) for n in first if "_bias" not in n)
+    untrained = "e_score_correction_bias"
+    assert all(not torch.equal(first[n], last[n]) for n in first if untrained not in n)
 
 
 def test_memory_of_the_engine_leaves_while_the_trainer_trains(jobs: Jobs) -> None:
@@ -207,8 +214,8 @@ def test_the_cpu_trains_alike_on_the_same_tokens(jobs: Jobs) -> None:
 def test_the_process_is_as_it_was(jobs: Jobs) -> None:
     """Functions of torch and Python, whichever import of vLLM came first."""
     for noted in jobs.whole:
-        changed = {n: c for n, c in noted.replaced.items() if n not in KEPT}
-        assert changed == {}
+        changed = {n: c for n, c in noted.replaced.items() if n not in COMPILER}
+        assert_restored({"replaced": changed})
 
 
 def test_its_summary_and_export_are_complete(jobs: Jobs) -> None:
