@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ascend.emulator import process
 
 from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.layout import EngineLayout
@@ -26,21 +27,6 @@ GIB = 2**30
 TRAINER_SHARE = 0.6
 
 
-def prepare() -> None:
-    """Stand-ins of what is not on this machine, before vLLM is imported."""
-    from ascend.emulator import extension, stand_ins
-
-    extension.install()
-    stand_ins.install("triton", *stand_ins.VLLM_NEEDS)
-    os.environ["VLLM_PLUGINS"] = "ascend"
-    from ascend.emulator.engine_operators import SlotMapping
-    from vllm.model_executor.models import registry
-    from vllm.v1.worker import block_table
-
-    registry._run_in_subprocess = lambda function: function()  # its processes have no stand-ins
-    block_table._compute_slot_mapping_kernel = SlotMapping()
-
-
 def trainer_memory() -> list[torch.Tensor]:
     """Memory that the trainer holds while the engine is built; pages are never touched."""
     total = torch.npu.mem_get_info()[1]
@@ -54,7 +40,8 @@ def build(
 ) -> Any:
     """The engine of this rank, as the product builds it."""
     with preserved_environment():  # as when the product imports vLLM
-        prepare()
+        process.before_vllm()
+        process.before_engine()
     spec = spec_from_hf_config(json.loads((Path(folder) / "config.json").read_text()))
     provider = engine_provider()
     settings = EngineSettings(
@@ -106,7 +93,7 @@ def sample(engine: Any, version: int, mine: Sequence[int], first: int = 0) -> Sa
     return {i - first: (c.token_ids, c.logprobs) for i, c in done.items()}
 
 
-def _process() -> dict[tuple[str, str], object]:
+def process_functions() -> dict[tuple[str, str], object]:
     """What a process shares: functions of torch and Python by owner and name."""
     owners = {
         "torch": torch, "torch.cuda": torch.cuda, "torch.npu": torch.npu,
@@ -116,6 +103,17 @@ def _process() -> dict[tuple[str, str], object]:
         "builtins": builtins,
     }  # fmt: skip
     return {(o, n): value for o, owner in owners.items() for n, value in vars(owner).items()}
+
+
+def replaced(
+    before: Mapping[tuple[str, str], object], after: Mapping[tuple[str, str], object]
+) -> dict[str, tuple[str, str]]:
+    """What is another object now: what it was and is, by owner and name."""
+    return {
+        ".".join(place): (str(value), str(after.get(place)))
+        for place, value in before.items()
+        if after.get(place) is not value
+    }
 
 
 def whole_life(
@@ -128,16 +126,12 @@ def whole_life(
     mine = range(len(PROMPTS))
     if world.size > 1:
         mine = mine[-1:] if world.rank else mine[:-1]
-    before, variables = _process(), dict(os.environ)
+    before, variables = process_functions(), dict(os.environ)
     held = trainer_memory()
     engine = build(folders[0], dtype, layout, world.rank)
-    after = _process()
+    after = process_functions()
     found: dict[str, Any] = {
-        "replaced": {
-            ".".join(place): (str(value), str(after.get(place)))
-            for place, value in before.items()
-            if after.get(place) is not value
-        },
+        "replaced": replaced(before, after),
         "variables": {
             n: (variables.get(n), os.environ.get(n))
             for n in variables.keys() | os.environ.keys()

@@ -8,22 +8,23 @@ platform, in the order of the product (``test_bootstrap.py`` tests it, in proces
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ascend import whole_job
+from ascend.emulator import process
 from support import warm_ranks
 from support.jobs import free_port
 from support.spawn import end_ranks, run_body
 from support.warm_ranks import Rank, Server
 
+JOB_FILE = "job.pkl"
 TEST_PLATFORM = "MINDSPEED_RL_TEST_PLATFORM"
 MINDSPEED = os.environ.get("MINDSPEED_PATH", "")
 needs_mindspeed = pytest.mark.skipif(
@@ -72,9 +73,50 @@ def run_npu_ranks(
     task = (function.__module__, function.__qualname__, dict(features or {}))
     (work_dir / "task.pkl").write_bytes(pickle.dumps(task))
     (work_dir / "args.pkl").write_bytes(pickle.dumps(tuple(args)))
-    path = [MINDSPEED, os.environ["PYTHONPATH"]]
-    if features is None:
-        path = [entry for entry in sys.path if entry]
+    ranks = _start(work_dir, num_ranks, platform, mindspeed=features is not None)
+    end_ranks(function.__name__, work_dir, ranks, timeout_s)
+    return [pickle.loads((work_dir / f"rank{r}.result").read_bytes()) for r in range(num_ranks)]
+
+
+def run_npu_job(
+    job: whole_job.WholeJob,
+    num_ranks: int,
+    *,
+    work_dir: Path,
+    platform: str = "npu",
+    mindspeed: bool = False,
+    timeout_s: float = 300.0,
+) -> list[Any]:
+    """Run an entry with its flags on every rank; what ``ascend.whole_job`` noted, in rank order.
+
+    Args:
+        job: the command, and what is noted of it.
+        num_ranks: size of the world.
+        work_dir: for logs and results.
+        platform: as for :func:`run_npu_ranks`; the flags have one as well.
+        mindspeed: whether MindSpeed's adaptor is there.
+        timeout_s: limit of the whole world.
+
+    Raises:
+        RankError: as :func:`run_npu_ranks`.
+    """
+    work_dir.mkdir(exist_ok=True)
+    (work_dir / JOB_FILE).write_bytes(pickle.dumps(job))
+    ranks = _start(work_dir, num_ranks, platform, mindspeed=mindspeed, emulated=platform == "npu")
+    end_ranks(job.module, work_dir, ranks, timeout_s)
+    return [pickle.loads((work_dir / f"rank{r}.result").read_bytes()) for r in range(num_ranks)]
+
+
+def _start(
+    work_dir: Path, num_ranks: int, platform: str, *, mindspeed: bool, emulated: bool = True
+) -> list[subprocess.Popen[bytes] | Rank]:
+    """Start the ranks, with the emulator's packages on their path or with the CPU's instead."""
+    path = [entry for entry in sys.path if entry]
+    if not emulated:
+        cache = os.environ["MINDSPEED_RL_ASCEND_EMULATOR"]
+        path = [entry for entry in path if not entry.startswith(cache)]
+    if mindspeed:
+        path = [MINDSPEED, os.environ["PYTHONPATH"]]
     common = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
@@ -88,14 +130,13 @@ def run_npu_ranks(
     ranks: list[subprocess.Popen[bytes] | Rank] = []
     for rank in range(num_ranks):
         environment = os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        if features is None:
+        if not mindspeed:
             ranks.append(_SERVERS[platform].start(work_dir, environment))
         else:
             with (work_dir / f"rank{rank}.log").open("w") as log:
                 command = [sys.executable, "-m", "ascend.npu_ranks", str(work_dir)]
                 ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-    end_ranks(function.__name__, work_dir, ranks, timeout_s)
-    return [pickle.loads((work_dir / f"rank{r}.result").read_bytes()) for r in range(num_ranks)]
+    return ranks
 
 
 def _run_task(folder: Path) -> None:
@@ -111,20 +152,10 @@ def _run_task(folder: Path) -> None:
         bootstrap.prepare_environment(platform, os.environ, deterministic=deterministic)
     bootstrap.quiet_libraries()
     if platform == "npu":
-        if importlib.util.find_spec("mindspeed"):
-            from ascend.emulator.stand_ins import install
-
-            install("acl", "triton")  # of CANN and of triton-ascend
-        from ascend.emulator.device import emulate
-
-        emulate()
+        process.before_group()
     world = bootstrap.World.from_environment()
     bootstrap.start(platform, 5, world, _setup(features))
-    if "mindspeed.ops.npu_rotary_position_embedding" in sys.modules:
-        from ascend.emulator.operators import rotate
-
-        compiled = sys.modules["mindspeed.ops.npu_rotary_position_embedding"].rope_op_builder
-        compiled.load = lambda: SimpleNamespace(npu_rotary_position_embedding=rotate)
+    process.after_adaptor()
     import torch.distributed as dist
 
     # the arguments come last: reading them may import torch
@@ -148,6 +179,13 @@ def _setup(features: dict[str, Any]) -> Any:
     config = parse(RLRunConfig, argv, "test").config
     grouped = module_names(config.model, "npu").grouped_experts
     return npu_setup(config.ascend, config.parallel, config.train, grouped=grouped)
+
+
+def _run_job(folder: Path) -> None:
+    """Body of a rank that is a command."""
+    job = pickle.loads((folder / JOB_FILE).read_bytes())
+    noted = whole_job.run(job, os.environ[TEST_PLATFORM])
+    (folder / f"rank{os.environ['RANK']}.result").write_bytes(pickle.dumps(noted))
 
 
 def serve(platform: str) -> None:
@@ -179,7 +217,7 @@ def main() -> None:
     if sys.argv[1] == "--serve":
         serve(sys.argv[2])
         return
-    run_body(_run_task)
+    run_body(_run_job if Path(sys.argv[1], JOB_FILE).exists() else _run_task)
     os._exit(0)  # torch_npu's own exit handlers expect a device
 
 
