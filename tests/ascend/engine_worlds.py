@@ -113,6 +113,13 @@ def _process() -> dict[tuple[str, str], object]:
     return {(o, n): value for o, owner in owners.items() for n, value in vars(owner).items()}
 
 
+def private_formats() -> str:
+    """Whether torch_npu may create tensors in private memory formats."""
+    import torch_npu
+
+    return str(torch_npu._C._npu_getOption("ALLOW_INTERNAL_FORMAT").decode())
+
+
 def whole_life(
     world: World, folders: Sequence[str], dtype: str, layout: EngineLayout
 ) -> dict[str, Any]:
@@ -124,6 +131,7 @@ def whole_life(
     if world.size > 1:
         mine = mine[-1:] if world.rank else mine[:-1]
     before, variables = _process(), dict(os.environ)
+    formats = private_formats()
     held = trainer_memory()
     engine = build(folders[0], dtype, layout, world.rank)
     after = _process()
@@ -138,6 +146,7 @@ def whole_life(
             for n in variables.keys() | os.environ.keys()
             if variables.get(n) != os.environ.get(n)
         },
+        "formats": (formats, private_formats()),
         "operators": variables.get("ASCEND_CUSTOM_OPP_PATH", ""),
         "format": engine.weight_format,
         "trainer_bytes": sum(block.numel() for block in held),

@@ -120,11 +120,7 @@ def _run_task(folder: Path) -> None:
         emulate()
     world = bootstrap.World.from_environment()
     bootstrap.start(platform, 5, world, _setup(features))
-    if "mindspeed.ops.npu_rotary_position_embedding" in sys.modules:
-        from ascend.emulator.operators import rotate
-
-        compiled = sys.modules["mindspeed.ops.npu_rotary_position_embedding"].rope_op_builder
-        compiled.load = lambda: SimpleNamespace(npu_rotary_position_embedding=rotate)
+    _stand_in_for_compiled()
     import torch.distributed as dist
 
     # the arguments come last: reading them may import torch
@@ -132,6 +128,19 @@ def _run_task(folder: Path) -> None:
     result = getattr(importlib.import_module(module), name)(world, *args)
     (folder / f"rank{world.rank}.result").write_bytes(pickle.dumps(result))
     dist.barrier()
+
+
+def _stand_in_for_compiled() -> None:
+    """References in place of the operators that MindSpeed compiles with CANN's compiler."""
+    from ascend.emulator.operators import rotate, update_adamw
+
+    for name, builder, reference in (
+        ("npu_rotary_position_embedding", "rope_op_builder", rotate),
+        ("npu_apply_fused_adamw_v2", "op_builder", update_adamw),
+    ):
+        if module := sys.modules.get(f"mindspeed.ops.{name}"):
+            operators = SimpleNamespace(**{name: reference})
+            getattr(module, builder).load = lambda operators=operators: operators
 
 
 def _setup(features: dict[str, Any]) -> Any:
