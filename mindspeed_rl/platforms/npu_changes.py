@@ -42,17 +42,14 @@ class ProcessChanges:
         for owner, name, value in self._before:
             setattr(owner, name, value)
         if _option(_PRIVATE_FORMATS) != self._formats:
-            import torch_npu
-
-            torch_npu._C._npu_setOption({_PRIVATE_FORMATS: self._formats})
+            sys.modules["torch_npu"]._C._npu_setOption({_PRIVATE_FORMATS: self._formats})
 
 
 def _option(name: str) -> str:
     """Return an option of torch_npu; empty without torch_npu."""
-    if "torch_npu" not in sys.modules:
+    torch_npu: Any = sys.modules.get("torch_npu")
+    if torch_npu is None:
         return ""
-    import torch_npu
-
     torch_npu.npu.init()  # the defaults are set there
     value: bytes | None = torch_npu._C._npu_getOption(name)
     return "" if value is None else value.decode()

@@ -139,10 +139,15 @@ class _SeenModules:
 
 
 def _answer_for_cuda() -> None:
-    """Apply torch_npu's replacement of CUDA, and do not compile megatron-core's functions."""
+    """Apply torch_npu's replacement of CUDA, and do not compile megatron-core's functions.
+
+    Tensors then say that they are of CUDA, and torch's broadcast compares the device's capability,
+    for which torch_npu has ``None``. It becomes that of an A100; without it no checkpoint is saved.
+    """
     importlib.import_module("torch_npu.contrib.transfer_to_npu")
     replaced: Any = torch
     replaced.compile = replaced.jit.script = _uncompiled
+    replaced.cuda.get_device_capability = lambda device=None: (8, 0)
     real_type = torch.Tensor.type
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
