@@ -20,7 +20,8 @@ class Patch:
     """The replacement of one attribute of another package.
 
     Attributes:
-        target: ``"package.module:Class.method"`` or ``"package.module:function"``.
+        target: ``"package.module:Class.method"`` or ``"package.module:function"``. A method that
+            the class inherits is replaced for that class alone.
         parameters: Parameter names of the target that the replacement was written for.
         make: Function that turns the original into the replacement.
         why: Reason for the patch, in one or two sentences.
@@ -51,8 +52,8 @@ def apply_patch(patch: Patch) -> None:
     try:
         owner: Any = resolve_name(f"{module}:{parent}")
         # Not `getattr`: it hides that a method is static and must be replaced by such a one.
-        raw = vars(owner)[name]
-    except (ImportError, AttributeError, KeyError) as error:
+        raw = inspect.getattr_static(owner, name)
+    except (ImportError, AttributeError) as error:
         raise RuntimeError(
             f"patch {patch.target}: the target does not exist in the installed version ({error}); "
             f"checked versions: {patch.versions}. Install a version of the matrix "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -37,13 +37,19 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.trainer.foreign_checkpoint import load_foreign
 from mindspeed_rl.trainer.optimizer import torch_optimizers
-from mindspeed_rl.trainer.patches import adamw_step, local_write_results
+from mindspeed_rl.trainer.patches import (
+    adamw_step,
+    local_write_results,
+    reshardable_load,
+    swapped_optimizer,
+)
 from mindspeed_rl.trainer.random_state import rng_state, set_rng_state
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
 _OPTIMIZER_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 # Bytes per parameter of the fp32 master weight and both moments.
 _OPTIMIZER_BYTES = 12
+_NO_PARAMETER = "no parameter of this rank"
 _WEIGHTS_ALONE = "step, optimizer and data order start from the beginning"
 _UNUSED = {
     "reference": "without --ref-update-interval the KL is to the first weights of the run again",
@@ -107,7 +113,7 @@ def save_checkpoint(
     _check_shared(partial)
     every_rank = get_default_save_sharded_strategy("torch_dist")
     strategy = FullyParallelSaveStrategyWrapper(every_rank, _replicas())
-    engine.platform.wait_for_copies()  # the optimizer state may still be on its way back
+    engine.platform.synchronize()  # state may still be on its way to the device or to the host
     for role, model in {"": engine, **companions}.items():
         optimizer = with_optimizer and (model is engine or model.optimizer is not None)
         state = _sharded_state(model, optimizer, with_rng and model is engine, loading=False)
@@ -223,8 +229,10 @@ def _load_companion(
 
 def _load_tensors(path: Path, engine: TrainEngine, with_optimizer: bool, with_rng: bool) -> None:
     """Load the weights and, if asked for, the optimizer and random states into the engine."""
-    adamw_step.apply()
-    engine.platform.wait_for_copies()  # a late copy would overwrite loaded weights
+    if not swapped_optimizer.is_used():
+        adamw_step.apply()
+    reshardable_load.apply()
+    engine.platform.synchronize()  # a late copy would overwrite what is loaded
     strategy = FullyParallelLoadStrategyWrapper(
         get_default_load_sharded_strategy(str(path)), _replicas()
     )
@@ -252,6 +260,7 @@ def _sharded_state(
         state["optimizer"] = engine.optimizer.sharded_state_dict(
             state, is_loading=loading, metadata=_OPTIMIZER_FORMAT
         )
+        _share_common_step(state["optimizer"])
     if with_rng:
         place = ((dist.get_world_size(),), (dist.get_rank(),))
         state["rng"] = ShardedObject("rng", rng_state(engine.platform), *place)
@@ -261,9 +270,12 @@ def _sharded_state(
 def _initialize_optimizer_state(engine: TrainEngine) -> None:
     """Give torch's AdamW its state before the first update, as the first update would.
 
-    megatron-core reads the common step from that state when it saves and when it loads.
+    megatron-core reads the common step from that state when it saves and when it loads. The
+    distributed optimizer of experts on a stage that has none, and of a share without parameters,
+    gets the step of the others.
     """
-    for optimizer in torch_optimizers(engine.optimizer):
+    optimizers = torch_optimizers(engine.optimizer)
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if not optimizer.state[param]:
@@ -272,13 +284,53 @@ def _initialize_optimizer_state(engine: TrainEngine) -> None:
                         "exp_avg": torch.zeros_like(param),
                         "exp_avg_sq": torch.zeros_like(param),
                     }
+    if engine.models[0].ddp_config.use_distributed_optimizer:
+        _give_empty_optimizers_a_step(optimizers)
+
+
+def _give_empty_optimizers_a_step(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Add a state that belongs to no parameter, as torch's optimizers allow."""
+    steps = [
+        state["step"]
+        for optimizer in optimizers
+        for param, state in optimizer.state.items()
+        if isinstance(param, torch.Tensor) and "step" in state
+    ]
+    for optimizer in optimizers:
+        if steps and not any(group["params"] for group in optimizer.param_groups):
+            states: dict[Any, Any] = optimizer.state
+            states[_NO_PARAMETER] = {"step": steps[0].clone()}
+
+
+def _share_common_step(state: dict[Any, Any]) -> None:
+    """Give the step to the optimizer of experts on a stage that has none.
+
+    Of what is no tensor rank 0's is saved, for the stages with experts, too. Only where the
+    optimizer is not distributed: there the step is beside the state of the parameters.
+    """
+    states = _states_of(state)
+    steps = [found["common_step"] for found in states if "common_step" in found]
+    for found in states:
+        if steps:
+            found.setdefault("common_step", steps[0])
+
+
+def _states_of(state: dict[Any, Any]) -> list[dict[Any, Any]]:
+    """Return the states of the parameters of every chained optimizer that is not distributed."""
+    chained = state.values() if all(isinstance(key, int) for key in state) else (state,)
+    # In fp32 a part is torch's optimizer's own state dict.
+    parts = (part.get("optimizer", part) for part in chained)
+    return [part["state"] for part in parts if "state" in part]
 
 
 def _load_optimizer(engine: TrainEngine, state: dict[str, Any]) -> None:
     """Load moments, master weights and step; hyperparameters keep the values of the flags."""
     optimizers = torch_optimizers(engine.optimizer)
     flags = [
-        [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        [
+            {k: v for k, v in group.items() if k not in ("params", "step")}
+            for group in optimizer.param_groups
+        ]
         for optimizer in optimizers
     ]
     _restore_step_of_0(state)
@@ -289,7 +341,8 @@ def _load_optimizer(engine: TrainEngine, state: dict[str, Any]) -> None:
         for param_state in optimizer.state.values():
             # megatron-core gives all parameters one step tensor, which AdamW would advance once per
             # parameter.
-            param_state["step"] = param_state["step"].clone()
+            if "step" in param_state:  # MindSpeed's AdamW keeps one in each group of parameters
+                param_state["step"] = param_state["step"].clone()
 
 
 def _restore_step_of_0(state: dict[Any, Any]) -> None:
@@ -297,10 +350,7 @@ def _restore_step_of_0(state: dict[Any, Any]) -> None:
 
     megatron-core leaves it out of a checkpoint then, and torch's AdamW refuses a state without it.
     """
-    chained = state.values() if all(isinstance(key, int) for key in state) else (state,)
-    for part in chained:
-        # In fp32 this is torch's optimizer's own state; the distributed optimizer has none.
-        states = part.get("optimizer", part).get("state", {})
+    for states in _states_of(state):
         if "common_step" not in states:
             for param_state in states.values():
                 param_state.setdefault("step", torch.tensor(0.0))

@@ -50,7 +50,7 @@ def load_foreign(directory: str | os.PathLike[str], engine: TrainEngine) -> str:
 def _fill(engine: TrainEngine, source: Source) -> None:
     """Read this rank's rectangles one at a time; padding rows become 0. Local."""
     params = engine.named_parameters()
-    engine.platform.wait_for_copies()
+    engine.platform.synchronize()  # a late copy would overwrite what is read
     for param in params.values():
         param.zero_()
     for shard in pieces_of(engine.layout, dist.get_rank()):

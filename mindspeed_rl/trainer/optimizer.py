@@ -9,6 +9,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from mindspeed_rl.config import ParallelConfig, TrainConfig
+from mindspeed_rl.trainer.patches import swapped_optimizer
 
 
 class LearningRateSchedule:
@@ -47,6 +48,7 @@ class LearningRateSchedule:
 
 def build_optimizer(models: list[Any], train: TrainConfig, parallel: ParallelConfig) -> Any:
     """Build megatron-core's AdamW over a model's DistributedDataParallel chunks. Collective."""
+    swapped_optimizer.apply()
     dtype = torch.bfloat16 if train.bf16 else torch.float32
     config = OptimizerConfig(
         optimizer="adam",

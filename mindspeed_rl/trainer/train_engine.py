@@ -171,6 +171,7 @@ class TrainEngine:
         """
         self.num_writes += 1
         if self.optimizer is not None:
+            self.platform.synchronize()  # a late copy would overwrite them
             self.optimizer.reload_model_params()
 
     def prepare(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:

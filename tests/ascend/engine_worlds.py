@@ -116,6 +116,13 @@ def replaced(
     }
 
 
+def private_formats() -> str:
+    """Whether torch_npu may create tensors in private memory formats."""
+    import torch_npu
+
+    return str(torch_npu._C._npu_getOption("ALLOW_INTERNAL_FORMAT").decode())
+
+
 def whole_life(
     world: World, folders: Sequence[str], dtype: str, layout: EngineLayout
 ) -> dict[str, Any]:
@@ -127,6 +134,7 @@ def whole_life(
     if world.size > 1:
         mine = mine[-1:] if world.rank else mine[:-1]
     before, variables = process_functions(), dict(os.environ)
+    formats = private_formats()
     held = trainer_memory()
     engine = build(folders[0], dtype, layout, world.rank)
     after = process_functions()
@@ -137,6 +145,7 @@ def whole_life(
             for n in variables.keys() | os.environ.keys()
             if variables.get(n) != os.environ.get(n)
         },
+        "formats": (formats, private_formats()),
         "operators": variables.get("ASCEND_CUSTOM_OPP_PATH", ""),
         "format": engine.weight_format,
         "trainer_bytes": sum(block.numel() for block in held),

@@ -131,6 +131,7 @@ def test_the_process_is_as_it_was(life: Life) -> None:
     assert all(name.startswith("VLLM_") for name in found["variables"])
     operators = Path(os.environ["MINDSPEED_RL_ASCEND_EMULATOR"], ASCEND_FOLDER, OPERATORS)
     assert found["operators"] == str(operators), "set before the first operator"
+    assert found["formats"] == ("disable", "disable"), "of the trainer's tensors"
 
 
 @pytest.mark.parametrize("expert_parallel", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -13,6 +13,8 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from support.family_models import FAMILY_CASES, write_family_model
 from support.spawn import RankError, run_ranks
 
 from mindspeed_rl.checkpoint.resume import TRACKER, find_latest, read_record
@@ -176,6 +178,46 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     assert len(set(rates)) == NUM_STEPS, "a constant rate would hide a wrong position"
     assert (tmp_path / "save" / TRACKER).read_text() == "2\n"
     assert [num_children for _, num_children in before] == [0, 0], "a manager process was spawned"
+
+
+def resume_and_export(
+    world: World, flags: Sequence[str], model: str, folder: str
+) -> tuple[Trace, str]:
+    """Rank function: the rest of the run in new processes, another save, and an export."""
+    from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
+    from mindspeed_rl.trainer.export import export_policy
+
+    job, engine = build(world, flags, model)
+    loaded = load_checkpoint(folder, engine, CheckpointConfig())
+    rest = train(job, engine, loaded.step, NUM_STEPS)
+    save_checkpoint(folder, NUM_STEPS, engine, EXTRA)
+    export_policy(job, engine, f"{folder}-hf", NUM_STEPS)
+    return rest, f"{folder}-hf"
+
+
+@pytest.mark.parametrize("optimizer", [SHARDED, ()], ids=["sharded", "whole"])
+def test_a_stage_without_experts_saves_resumes_and_exports(
+    optimizer: tuple[str, ...], tmp_path: Path
+) -> None:
+    """DeepSeek with dense layers on the first stage, whose optimizer of experts is empty."""
+    case = FAMILY_CASES["deepseek-plain"]
+    case = replace(case, changes={**case.changes, "vocab_size": 307})
+    model = str(write_family_model(case, tmp_path / "model"))
+    flags = (*PP2, "--expert-model-parallel-size", "2", *optimizer)
+    args = (flags, model, str(tmp_path / "save"))
+    before = run_ranks(train_whole_and_half, 4, work_dir=tmp_path, args=args)
+    after = run_ranks(resume_and_export, 4, work_dir=tmp_path, args=args)
+    with_experts = 0
+    for (whole, _), (rest, _) in zip(before, after, strict=True):
+        assert rest.steps == whole.steps[2:]
+        assert rest.local.keys() == whole.local.keys()
+        with_experts += any("experts" in name for name in rest.local)
+        for name, value in rest.local.items():
+            assert torch.equal(value, whole.local[name]), name
+    assert with_experts == 2, "the first stage has experts"
+    exported = load_file(Path(after[0][1]) / "model.safetensors")
+    for name, value in before[0][0].weights.items():
+        assert torch.equal(exported[name], value), name
 
 
 @pytest.mark.slow

@@ -337,3 +337,19 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: int = 0)
     assert mode == 0, "the emulator pairs halves"
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
+
+
+def update_adamw(
+    param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor,
+    max_exp_avg_sq: torch.Tensor, step: torch.Tensor, lr: float, beta1: float, beta2: float,
+    weight_decay: float, eps: float, amsgrad: bool, maximize: bool,
+) -> None:  # fmt: skip
+    """One AdamW update of one parameter, in place; ``step`` (int64) counts this update, too."""
+    assert not amsgrad and not maximize, "the emulator has plain AdamW"
+    assert step.dtype == torch.int64 and step.numel() == 1 and step.device == param.device
+    count = int(step)
+    param.mul_(1 - lr * weight_decay)
+    exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
+    exp_avg_sq.mul_(beta2).add_(grad.square(), alpha=1 - beta2)
+    mean, square = exp_avg / (1 - beta1**count), exp_avg_sq / (1 - beta2**count)
+    param.sub_(lr * mean / (square.sqrt() + eps))

@@ -19,12 +19,16 @@ def before_group() -> None:
 
 
 def after_adaptor() -> None:
-    """A reference in place of the operator that MindSpeed compiles."""
-    if "mindspeed.ops.npu_rotary_position_embedding" in sys.modules:
-        from ascend.emulator.operators import rotate
+    """References in place of the operators that MindSpeed compiles with CANN's compiler."""
+    from ascend.emulator.operators import rotate, update_adamw
 
-        compiled = sys.modules["mindspeed.ops.npu_rotary_position_embedding"].rope_op_builder
-        compiled.load = lambda: SimpleNamespace(npu_rotary_position_embedding=rotate)
+    for name, builder, reference in (
+        ("npu_rotary_position_embedding", "rope_op_builder", rotate),
+        ("npu_apply_fused_adamw_v2", "op_builder", update_adamw),
+    ):
+        if module := sys.modules.get(f"mindspeed.ops.{name}"):
+            operators = SimpleNamespace(**{name: reference})
+            getattr(module, builder).load = lambda operators=operators: operators
 
 
 def before_vllm() -> None:

@@ -69,6 +69,15 @@ def test_methods_stay_methods_and_static_methods_static(victim: ModuleType) -> N
     assert victim.Box().static(1) == victim.Box.static(1) == 102
 
 
+def test_an_inherited_method_is_replaced_for_the_class_alone(victim: ModuleType) -> None:
+    vars(victim)["Inner"] = type("Inner", (victim.Box,), {})
+    apply_patch(patch_of(victim, "Inner.method", "self", "x"))
+    apply_patch(patch_of(victim, "Inner.static", "x"))
+    inner: Any = victim.Inner
+    assert inner().method(1) == inner.static(1) == 102
+    assert victim.Box().method(1) == victim.Box.static(1) == 2
+
+
 @pytest.mark.parametrize("parameters", [("x",), ("x", "factor"), ("scale", "x"), ()])
 def test_a_changed_signature_is_refused(victim: ModuleType, parameters: tuple[str, ...]) -> None:
     original = victim.double
