@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -14,7 +14,7 @@ from mindspeed_rl.config.kernels import module_names
 from mindspeed_rl.config.npu import NpuSetup, check_npu, npu_setup
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.installed import resolve_platform
-from mindspeed_rl.launch import bootstrap
+from mindspeed_rl.launch import bootstrap, machine
 from mindspeed_rl.launch.failures import JOIN, WatchdogSettings
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
 from mindspeed_rl.models.spec import read_hf_config
@@ -71,24 +71,39 @@ def plan_run(
     return Checked(parsed, planned, setup)
 
 
+def prepare_rank(checked: Checked[Run, Plan_co]) -> list[str]:
+    """Prepare the environment of this process and check its machine, before it meets others.
+
+    Local; on an NPU torch and torch_npu are imported.
+
+    Returns:
+        Notes on the user's settings that were changed, with reasons.
+
+    Raises:
+        UsageError: This machine cannot run the job.
+    """
+    platform = checked.parsed.config.parallel.platform
+    deterministic = checked.setup is not None and checked.setup.deterministic
+    changed = bootstrap.prepare_environment(platform, os.environ, deterministic=deterministic)
+    bootstrap.quiet_libraries()
+    machine.check_machine(platform, os.environ)
+    return changed
+
+
 def run_job(
     prog: str,
     checked: Checked[Run, Plan_co],
     world: bootstrap.World,
     main: Callable[[Job[Run, Plan_co]], None],
     settings: WatchdogSettings,
+    notes: Sequence[str] = (),
 ) -> None:
     """Import torch, meet the other ranks, run ``main``, and end together with the others.
 
-    A failure ends the process. Collective: the world.
+    A failure ends the process. Collective: the world. ``notes``: Result of :func:`prepare_rank`.
     """
     config = checked.parsed.config
     parallel = config.parallel
-    deterministic = checked.setup is not None and checked.setup.deterministic
-    changed = bootstrap.prepare_environment(
-        parallel.platform, os.environ, deterministic=deterministic
-    )
-    bootstrap.quiet_libraries()
     watchdog = _start_watchdog(prog, world, config.logging.phase_timeout_s, settings)
     try:
         # From here on ranks learn of a failure of others, even while they wait for them to join.
@@ -97,7 +112,7 @@ def run_job(
             platform = bootstrap.start(parallel.platform, minutes, world, checked.setup)
         ignored = ignored_flags(checked.parsed, platform)
         job = Job(config, checked.plan, world, platform, watchdog, ignored)
-        job.log_rank0(*changed)
+        job.log_rank0(*notes)
         bootstrap.seed_everything(config.train.seed)
         main(job)
         watchdog.leave()

@@ -15,7 +15,6 @@ from typing import Any
 
 from mindspeed_rl.core.patching import Patch, apply_patch
 
-
 _MODULE = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 # Name and parameters in megatron-core 0.16, and since 0.17.
 _TARGETS: dict[str, tuple[str, ...]] = {
