@@ -25,7 +25,7 @@ from mindspeed_rl.diagnosis.environment import environment_rows
 from mindspeed_rl.diagnosis.facts import gather, guess_platform
 from mindspeed_rl.diagnosis.packages import package_rows
 from mindspeed_rl.diagnosis.rows import DoctorRow, Status, lines, note, red, verdict
-from mindspeed_rl.launch import bootstrap
+from mindspeed_rl.launch import bootstrap, machine
 from mindspeed_rl.planning.budget import machine_on
 from mindspeed_rl.planning.communicators import RunGroups
 from mindspeed_rl.planning.hccl_buffers import VARIABLE, hccl_buffers
@@ -93,7 +93,8 @@ def local_rows(config: RLRunConfig, platform: str, world: bootstrap.World) -> It
     """Check what can be seen on this node alone. Local."""
     environ = dict(os.environ)
     bootstrap.set_defaults(platform, environ)
-    facts, matrix = gather(platform, environ), versions.read_matrix()
+    facts = gather(platform, environ, ask_devices=world.local_rank == 0)
+    matrix = versions.read_matrix()
     yield from package_rows(facts, platform, matrix)
     yield from environment_rows(
         facts,
@@ -155,19 +156,24 @@ def collective_rows(
 
     bootstrap.quiet_libraries()
     try:
+        if platform_name == "npu":
+            machine.import_torch_npu(os.environ)
         import torch.distributed as dist
 
         from mindspeed_rl.launch.failure_store import connect
-        from mindspeed_rl.launch.preflight import Preflight
+        from mindspeed_rl.launch.preflight import Preflight, wait_for
         from mindspeed_rl.platforms.registry import select_platform
-    except ImportError as error:
+    except (ImportError, UsageError) as error:
         return [red("collectives", f"not tried: {error}", "mend the rows of packages first")]
     found: list[DoctorRow] = []
     try:
         store = connect(world.rank, limit_s)
         found += rows_of_other_nodes(store, world, local, limit_s)
+        # A rank with a device is a process that others would find on it.
+        store.set(f"looked/{world.rank}", "")
+        wait_for(store, [f"looked/{rank}" for rank in range(world.size)], limit_s)
         platform = select_platform(platform_name)
-        platform.set_device()
+        machine.bind_device(platform)
         dist.init_process_group(platform.backend, timeout=timedelta(seconds=4 * limit_s))
     except UsageError as error:  # no device, which another row reports
         return [*found, red("collectives", f"not tried: {error}", "mend the rows above first")]

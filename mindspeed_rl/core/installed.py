@@ -14,6 +14,10 @@ from mindspeed_rl.core.errors import UsageError
 _BUILT_FOR = re.compile(r"__device_type__\s*=\s*['\"](\w+)['\"]")
 VISIBLE_DEVICES = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 """Environment variable that chooses the visible devices of a platform."""
+ALLOW_VERSIONS = "MINDSPEED_RL_ALLOW_VERSIONS"
+"""Environment variable that lets a run start with versions outside the matrix."""
+ALLOW_SHARED_DEVICES = "MINDSPEED_RL_ALLOW_SHARED_DEVICES"
+"""Environment variable that lets a run start on NPUs that other processes use."""
 
 
 def resolve_platform(name: str) -> str:

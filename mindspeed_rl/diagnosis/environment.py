@@ -22,7 +22,11 @@ _INTERFACES = {
 _MIN_SHM_BYTES = 256 * 2**20
 # Software whose environment must be loaded, variables that show that it is, and its script.
 _SOURCED = (
-    ("CANN", ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"), "ascend-toolkit/set_env.sh"),
+    (
+        "CANN",
+        ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"),
+        "ascend-toolkit/set_env.sh, or cann/set_env.sh beside it",
+    ),
     ("NNAL", ("ATB_HOME_PATH",), "nnal/atb/set_env.sh"),
 )
 

@@ -15,10 +15,16 @@ from pathlib import Path
 from packaging.utils import canonicalize_name
 
 from mindspeed_rl.core.installed import foreign_packages
+from mindspeed_rl.diagnosis.npu_smi import DeviceProcess, held_elsewhere, processes_of, soc_of
 
-_ASCEND = Path("/usr/local/Ascend")
-_VERSION = r"^\s*version\s*=\s*\[?([^\s\]:]+)"
-_SMI_S = 5.0
+# CANN's folder since 8.5 and before, below /usr/local/Ascend, where set_env.sh was not sourced.
+_TOOLKITS = ("cann", "ascend-toolkit/latest")
+_VERSION = r"^\s*version\s*=\s*(\S+)"
+# version.cfg has a line per component: toolkit_running_version=[7.6.0.1.220:8.0.0]
+_RUNNING = r"^\s*(?:toolkit|runtime)_running_version\s*=\s*\[(?:[^\]:]*:)?([^\]\s]+)\]"
+# The driver's own version; "Version" of older packages is the same one.
+_DRIVER = (r"^\s*package_version\s*=\s*(\S+)", _VERSION)
+_SMI_S = 10.0
 _LISTEN = "0A"  # state of a listening socket in /proc/net/tcp
 
 
@@ -38,6 +44,8 @@ class Facts:
         driver: Version of the NPU driver; empty if there is none.
         cann: Version of CANN; empty if there is none.
         soc: ``"a2"``, ``"a3"``, or empty if npu-smi does not show it.
+        processes: Processes on the NPUs, as npu-smi lists them.
+        held: Whether npu-smi says that another container holds the NPUs.
         engine_soc: SoC of the vllm-ascend build, in its spelling (``A2``); empty: unknown.
         mindspeed_branch: Branch of its checkout; empty: not a checkout, or at no branch.
         mindspeed_version: Version in its setup.py, else in pip; empty: unknown.
@@ -55,19 +63,21 @@ class Facts:
     driver: str = ""
     cann: str = ""
     soc: str = ""
+    processes: tuple[DeviceProcess, ...] = ()
+    held: bool = False
     engine_soc: str = ""
     mindspeed_branch: str = ""
     mindspeed_version: str = ""
     shm_bytes: int | None = None
 
 
-def device_nodes(platform: str) -> tuple[str, ...]:
+def device_nodes(platform: str, root: Path = Path("/")) -> tuple[str, ...]:
     """Return the device nodes of a platform, in the order of their numbers."""
-    stem = {"npu": "/dev/davinci", "cuda": "/dev/nvidia"}.get(platform)
+    stem = {"npu": "davinci", "cuda": "nvidia"}.get(platform)
     if stem is None:
         return ()
-    numbers = [str(p).removeprefix(stem) for p in Path("/dev").glob(f"{Path(stem).name}*")]
-    return tuple(f"{stem}{n}" for n in sorted(int(n) for n in numbers if n.isdecimal()))
+    numbers = [path.name.removeprefix(stem) for path in (root / "dev").glob(f"{stem}*")]
+    return tuple(f"/dev/{stem}{n}" for n in sorted(int(n) for n in numbers if n.isdecimal()))
 
 
 def guess_platform() -> str:
@@ -77,9 +87,19 @@ def guess_platform() -> str:
     return "cuda" if device_nodes("cuda") else "cpu"
 
 
-def gather(platform: str, environ: Mapping[str, str]) -> Facts:
-    """Gather the facts of this machine. Local; reads files and runs npu-smi if it is installed."""
+def gather(
+    platform: str, environ: Mapping[str, str], *, ask_devices: bool = True, root: Path = Path("/")
+) -> Facts:
+    """Gather the facts of this machine. Local; reads files and runs npu-smi if it is installed.
+
+    Args:
+        platform: ``cpu``, ``cuda`` or ``npu``.
+        environ: Environment of a run.
+        ask_devices: Whether to run npu-smi, which takes a second or more.
+        root: Folder that has ``dev`` and ``usr/local/Ascend`` of this machine.
+    """
     npu = platform == "npu"
+    smi = _npu_smi(environ) if npu and ask_devices else ""
     # Python imports the first of several packages with one name, so it must come last here.
     packages: dict[str, str] = {
         canonicalize_name(name): one.version
@@ -97,10 +117,12 @@ def gather(platform: str, environ: Mapping[str, str]) -> Facts:
         environ=dict(environ),
         interfaces=frozenset(p.name for p in Path("/sys/class/net").glob("*")),
         ports=frozenset(_listening()),
-        devices=device_nodes(platform),
-        driver=_said(_ASCEND / "driver/version.info", _VERSION) if npu else "",
-        cann=_cann(environ) if npu else "",
-        soc=_soc() if npu else "",
+        devices=device_nodes(platform, root),
+        driver=_driver(root) if npu else "",
+        cann=_cann(environ, root) if npu else "",
+        soc=soc_of(smi),
+        processes=processes_of(smi),
+        held=held_elsewhere(smi),
         engine_soc=_said(engine, r"__device_type__\s*=\s*[\"'](\w+)") if npu else "",
         mindspeed_branch=branch,
         mindspeed_version=version or packages.get("mindspeed", ""),
@@ -150,34 +172,36 @@ def _listening() -> Iterator[int]:
                 yield int(address.rpartition(":")[2], 16)
 
 
-def _cann(environ: Mapping[str, str]) -> str:
+def _cann(environ: Mapping[str, str], root: Path) -> str:
     """Return the version of the toolkit whose set_env.sh was sourced, else of the usual one."""
     home = environ.get("ASCEND_TOOLKIT_HOME") or environ.get("ASCEND_HOME_PATH")
-    folders = [Path(home)] if home else []
-    files: list[Path] = []
-    for folder in (*folders, _ASCEND / "ascend-toolkit/latest"):
-        files += [*folder.glob("*/ascend_toolkit_install.info"), folder / "version.cfg"]
-    return next(filter(None, (_said(file, _VERSION) for file in files)), "")
+    usual = (root / "usr/local/Ascend" / folder for folder in _TOOLKITS)
+    for folder in (*([Path(home)] if home else ()), *usual):
+        installed = sorted(folder.glob("*/ascend_toolkit_install.info"))
+        found = [_said(file, _VERSION) for file in installed]
+        found.append(_said(folder / "version.cfg", _RUNNING))
+        if version := next(filter(None, found), ""):
+            return version
+    return ""
 
 
-def _soc() -> str:
+def _driver(root: Path) -> str:
+    file = root / "usr/local/Ascend/driver/version.info"
+    return next(filter(None, (_said(file, pattern) for pattern in _DRIVER)), "")
+
+
+def _npu_smi(environ: Mapping[str, str]) -> str:
+    """Return what ``npu-smi info`` prints, its complaints included; empty without an answer."""
+    program = shutil.which("npu-smi", path=environ.get("PATH"))
+    if program is None:
+        return ""
     try:
         done = subprocess.run(
-            ["npu-smi", "info"], capture_output=True, text=True, timeout=_SMI_S, check=False
+            [program, "info"], capture_output=True, text=True, timeout=_SMI_S, check=False
         )
-    except (OSError, subprocess.TimeoutExpired):  # npu-smi is missing, or hangs with the driver
+    except (OSError, subprocess.TimeoutExpired):  # it cannot be run, or hangs with the driver
         return ""
-    return soc_of(done.stdout)
-
-
-def soc_of(table: str) -> str:
-    """Return ``a2`` or ``a3`` from the output of ``npu-smi info``; empty if it shows neither.
-
-    A2 boards show the name of their chip (910B2), A3 boards do not.
-    """
-    if re.search(r"\b910B", table):
-        return "a2"
-    return "a3" if re.search(r"\b(Ascend910|910_93|910C)", table) else ""
+    return done.stdout + done.stderr
 
 
 def local_size(environ: Mapping[str, str]) -> int:

@@ -45,25 +45,47 @@ def package_rows(
                   "PYTHONPATH")  # fmt: skip
 
 
+def pinned_rows(
+    facts: Facts, platform: str, matrix: Mapping[str, Mapping[str, str]]
+) -> Iterator[DoctorRow]:
+    """Yield a red row for every package of one exact version that is missing or another one."""
+    for name, specifier, alone in _wrong(facts, platform, matrix):
+        if specifier.startswith("=="):
+            yield _wrong_row(facts, platform, name, specifier, alone)
+
+
 def _matrix_rows(
     facts: Facts, platform: str, matrix: Mapping[str, Mapping[str, str]]
 ) -> Iterator[DoctorRow]:
-    rows: dict[str, tuple[str, bool]] = {}
+    wrong = [_wrong_row(facts, platform, *one) for one in _wrong(facts, platform, matrix)]
+    yield from wrong
+    number = len(_wanted(platform, matrix))
+    yield green(AREA, f"{number - len(wrong)} of {number} as versions.cfg says for {platform}")
+
+
+def _wanted(platform: str, matrix: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[str, bool]]:
+    """Return specifiers by package, and whether it is installed without its dependencies."""
+    wanted: dict[str, tuple[str, bool]] = {}
     for section in ("core", platform, f"{platform}.no-deps"):
         alone = section.endswith(".no-deps")
-        rows |= {name: (spec, alone) for name, spec in matrix.get(section, {}).items()}
-    wrong = []
-    for name, (specifier, alone) in rows.items():
+        wanted |= {name: (spec, alone) for name, spec in matrix.get(section, {}).items()}
+    return wanted
+
+
+def _wrong(
+    facts: Facts, platform: str, matrix: Mapping[str, Mapping[str, str]]
+) -> Iterator[tuple[str, str, bool]]:
+    for name, (specifier, alone) in _wanted(platform, matrix).items():
         installed = facts.packages.get(canonicalize_name(name))
         # A specifier accepts local builds such as 0.23.0+empty.
-        if installed and SpecifierSet(specifier).contains(installed, prereleases=True):
-            continue
-        what = f"{name} {installed or 'is not installed'}"
-        what += f", {specifier.strip()} is needed" if specifier else ""
-        wrong.append(red(AREA, what, _fix(name, specifier, platform, alone)))
-    yield from wrong
-    yield green(AREA, f"{len(rows) - len(wrong)} of {len(rows)} as versions.cfg says for "
-                f"{platform}")  # fmt: skip
+        if not (installed and SpecifierSet(specifier).contains(installed, prereleases=True)):
+            yield name, specifier, alone
+
+
+def _wrong_row(facts: Facts, platform: str, name: str, specifier: str, alone: bool) -> DoctorRow:
+    what = f"{name} {facts.packages.get(canonicalize_name(name)) or 'is not installed'}"
+    what += f", {specifier.strip()} is needed" if specifier else ""
+    return red(AREA, what, _fix(name, specifier, platform, alone))
 
 
 def _fix(name: str, specifier: str, platform: str, alone: bool) -> str:

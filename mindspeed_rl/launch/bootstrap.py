@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.installed import foreign_packages, resolve_platform
+from mindspeed_rl.launch import machine
 from mindspeed_rl.platforms.allocator_settings import without_expandable_segments
 from mindspeed_rl.platforms.custom_operators import add_custom_operators
 from mindspeed_rl.rollout.registry import engine_provider
@@ -199,8 +200,9 @@ def start(
     platform = select_platform(platform_name)
     for name, value in _PLATFORM_DEFAULTS.get(platform.name, {}).items():
         os.environ.setdefault(name, value)
-    platform.set_device()
-    check_versions(platform.name)
+    machine.bind_device(platform)
+    if resolve_platform(platform_name) == "auto":  # others were checked before torch was imported
+        machine.check_versions(platform.name)
     dist.init_process_group(platform.backend, timeout=timedelta(minutes=timeout_minutes))
     platform.install(setup)
     return platform
@@ -215,35 +217,6 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(torch|megatron|vllm)\b")
     for name in ("torch._library.triton", "megatron.core.rerun_state_machine"):
         logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def check_versions(platform_name: str) -> None:
-    """Compare the installed packages with the version matrix; only pins count.
-
-    Raises:
-        UsageError: Some packages differ; the message names them and the command that installs them.
-    """
-    from importlib.metadata import PackageNotFoundError, version
-
-    from packaging.specifiers import SpecifierSet
-
-    from mindspeed_rl.core.versions import pins
-
-    wrong = []
-    for name, pinned in pins(platform_name).items():
-        try:
-            installed = version(name)
-        except PackageNotFoundError:
-            wrong.append(f"{name} is not installed (needs {pinned})")
-            continue
-        # A pin accepts local builds such as 2.13.0+cpu.
-        if not SpecifierSet(f"=={pinned}").contains(installed, prereleases=True):
-            wrong.append(f"{name} {installed} (needs {pinned})")
-    if wrong and not os.environ.get("MINDSPEED_RL_ALLOW_VERSIONS"):
-        raise UsageError(
-            f"versions outside the matrix of {platform_name}: {', '.join(wrong)}; run "
-            "pretrain_scripts/setup_env.sh, or set MINDSPEED_RL_ALLOW_VERSIONS=1 at your own risk"
-        )
 
 
 def seed_everything(seed: int) -> None:

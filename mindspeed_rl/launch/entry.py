@@ -18,7 +18,7 @@ from mindspeed_rl.config.launch import LaunchConfig, check_launch
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.launch.failures import USAGE_ERROR, WatchdogSettings, report_usage_error
-from mindspeed_rl.launch.job import Job, Plan_co, plan_run, predict, run_job
+from mindspeed_rl.launch.job import Job, Plan_co, plan_run, predict, prepare_rank, run_job
 
 # How long the other ranks of a node wait until the first one has reported a mistake that all of
 # them see. With several nodes it imports torch to report it to them, too.
@@ -65,13 +65,14 @@ def run_entry(
         if not in_ray:
             bootstrap.require_launcher(prog, os.environ)
         checked = plan_run(parsed, plan, num_ranks)
+        notes = [] if in_ray else prepare_rank(checked)
     except UsageError as error:
         _usage_error(prog, error, world, settings)
     if in_ray:
         from mindspeed_rl.launch.ray import drive
 
         sys.exit(drive(prog, cast(Any, checked), arguments, settings))
-    run_job(prog, checked, world, main, settings)
+    run_job(prog, checked, world, main, settings, notes)
 
 
 def _dry_run(parsed: ParsedArguments[Any], world: bootstrap.World, num_ranks: int | None) -> int:
@@ -107,6 +108,7 @@ def _usage_error(
         time.sleep(FIRST_RANK_OF_NODES_S if several_nodes else FIRST_RANK_S)
     report_usage_error(f"{prog}: error: {error}")
     if several_nodes:
+        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # the mistake may be what torch loads
         bootstrap.quiet_libraries()
         from mindspeed_rl.launch.failure_store import publish_usage_error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -17,7 +17,7 @@ from mindspeed_rl.config.kernels import module_names
 from mindspeed_rl.config.npu import NpuSetup, check_npu, group_buffers, npu_setup
 from mindspeed_rl.core.errors import Mistakes, UsageError
 from mindspeed_rl.core.installed import resolve_platform
-from mindspeed_rl.launch import bootstrap
+from mindspeed_rl.launch import bootstrap, machine
 from mindspeed_rl.launch.failures import JOIN, WatchdogSettings
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
 from mindspeed_rl.planning.budget import machine_on, npu_machine
@@ -111,27 +111,41 @@ def predict(parsed: ParsedArguments[Any], environment: Mapping[str, str]) -> int
     return dry_run(config, environment, notes)
 
 
+def prepare_rank(checked: Checked[Run, Plan_co]) -> list[str]:
+    """Prepare the environment of this process and check its machine, before it meets others.
+
+    Local; on an NPU torch and torch_npu are imported.
+
+    Returns:
+        Notes on the user's settings that were changed, with reasons.
+
+    Raises:
+        UsageError: This machine cannot run the job.
+    """
+    platform = checked.parsed.config.parallel.platform
+    setup: NpuSetup = checked.setup or NpuSetup()
+    changed: list[str] = bootstrap.prepare_environment(
+        platform, os.environ, deterministic=setup.deterministic, buffer_mb=setup.buffer_mb
+    )
+    bootstrap.quiet_libraries()
+    machine.check_machine(platform, os.environ)
+    return [*changed, *setup.notes]
+
+
 def run_job(
     prog: str,
     checked: Checked[Run, Plan_co],
     world: bootstrap.World,
     main: Callable[[Job[Run, Plan_co]], None],
     settings: WatchdogSettings,
+    notes: Sequence[str] = (),
 ) -> None:
     """Import torch, meet the other ranks, run ``main``, and end together with the others.
 
-    A failure ends the process. Collective: the world.
+    A failure ends the process. Collective: the world. ``notes``: Result of :func:`prepare_rank`.
     """
     config = checked.parsed.config
     parallel = config.parallel
-    setup = checked.setup or NpuSetup()
-    changed = bootstrap.prepare_environment(
-        parallel.platform,
-        os.environ,
-        deterministic=setup.deterministic,
-        buffer_mb=setup.buffer_mb,
-    )
-    bootstrap.quiet_libraries()
     watchdog = _start_watchdog(prog, world, config.logging.phase_timeout_s, settings)
     try:
         # From here on ranks learn of a failure of others, even while they wait for them to join.
@@ -139,9 +153,9 @@ def run_job(
         with watchdog.phase(JOIN, timeout_s=60.0 * minutes):
             platform = bootstrap.start(parallel.platform, minutes, world, checked.setup)
         ignored = ignored_flags(checked.parsed, platform)
-        notes = tuple(disposition_lines(checked.parsed, ignored))
-        job = Job(config, checked.plan, world, platform, watchdog, ignored, notes)
-        job.log_rank0(*changed, *setup.notes)
+        flag_notes = tuple(disposition_lines(checked.parsed, ignored))
+        job = Job(config, checked.plan, world, platform, watchdog, ignored, flag_notes)
+        job.log_rank0(*notes)
         bootstrap.seed_everything(config.train.seed)
         main(job)
         watchdog.leave()

@@ -34,7 +34,7 @@ from mindspeed_rl.launch.failures import (
     WatchdogSettings,
     lost_failure,
 )
-from mindspeed_rl.launch.job import Checked, plan_run, run_job
+from mindspeed_rl.launch.job import Checked, plan_run, prepare_rank, run_job
 from mindspeed_rl.planning.run_plan import RLPlan, plan_rl
 from mindspeed_rl.rewards.worker_process import worker_environment
 
@@ -114,13 +114,14 @@ class RankActor:
             _enter(command.folder)
             parsed = parse(RLRunConfig, list(command.arguments), command.prog)
             checked = plan_run(parsed, plan_rl, world.size)
+            notes = prepare_rank(checked)
         except UsageError as error:
             from mindspeed_rl.launch.failure_store import publish_usage_error
 
             publish_usage_error(world, str(error), command.settings)
             return
         main = pkgutil.resolve_name(f"{command.prog}:main")
-        run_job(command.prog, checked, world, main, command.settings)
+        run_job(command.prog, checked, world, main, command.settings, notes)
 
 
 def _enter(folder: str) -> None:

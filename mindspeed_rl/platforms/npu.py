@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import torch
@@ -53,3 +54,9 @@ class NpuPlatform(AcceleratorPlatform):
 def memory_format(tensor: torch.Tensor) -> int:
     """Return the memory format of an NPU tensor as a number of CANN (2: ND, 29: fractal NZ)."""
     return int(torch.ops.npu.get_npu_format(tensor))
+
+
+def driver_code() -> int:
+    """Return the driver's code for a count of the devices: 0, or why there is none. Local."""
+    count = ctypes.c_int(0)
+    return int(ctypes.CDLL("libascend_hal.so").drvGetDevNum(ctypes.byref(count)))

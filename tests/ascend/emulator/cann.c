@@ -13,7 +13,7 @@
 #include <unistd.h>
 
 typedef int status; /* aclError; 0 is success */
-enum { UNSUPPORTED = 207000, OUT_OF_MEMORY = 207001 };
+enum { UNSUPPORTED = 207000, OUT_OF_MEMORY = 207001, INVALID_DEVICE = 107001, DRIVER_ERROR = 507899 };
 enum { DEVICES = 8, ALIGNMENT = 512 };
 static const size_t TOTAL_BYTES = (size_t)61 << 30;
 
@@ -21,8 +21,25 @@ static const size_t TOTAL_BYTES = (size_t)61 << 30;
 static __thread int current_device = 0;
 static char contexts[DEVICES];
 
-status aclrtGetDeviceCount(uint32_t *count) { *count = DEVICES; return 0; }
-status aclrtSetDevice(int device) { current_device = device; return 0; }
+/* What may be wrong with a machine, by the environment of the process; see README.md. */
+static long setting(const char *name, long usual) {
+    const char *given = getenv(name);
+    return given && *given ? atol(given) : usual;
+}
+static int devices(void) { return setting("EMULATED_NPU_DEVICES", DEVICES); }
+static int driver_code(void) { return setting("EMULATED_NPU_DRIVER_CODE", 0); }
+
+int drvGetDevNum(uint32_t *count) { *count = devices(); return driver_code(); }
+status aclrtGetDeviceCount(uint32_t *count) {
+    *count = devices();
+    return driver_code() ? DRIVER_ERROR : 0;
+}
+status aclrtSetDevice(int device) {
+    if (device < 0 || device >= devices()) return INVALID_DEVICE;
+    status code = setting("EMULATED_NPU_SET_DEVICE_CODE", 0);
+    if (!code) current_device = device;
+    return code;
+}
 status aclrtGetDevice(int *device) { *device = current_device; return 0; }
 status aclrtGetCurrentContext(void **context) { *context = &contexts[current_device]; return 0; }
 status aclrtSetCurrentContext(void *context) { current_device = (char *)context - contexts; return 0; }
@@ -65,7 +82,8 @@ status aclrtFree(void *p) { return give(p); }
 status aclrtFreeHost(void *p) { return give(p); }
 size_t emulated_pinned_bytes(void) { return pinned_bytes; } /* for tests; CANN has no such call */
 status aclrtGetMemInfo(int attribute, size_t *free_bytes, size_t *total) {
-    *free_bytes = TOTAL_BYTES - used_bytes[current_device];
+    size_t taken = (size_t)setting("EMULATED_NPU_TAKEN_MIB", 0) << 20; /* by another process */
+    *free_bytes = TOTAL_BYTES - taken - used_bytes[current_device];
     *total = TOTAL_BYTES;
     return 0;
 }
