@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -33,10 +34,13 @@ class StoredRows:
 
     Attributes:
         table: The rows; their memory is that of the file, which ranks of a node share.
+        pages: The mapping of the file; ``madvise(MADV_DONTNEED)`` takes the pages that were read
+            from this process, and the node keeps them as long as it has memory for them.
         facts: What the build returned.
     """
 
     table: pyarrow.Table
+    pages: mmap.mmap
     facts: Mapping[str, Any]
 
 
@@ -157,6 +161,7 @@ def _mapped(rows: Path, facts: Path) -> StoredRows:
     import pyarrow
 
     # Read as a file before, by `_damage`: mapped pages count for a process only once it uses them.
-    with pyarrow.memory_map(str(rows)) as source:
-        table = pyarrow.ipc.open_stream(source).read_all()
-    return StoredRows(table, json.loads(facts.read_text()))
+    with rows.open("rb") as file:
+        pages = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    table = pyarrow.ipc.open_stream(pyarrow.BufferReader(pyarrow.py_buffer(pages))).read_all()
+    return StoredRows(table, pages, json.loads(facts.read_text()))

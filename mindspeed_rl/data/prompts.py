@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 _FORMAT = 1  # of the cache's entries: a change of what is written here makes them anew
 _DIGEST_BYTES = 16
+_READS = 64  # after which pages are given back; the system maps up to 1 MiB for each
 _TEXT = ("utf-8", "surrogatepass")  # JSON can hold half of a surrogate pair
 
 
@@ -48,7 +51,8 @@ class PromptDataset(Sequence[Prompt]):
     """The prompts that are left after filtering, in file order; made by ``load_prompts``.
 
     They lie in a file that all ranks of a node map into their memory, and become a ``Prompt`` on
-    access.
+    access. Pages that were read are given back after some accesses: else each rank would seem to
+    hold the whole file after an epoch, and the memory ledger would take it for a leak.
 
     Attributes:
         source: Name of the data set, as given.
@@ -58,7 +62,9 @@ class PromptDataset(Sequence[Prompt]):
         num_filtered_long: Number of rows left out because their prompt is longer than that.
         metadata_keys: Columns that the metadata of any row has.
         table: Columns token_ids, text, answer, metadata, digest of all rows.
+        pages: Mappings of the files that hold the table.
         rows: [number of prompts] row of each prompt; ``None``: prompt i is row i.
+        reads: Counts accesses.
     """
 
     source: str
@@ -67,7 +73,9 @@ class PromptDataset(Sequence[Prompt]):
     num_filtered_long: int
     metadata_keys: frozenset[str]
     table: pyarrow.Table
+    pages: Sequence[mmap.mmap]
     rows: npt.NDArray[np.int64] | None = None
+    reads: Iterator[int] = field(default_factory=count)
 
     def __len__(self) -> int:
         return int(self.table.num_rows) if self.rows is None else len(self.rows)
@@ -94,6 +102,7 @@ class PromptDataset(Sequence[Prompt]):
     def token_ids(self, index: int) -> list[int]:
         """Return the token ids of a prompt without the rest of it."""
         found: list[int] = self.table["token_ids"][self._row(index)].values.to_numpy().tolist()
+        self._give_back()
         return found
 
     def num_tokens(self) -> npt.NDArray[np.int64]:
@@ -137,11 +146,19 @@ class PromptDataset(Sequence[Prompt]):
         return str(self.table[column][row].as_py(), *_TEXT)
 
     def _question(self, row: int) -> Question:
-        return Question(
+        found = Question(
             self.text(row),
             self._string("answer", row),
             metadata_from_json(self.table["metadata"][row].as_py()),
         )
+        self._give_back()
+        return found
+
+    def _give_back(self) -> None:
+        """Give back the pages that were read; nothing refers to them any more."""
+        if next(self.reads) % _READS == _READS - 1:
+            for pages in self.pages:
+                pages.madvise(mmap.MADV_DONTNEED)
 
 
 def load_prompts(
@@ -203,6 +220,7 @@ def _dataset(text: str, max_prompt_length: int, stored: StoredRows) -> PromptDat
         num_filtered_long=stored.facts["num_filtered_long"],
         metadata_keys=frozenset(stored.facts["metadata_keys"]),
         table=stored.table,
+        pages=[stored.pages],
     )
 
 
@@ -233,8 +251,8 @@ def blend(
         starts = np.cumsum([0, *sizes[:-1]])
         rows = np.concatenate(
             [
-                start + np.arange(count) * size // count
-                for start, size, count in zip(starts, sizes, counts, strict=True)
+                start + np.arange(dealt) * size // dealt
+                for start, size, dealt in zip(starts, sizes, counts, strict=True)
             ]
         )
     names = [dataset.source for dataset in datasets]
@@ -246,6 +264,7 @@ def blend(
         num_filtered_long=sum(dataset.num_filtered_long for dataset in datasets),
         metadata_keys=frozenset().union(*(dataset.metadata_keys for dataset in datasets)),
         table=pyarrow.concat_tables([dataset.table for dataset in datasets]),
+        pages=[pages for dataset in datasets for pages in dataset.pages],
         rows=rows,
     )
 
