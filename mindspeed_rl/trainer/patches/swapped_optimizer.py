@@ -33,7 +33,8 @@ _MINDSPEED = "mindspeed/core/optimizer/swap_optimizer/swap_optimizer.py"
 
 def is_used() -> bool:
     """Whether MindSpeed's class is in the place of megatron-core's distributed optimizer."""
-    return distrib_optimizer.DistributedOptimizer.__module__.startswith("mindspeed.")
+    module: str = distrib_optimizer.DistributedOptimizer.__module__
+    return module.startswith("mindspeed.")
 
 
 def apply() -> None:
