@@ -265,6 +265,20 @@ def test_without_mindspeed_torch_npu_answers_for_cuda() -> None:
     assert found["jit_fuser"] == "mindspeed_rl.platforms.npu_install"
 
 
+BROADCAST = """
+import torch
+import torch.distributed as dist
+value = torch.full((1,), 7, device="npu")
+dist.broadcast(value, 0)
+buffers = [value.is_cuda, int(value)]
+"""
+
+
+def test_without_mindspeed_a_tensor_can_be_broadcast() -> None:
+    """It says that it is of CUDA, and torch compares its device's capability."""
+    assert answer_of(start(None, between=EMULATED, after=BROADCAST))["buffers"] == [True, 7]
+
+
 def test_megatron_before_the_adaptor_is_refused(stubs: Path) -> None:
     done = start(stubs, between="import megatron.core.transformer")
     assert done.returncode and "MindSpeed must be applied before megatron.core" in done.stderr

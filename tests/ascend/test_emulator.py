@@ -61,3 +61,24 @@ def test_a_kernel_outside_the_emulation_fails() -> None:
     script = "import torch; x = torch.ones(4).to('npu:0'); (x + x).cpu(); torch.npu.synchronize()"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode and "operator name is Add" in done.stderr
+
+
+def test_private_formats_are_as_they_were() -> None:
+    """torch_npu's option, which vLLM-Ascend's runner switches on when it is imported."""
+    import torch_npu
+
+    from mindspeed_rl.platforms.npu_changes import ProcessChanges
+
+    def option() -> str:
+        return str(torch_npu._C._npu_getOption("ALLOW_INTERNAL_FORMAT").decode())
+
+    found = []
+    for before in (False, True):
+        torch.npu.config.allow_internal_format = before
+        changes = ProcessChanges()
+        torch.npu.config.allow_internal_format = not before
+        found.append(option())
+        changes.undo()
+        found.append(option())
+    torch.npu.config.allow_internal_format = False
+    assert found == ["enable", "disable", "disable", "enable"]

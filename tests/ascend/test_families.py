@@ -52,12 +52,11 @@ class Way:
 BF16_ULP = 2.0**-8
 ROUTER_BIAS = "e_score_correction_bias"
 # What a run on NPUs has switched on, whole: as `npu_setup` gives it to the adaptor. Not
-# --moe-permute-fusion, whose operator Triton compiles.
+# --swap-optimizer, which test_checkpoint.py has, nor --moe-permute-fusion, which Triton does.
 PRODUCTION = (
     *("--bf16", "--use-distributed-optimizer", "--moe-grouped-gemm"),
     *("--use-flash-attn", "--use-fused-rmsnorm", "--use-fused-swiglu"),
     *("--use-fused-rotary-pos-emb", "--npu-deterministic"),
-    *("--swap-optimizer", "--swap-optimizer-times", "3"),
     *("--recompute-granularity", "full", "--recompute-method", "uniform"),
     *("--recompute-num-layers", "1"),
 )
