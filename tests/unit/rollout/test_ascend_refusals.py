@@ -64,6 +64,7 @@ def test_models_with_the_key_and_no_sparse_attention_pass(
     "key",
     [
         "enable_reduce_sample",
+        "rl_config",
         "dynamic_eplb",
         "enable_balance_scheduling",
         "enable_async_exponential",
