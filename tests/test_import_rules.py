@@ -52,6 +52,24 @@ def test_imports_follow_the_rooms() -> None:
     assert not found, "\n" + "\n".join(found)
 
 
+# Modules of megatron-core that another room names in a string, which is an import all the same.
+MEGATRON_BY_NAME = ("trainer", "platforms.cpu_install", "platforms.npu_install")
+
+
+def test_megatron_core_is_named_by_the_trainer_and_the_platforms_alone() -> None:
+    """So that its next version is a matter of these; ``megatron.core`` itself is looked for."""
+    found = [
+        module.at(node, f"`{node.value}` is named outside of {', '.join(MEGATRON_BY_NAME)}")
+        for module in modules()
+        if not within(module.name, MEGATRON_BY_NAME)
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if re.fullmatch(r"megatron\.core\.[\w.]+(:[\w.]+)?", node.value)
+        if node.value != "megatron.core.rerun_state_machine"  # the name of its logger
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
 def test_no_module_imports_itself_through_others() -> None:
     """Inside a room as between rooms: a circle has no place to begin reading."""
     assert circle(import_graph()) == []

@@ -111,8 +111,10 @@ def other_processes(facts: Facts) -> list[DeviceProcess]:
 
 def _process_rows(facts: Facts) -> Iterator[DoctorRow]:
     for one in other_processes(facts):
-        what = (f"device {one.device} (NPU {one.npu}, chip {one.chip}) is in use: process {one.pid}"
-                f" ({one.name or 'name unknown'}) holds {one.mib} MiB")  # fmt: skip
+        what = (
+            f"device {one.device} (NPU {one.board}, chip {one.chip}) is in use: process "
+            f"{one.pid} ({one.name or 'name unknown'}) holds {one.mib} MiB"
+        )
         if facts.environ.get(ALLOW_SHARED_DEVICES):
             yield note(AREA, f"{what}; {ALLOW_SHARED_DEVICES} is set")
         else:

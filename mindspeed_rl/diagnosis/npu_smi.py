@@ -27,7 +27,7 @@ class DeviceProcess:
 
     Attributes:
         device: Position of the die in the table, which is the number that CANN gives it.
-        npu: Number of the board as npu-smi shows it, for people who look there.
+        board: Number of the board, npu-smi's "NPU".
         chip: Number of the die on its board.
         pid: Process id on the host.
         name: Name of the process; empty if npu-smi does not see it.
@@ -35,7 +35,7 @@ class DeviceProcess:
     """
 
     device: int
-    npu: int
+    board: int
     chip: int
     pid: int
     name: str

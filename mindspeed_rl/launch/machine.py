@@ -141,11 +141,9 @@ def _check_count(facts: Facts) -> None:
     Raises:
         UsageError: It sees fewer; the message says why if npu-smi or the driver does.
     """
-    import torch_npu
+    from mindspeed_rl.platforms.npu import device_count, driver_code
 
-    from mindspeed_rl.platforms.npu import driver_code
-
-    count, ranks = int(torch_npu.npu.device_count()), local_size(facts.environ)
+    count, ranks = device_count(), local_size(facts.environ)
     if count >= ranks:
         return
     name = VISIBLE_DEVICES["npu"]

@@ -56,6 +56,13 @@ def memory_format(tensor: torch.Tensor) -> int:
     return int(torch.ops.npu.get_npu_format(tensor))
 
 
+def device_count() -> int:
+    """Return the number of NPUs that CANN shows to this process. Local."""
+    import torch_npu
+
+    return int(torch_npu.npu.device_count())
+
+
 def driver_code() -> int:
     """Return the driver's code for a count of the devices: 0, or why there is none. Local."""
     count = ctypes.c_int(0)

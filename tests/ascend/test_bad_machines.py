@@ -1,4 +1,4 @@
-"""A machine on which a run cannot work: one line at the start, whatever is wrong with it.
+"""A machine on which a run cannot work: one line from the start of a run, whatever is wrong.
 
 Each case is an entry in a process of its own, with the real torch_npu. What is wrong is told by
 files, by a program ``npu-smi``, or by the codes of CANN and its driver.
@@ -40,7 +40,7 @@ OVERRIDES = ("MINDSPEED_RL_ALLOW_VERSIONS", "MINDSPEED_RL_ALLOW_SHARED_DEVICES")
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("job")
-    (folder / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "1"}]}\n')
+    (folder / "rows.jsonl").write_text('{"prompt": "1", "response": "2"}\n')
     model = write_tiny_model(folder / "model")
     return f"--platform npu --sft-data {folder}/rows.jsonl --hf-checkpoint {model}".split()
 
@@ -62,9 +62,9 @@ def start(flags: list[str], **changes: str) -> subprocess.CompletedProcess[str]:
     }  # fmt: skip
     environ = {k: v for k, v in os.environ.items() if k not in OVERRIDES}
     changes = {"MINDSPEED_RL_ALLOW_VERSIONS": "1"} | changes
+    training = ["--train-iters", "1", "--global-batch-size", "4"]
     return subprocess.run(
-        [sys.executable, "-m", "mindspeed_rl.pretrain", *flags,
-         "--train-iters", "1", "--global-batch-size", "1"],
+        [sys.executable, "-m", "mindspeed_rl.pretrain", *flags, *training],
         env=environ | variables | changes, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
 

@@ -177,6 +177,8 @@ _REFUSED_KEYS: Mapping[str, str] = {
     "enable_reduce_sample": "its log-probs are not those of the whole vocabulary",
     "enable_balance_scheduling": "engines tell each other how busy they are in a process that is "
     "not there when they run in the trainer's, so it has no effect",
+    "rl_config": "vllm-ascend up to 0.26 does not know it and ignores it without a message; its "
+    "main branch reads it",
     "dynamic_eplb": "experts would move away from where the reshard writes them",
     "enable_async_exponential": "it draws the random numbers of a step before the model has run, "
     "on another stream; that a request keeps its own draws was never shown",

@@ -13,7 +13,7 @@
 #include <unistd.h>
 
 typedef int status; /* aclError; 0 is success */
-enum { UNSUPPORTED = 207000, OUT_OF_MEMORY = 207001, INVALID_DEVICE = 107001, DRIVER_ERROR = 507899 };
+enum { UNSUPPORTED = 207000, OUT_OF_MEMORY = 207001, INVALID_DEVICE = 107001, NO_CONTEXT = 107002, DRIVER_ERROR = 507899 };
 enum { DEVICES = 8, ALIGNMENT = 512 };
 static const size_t TOTAL_BYTES = (size_t)61 << 30;
 
@@ -40,7 +40,11 @@ status aclrtSetDevice(int device) {
     if (!code) current_device = device;
     return code;
 }
-status aclrtGetDevice(int *device) { *device = current_device; return 0; }
+status aclrtGetDevice(int *device) {
+    if (setting("EMULATED_NPU_SET_DEVICE_CODE", 0)) return NO_CONTEXT; /* none was ever set */
+    *device = current_device;
+    return 0;
+}
 status aclrtGetCurrentContext(void **context) { *context = &contexts[current_device]; return 0; }
 status aclrtSetCurrentContext(void *context) { current_device = (char *)context - contexts; return 0; }
 status aclrtGetPrimaryCtxState(int device, uint32_t *flags, int *active) { *active = 1; return 0; }

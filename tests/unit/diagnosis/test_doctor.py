@@ -16,7 +16,8 @@ from packaging.utils import canonicalize_name
 from mindspeed_rl.core import versions
 from mindspeed_rl.diagnosis.devices import device_rows
 from mindspeed_rl.diagnosis.environment import environment_rows, port_set
-from mindspeed_rl.diagnosis.facts import Facts, checkout, gather, soc_of
+from mindspeed_rl.diagnosis.facts import Facts, checkout, gather
+from mindspeed_rl.diagnosis.npu_smi import DeviceProcess, held_elsewhere, processes_of, soc_of
 from mindspeed_rl.diagnosis.packages import package_rows
 from mindspeed_rl.diagnosis.rows import DoctorRow, Status, green, lines, red, verdict
 from mindspeed_rl.launch import bootstrap
@@ -127,6 +128,11 @@ FACTS_THAT_ARE_RED = [
     ("npu", {"cann": "8.5.0"}, "CANN 8.5.0", "toolkit"),
     ("npu", {"driver": "25.5.0"}, "25.5.0", "firmware"),
     ("npu", {"driver": ""}, "driver (HDK): no version", "firmware"),
+    ("npu", {"driver": "25.0.rc1.1"}, "26.0.rc1 or later", "firmware"),
+    ("npu", {"held": True}, "held by another container", "npu-smi"),
+    ("npu", {"processes": (DeviceProcess(1, 0, 1, 77, "python", 5175),)},
+     "device 1 (NPU 0, chip 1) is in use: process 77 (python) holds 5175 MiB",
+     "MINDSPEED_RL_ALLOW_SHARED_DEVICES=1"),
     ("npu", {"devices": ()}, "/dev/davinci", "--device"),
     ("cuda", {"devices": ()}, "/dev/nvidia", "--gpus"),
     ("cuda", {"devices": ("/dev/nvidia0",)}, "2 ranks on this node and 1 devices",
@@ -180,7 +186,12 @@ ENVIRONMENTS_THAT_ARE_RED = [
     ("npu", {"VLLM_ASCEND_ENABLE_NZ": "1"}, "NZ", "export VLLM_ASCEND_ENABLE_NZ=0"),
     ("npu", {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "=8", "CUDA_DEVICE_MAX_CONNECTIONS=1"),
     ("npu", {"ASCEND_RT_VISIBLE_DEVICES": "0,0"}, "each once", "=0,1"),
-    ("npu", {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2"}, "names 3 devices", "unset"),
+    ("npu", {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2"}, "names device 2", "unset"),
+    ("npu", {"ASCEND_RT_VISIBLE_DEVICES": "4,5"}, "names device 4", "=0,1"),
+    ("npu", {"ASCEND_RT_VISIBLE_DEVICES": ""}, "no device is visible", "unset"),
+    ("npu", {"ASCEND_RT_VISIBLE_DEVICES": "1,0"}, "must ascend", "=0,1"),
+    ("npu", {"ASCEND_RT_VISIBLE_DEVICES": "0, 1"}, "nothing else", "=0,1"),
+    ("cuda", {"CUDA_VISIBLE_DEVICES": "0,1,2"}, "names 3 devices", "unset"),
     ("npu", {"ASCEND_RT_VISIBLE_DEVICES": "1"}, "2 ranks on this node and 1",
      "or change ASCEND_RT_VISIBLE_DEVICES"),
     ("npu", {"HCCL_SOCKET_IFNAME": "enp9"}, "there are: eth0, lo", "HCCL_SOCKET_IFNAME"),
@@ -213,7 +224,7 @@ def test_values_that_others_set_rightly_stay_green() -> None:
         {
             "HCCL_EXEC_TIMEOUT": "0",  # no limit
             "HCCL_HOST_SOCKET_PORT_RANGE": "auto", "HCCL_NPU_SOCKET_PORT_RANGE": "61000-61050",
-            "GLOO_SOCKET_IFNAME": "^docker", "ASCEND_RT_VISIBLE_DEVICES": "4,5",
+            "GLOO_SOCKET_IFNAME": "^docker", "ASCEND_RT_VISIBLE_DEVICES": "0,1",
         },
     )  # fmt: skip
     assert not reds(rows_of(replace(facts, ports=frozenset({60001})), "npu"))
@@ -243,6 +254,85 @@ def test_the_board_is_read_from_npu_smi() -> None:
     assert soc_of("| 0     910B2               | OK |") == "a2"
     assert soc_of("| 0     Ascend910           | OK |") == "a3"
     assert soc_of("no permission") == ""
+
+
+# As drivers 25.5 (A3) and 26.0 (A2, with a column more) print it.
+SMI_A3 = """
+| 2     Ascend910    | OK            | 178.5       36              0    / 0             |
+| 0     4            | 0000:9D:00.0  | 0           0    / 0        3416 / 65536         |
+| 2     Ascend910    | OK            | -           36              0    / 0             |
+| 1     5            | 0000:9F:00.0  | 0           0    / 0        3195 / 65536         |
+| NPU     Chip       | Process id    | Process name       | Process memory(MB)         |
+| 2       1          | 41            |                    | 27001                      |
+"""
+SMI_A2 = """
+| 6     910B3        | OK            | 91.0        36              0    / 0             |
+| 0                  | 0000:41:00.0  | 0           0    / 0        3401 / 65536         |
+| 7     910B3        | OK            | 95.4        37              0    / 0             |
+| 0                  | 0000:42:00.0  | 0           0    / 0        3400 / 65536         |
+| NPU     Chip       | Process id    | Process name | Process memory(MB) | Process id in container |
+| No running processes found in NPU 6                                                             |
+| 7       0          | 485946        | pytest       | 5175               | NA                      |
+"""
+
+
+def test_processes_are_read_from_npu_smi() -> None:
+    assert processes_of(SMI_A3) == (DeviceProcess(1, 2, 1, 41, "", 27001),)
+    assert processes_of(SMI_A2) == (DeviceProcess(1, 7, 0, 485946, "pytest", 5175),)
+    assert not held_elsewhere(SMI_A2)
+    assert held_elsewhere("dcmi model initialized failed, because the device is used. ret is -8020")
+
+
+def test_small_contexts_and_devices_of_others_are_no_finding() -> None:
+    small, elsewhere = (
+        DeviceProcess(0, 0, 0, 7, "python", 132),
+        DeviceProcess(5, 5, 0, 8, "x", 9999),
+    )
+    assert not reds(rows_of(replace(healthy("npu"), processes=(small, elsewhere)), "npu"))
+    shared = with_environ(healthy("npu"), {"MINDSPEED_RL_ALLOW_SHARED_DEVICES": "1"})
+    used = replace(shared, processes=(DeviceProcess(0, 0, 0, 9, "python", 2000),))
+    assert not reds(rows_of(used, "npu"))
+
+
+def test_a_later_driver_is_a_note() -> None:
+    rows = rows_of(replace(healthy("npu"), driver="26.1.0"), "npu")
+    assert not reds(rows)
+    assert [row.status for row in rows if "26.1.0" in row.what] == [Status.NOTE]
+
+
+DRIVER = "Version=7.35.23\nascendhal_version=7.35.23\nInnerversion=V100\npackage_version=25.5.0\n"
+
+
+def test_versions_devices_and_processes_come_from_files_and_npu_smi(tmp_path: Path) -> None:
+    """Under the names and in the formats of CANN's packages, of the driver, and of /dev."""
+    ascend, device = tmp_path / "usr/local/Ascend", tmp_path / "dev"
+    (ascend / "driver").mkdir(parents=True)
+    device.mkdir()
+    for name in ("davinci10", "davinci2", "davinci_manager", "nvidia0"):
+        (device / name).touch()
+    (ascend / "driver/version.info").write_text(DRIVER)
+    program = tmp_path / "npu-smi"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{SMI_A3}END\n")
+    program.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    facts = gather("npu", environ, root=tmp_path)
+    assert facts.devices == ("/dev/davinci2", "/dev/davinci10") and facts.cann == ""
+    assert facts.driver == "25.5.0" and facts.soc == "a3" and facts.processes[0].pid == 41
+    (ascend / "driver/version.info").write_text("Version=24.1.rc3\nascendhal_version=7.35.19\n")
+    old = ascend / "ascend-toolkit/latest"
+    old.mkdir(parents=True)
+    (old / "version.cfg").write_text(
+        "# version: 1.0\nruntime_running_version=[7.6.0.1.220:8.0.0]\n"
+    )
+    facts = gather("npu", environ, root=tmp_path, ask_devices=False)
+    assert (facts.driver, facts.cann, facts.processes) == ("24.1.rc3", "8.0.0", ())
+    new = ascend / "cann/aarch64-linux"
+    new.mkdir(parents=True)
+    text = "package_name=Ascend-cann-toolkit\nversion=9.0.0\ninnerversion=V100\n"
+    (new / "ascend_toolkit_install.info").write_text(text)
+    assert gather("npu", environ, root=tmp_path, ask_devices=False).cann == "9.0.0"
+    sourced = environ | {"ASCEND_TOOLKIT_HOME": str(old)}
+    assert gather("npu", sourced, root=tmp_path, ask_devices=False).cann == "8.0.0"
 
 
 def test_facts_of_this_machine() -> None:

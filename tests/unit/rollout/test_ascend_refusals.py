@@ -65,6 +65,7 @@ def test_models_with_the_key_and_no_sparse_attention_pass(
     [
         "enable_reduce_sample",
         "enable_shared_expert_dp",
+        "rl_config",
         "dynamic_eplb",
         "enable_balance_scheduling",
         "enable_async_exponential",
