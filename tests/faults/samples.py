@@ -63,7 +63,10 @@ SAMPLES = (
           gives_fields(targets=lambda micro: micro.token_ids), _ROW,
           "The model would learn to repeat the token it has just read."),
     Fault("loss-mask-off-by-one", "mindspeed_rl.samples.packing:pack",
-          gives_fields(loss_mask=lambda micro: micro.loss_mask.roll(1)), _ROW,
+          gives_fields(
+              loss_mask=lambda micro: micro.loss_mask.roll(1),
+              trained=lambda micro: micro.trained + 1,
+          ), _ROW,
           "The first token of a response would not be trained on."),
     Fault("tokens-of-the-environment-trained", "mindspeed_rl.samples.store:keep_rollouts",
           takes(rollouts=_without_masks),

@@ -144,6 +144,7 @@ def test_a_packed_row_by_definition(samples: list[TrainSample], padding: int) ->
     assert row.positions.tolist() == positions
     assert row.targets.tolist() == targets
     assert row.loss_mask.tolist() == [bool(m) for m in mask]
+    assert row.trained.tolist() == [place for place, m in enumerate(mask) if m]
     assert {name: values.tolist() for name, values in row.columns.items()} == columns
     assert row.sequence_of.tolist() == owners
     assert row.lengths == tuple(s.length for s in samples)

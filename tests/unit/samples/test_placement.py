@@ -20,7 +20,7 @@ from support.rl_run import make_run
 from support.sample_world import layout_of
 
 from mindspeed_rl.core.layout import EngineLayout
-from mindspeed_rl.metrics.metric_set import MetricSet
+from mindspeed_rl.metrics.metric_set import Max, MetricSet
 from mindspeed_rl.planning.micro_batches import (
     MicroBatchPlan,
     PackingRules,
@@ -246,6 +246,7 @@ def test_a_step_prefers_the_ranks_that_sampled(
             one_node=False,
         )
         placed = own.place(samples)
+        assert placed.metrics["packing/real_share"] == Max(1.0), "rows have their own lengths"
         for number, update in enumerate(placed.plans):
             for dp, rows in enumerate(update.assignment):
                 assert [engines[8 * number + i] for row in rows for i in row] == [dp, dp]

@@ -137,3 +137,17 @@ def test_no_mask_outlives_the_attention_that_needs_it(rank: int) -> None:
     (whole.transpose(0, 1)[index] * weight[index]).sum().backward()
     for mine, theirs in zip(inputs, plain, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_prepared_micro_batch_takes_what_the_memory_model_counts() -> None:
+    """25 bytes a token, and 12 a trained token besides its columns: int32 indices."""
+    from mindspeed_rl.trainer.packed_attention import make_packed_row
+
+    row = make_row([9, 5, 17, 2], 1)
+    packed = make_packed_row(row.lengths, row.positions)
+    of_tokens = (row.token_ids, row.positions, row.targets, row.loss_mask)
+    borders = (packed.queries[: row.num_tokens], packed.keys[: row.num_tokens], packed.order)
+    assert packed.positions is row.positions, "once, not twice"
+    assert sum(x.nbytes for x in (*of_tokens, *borders)) == 25 * row.num_tokens
+    of_trained = (row.trained, row.sequence_of, row.trained_index)
+    assert sum(x.nbytes for x in of_trained) == 12 * sum(row.num_trained)
