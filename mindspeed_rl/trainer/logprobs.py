@@ -51,7 +51,8 @@ class _SelectedLogProbs(torch.autograd.Function):
             stats[2, span] = (exp * logits).sum(-1)
             stats[3, span] = logits.gather(-1, index[span, None])[:, 0]
         everyone = stats[None] if group is None else gather_rows(stats, group)
-        top_all, sums = _combined(everyone, targets // weight.size(0))
+        # AI Cores divide int32; int64 would be divided on an NPU's AICPU.
+        top_all, sums = _combined(everyone, (targets.int() // weight.size(0)).long())
         log_z = sums[0].log()
         logprobs = sums[2] - log_z
         entropy = log_z - sums[1] / sums[0]
@@ -104,7 +105,7 @@ def _combined(stats: torch.Tensor, holder: torch.Tensor) -> tuple[torch.Tensor, 
     scale = shift.exp()
     # A rank that holds only padding has max -inf and sums of 0. A rank whose logits are so low that
     # its scale is 0 still has log-probs.
-    safe_shift = shift.masked_fill(local_max.isneginf(), 0.0)
+    safe_shift = shift.masked_fill(local_max == float("-inf"), 0.0)
     weighted = (weighted + safe_shift * total) * scale
     picked = (picked + safe_shift).gather(0, holder[None])[0]
     return top, torch.stack([(total * scale).sum(0), weighted.sum(0), picked])

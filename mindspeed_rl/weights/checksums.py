@@ -94,12 +94,12 @@ def _words(values: torch.Tensor, first: int) -> tuple[torch.Tensor, int]:
     per_word = _WORD_BYTES // values.element_size()
     bits = values.contiguous().view(_BITS[values.element_size()])
     before, count = first % per_word, bits.shape[-1]
-    width = -(-(before + count) // per_word) * per_word
-    if width != count or bits.storage_offset() % per_word:
-        padded = bits.new_zeros((*bits.shape[:-1], width))
-        padded[..., before : before + count] = bits
-        bits = padded
-    words = bits.flatten().view(torch.int32).reshape(*bits.shape[:-1], -1)
+    width = -(-(before + count) // per_word)
+    if width * per_word == count and bits.storage_offset() % per_word == 0:
+        words = bits.flatten().view(torch.int32).reshape(*bits.shape[:-1], width)
+    else:
+        words = bits.new_zeros((*bits.shape[:-1], width), dtype=torch.int32)
+        words.view(bits.dtype)[..., before : before + count] = bits
     return words, first // per_word
 
 

@@ -14,6 +14,7 @@ from support.layout_cases import GQA, LATENT, MOE, TIED, cases, layouts_of
 from support.layout_oracle import megatron_params, vllm_params
 
 from mindspeed_rl.core.boxes import Box
+from mindspeed_rl.weights import checksums as checksums_module
 from mindspeed_rl.weights.checksums import box_checksum
 from mindspeed_rl.weights.verify import WeightVerifier, copies_held
 
@@ -228,3 +229,13 @@ def test_changes_that_cancel_out_in_a_shorter_sum_are_found(dtype: torch.dtype) 
     changed[3][:, [0, 1, 4, 5]] = changed[3][:, [4, 5, 0, 1]]
     sums = [int(box_checksum(one, Box.whole((4, 6)), dtype)) for one in (values, *changed)]
     assert len(set(sums)) == len(sums)
+
+
+def test_a_device_whose_integers_do_not_wrap_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before sums of it are compared with others."""
+    device = torch.device("cpu", 7)
+    sums = iter((2**62 + 3, 2**63 - 1))
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *_: self)
+    monkeypatch.setattr(checksums_module, "box_checksum", lambda *_: torch.tensor(next(sums)))
+    with pytest.raises(RuntimeError, match=r"9223372036854775807 on cpu:7 and 4611686018427387907"):
+        checksums_module.check_arithmetic(device)

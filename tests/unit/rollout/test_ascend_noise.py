@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from mindspeed_rl.rollout.vllm_ascend import sampling
 from mindspeed_rl.rollout.vllm_ascend.noise import draw_keys, exponential_noise
 
 DRAWS = 100_000
@@ -87,3 +88,13 @@ def test_a_row_follows_from_its_seed_and_draw_alone() -> None:
         (alone,) = exponential_noise(draw_keys([seed], [draw]), 60)
         assert torch.equal(whole[i], alone)
     assert len({tuple(row.tolist()) for row in whole}) == 4
+
+
+def test_a_device_with_other_noise_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is patched then."""
+    right = exponential_noise(draw_keys([1], [0]), 8)
+    found = iter((right, right.clamp(max=0.5)))
+    monkeypatch.setattr(sampling, "exponential_noise", lambda *_: next(found))
+    monkeypatch.setattr(sampling, "apply_patch", lambda patch: pytest.fail("patched"))
+    with pytest.raises(RuntimeError, match="noise for sampling on cpu differs"):
+        sampling.draw_in_batches(torch.device("cpu"))
