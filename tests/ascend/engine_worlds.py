@@ -66,6 +66,7 @@ def build(folder: str, dtype: str, layout: EngineLayout, rank: int) -> Any:
         kv_cache_bytes=32 * 2**20,
         seed=1,
         options={"max_num_batched_tokens": 256, "max_num_seqs": 16},
+        tuning=EngineTuningConfig(rollout_graph_mode="eager"),  # only a device captures graphs
     )  # fmt: skip
     return provider.build(settings, select_platform("npu"))
 
