@@ -3,7 +3,8 @@
 Where experts are spread over ranks, decode steps send tokens to their experts by the operators
 ``npu_moe_distribute_dispatch_v2`` and ``combine_v2`` ("MC2"), which place what they exchange in the
 buffer of their communicator, and fail when it is too small. vLLM-Ascend 0.23 gives that
-communicator no size of its own (``get_hccl_config_for_pg_options``): it has ``HCCL_BUFFSIZE``.
+communicator no size of its own (``get_hccl_config_for_pg_options``), because operators divide what
+``HCCL_BUFFSIZE`` says, whatever the communicator has: the variable is the only way to enlarge it.
 """
 
 from __future__ import annotations

@@ -58,6 +58,7 @@ def build(
             "max_num_batched_tokens": max_num_batched_tokens,
             "max_num_seqs": min(16, max_num_batched_tokens),
         },
+        tuning=EngineTuningConfig(rollout_graph_mode="eager"),  # only a device captures graphs
     )  # fmt: skip
     return provider.build(settings, select_platform("npu"))
 

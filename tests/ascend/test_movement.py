@@ -89,3 +89,10 @@ def test_pinned_memory_is_as_large_as_was_asked_for_and_lives_as_long_as_its_vie
     assert facts.held == facts.asked == 33 << 20
     assert facts.with_a_view == 33 << 20 and facts.came_back
     assert facts.without_views == 0
+
+
+def test_blocks_of_no_tensor_are_known(tmp_path: Path) -> None:
+    """A tensor's memory is in one of them as soon as it is freed, and not before."""
+    from ascend.worlds import blocks_world
+
+    assert run_npu_ranks(blocks_world, 1, work_dir=tmp_path)[0] == [False, True]

@@ -115,6 +115,20 @@ class MemoryFacts:
     back: int
 
 
+def blocks_world(world: World) -> list[bool]:
+    """Whether a tensor's address is in free memory, while it is there and after."""
+    from mindspeed_rl.platforms.npu_allocator import free_blocks
+
+    kept = torch.zeros(3000, dtype=torch.uint8, device="npu")
+    passing = torch.zeros(5000, dtype=torch.uint8, device="npu")
+    address, found = passing.data_ptr(), []
+    found.append(any(address in block for block in free_blocks()))
+    del passing
+    found.append(any(address in block for block in free_blocks()))
+    assert not any(kept.data_ptr() in block for block in free_blocks())
+    return found
+
+
 @dataclass(frozen=True)
 class PinnedFacts:
     """Bytes of pinned memory that CANN has handed out for one buffer."""
