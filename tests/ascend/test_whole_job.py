@@ -51,8 +51,8 @@ LAYOUTS = {
     "deepseek_v3": EXPERTS,
 }
 # Updates of Adam turn a rounding of a gradient near zero into a step of the learning rate, so that
-# later steps are compared less closely than the first.
-CPU_TOLERANCES = {1: 1e-5, 2: 2e-3, 3: 2e-3, 4: 2e-3}
+# later steps are compared less closely than the first. Measured of the first: 1e-7.
+CPU_TOLERANCES = {1: 1e-5, 2: 1e-4, 3: 1e-4, 4: 1e-4}
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,8 @@ def test_the_engine_has_the_bits_of_the_trainer_after_every_sync(jobs: Jobs) -> 
     versions = [UPDATES_PER_STEP * n for n in range(STEPS + 1)]
     for rank, noted in enumerate(jobs.whole):
         assert list(noted.engine_weights) == versions
-        for version, found in noted.engine_weights.items():
+        for version, weights in noted.engine_weights.items():
+            found = dict(weights)
             bits = oracle_bits(jobs.weights(version), rank, torch.float32, **engine)
             expected = {n.replace("routed_experts.", ""): b for n, b in bits.items()}
             for name in VOCABULARY:  # the rows behind belong to no tensor
@@ -208,7 +209,7 @@ def test_the_cpu_trains_alike_on_the_same_tokens(jobs: Jobs) -> None:
         assert row["reward/mean"] == twin["reward/mean"]
         near = CPU_TOLERANCES[int(row["step"])]
         for name in ("loss/policy", "optimizer/grad_norm", "policy/entropy"):
-            assert row[name] == pytest.approx(twin[name], rel=near, abs=near), (row["step"], name)
+            assert row[name] == pytest.approx(twin[name], rel=near, abs=1e-6), (row["step"], name)
 
 
 def test_the_process_is_as_it_was(jobs: Jobs) -> None:
