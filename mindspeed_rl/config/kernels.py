@@ -81,6 +81,19 @@ def module_names(model: ModelConfig, platform: str) -> ParamNames:
     return GROUPED if model.moe_grouped_gemm else TRANSFORMER_ENGINE
 
 
+def experts_note(model: ModelConfig, platform: str) -> list[str]:
+    """The line for a ``--moe-grouped-gemm`` that has no effect with ``--transformer-impl local``.
+
+    Scripts of MindSpeed-LLM pass both.
+    """
+    if platform == "cpu" or not (model.moe_grouped_gemm and model.transformer_impl == "local"):
+        return []
+    return [
+        "without --moe-grouped-gemm: --transformer-impl local computes experts one by one; add "
+        "--transformer-impl transformer_engine to compute them in one grouped GEMM"
+    ]
+
+
 def modules_note(model: ModelConfig, platform: str) -> list[str]:
     """The line of the log for a ``--transformer-impl`` whose modules are not installed."""
     if model.transformer_impl != "transformer_engine" or has_transformer_engine(platform):

@@ -13,7 +13,7 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.architecture import check_architecture, model_config
 from mindspeed_rl.config.arguments import ParsedArguments, Run
 from mindspeed_rl.config.dispositions import disposition_lines
-from mindspeed_rl.config.kernels import module_names
+from mindspeed_rl.config.kernels import experts_note, module_names
 from mindspeed_rl.config.npu import NpuSetup, check_npu, group_buffers, npu_setup
 from mindspeed_rl.core.errors import Mistakes, UsageError
 from mindspeed_rl.core.installed import resolve_platform
@@ -101,13 +101,17 @@ def predict(parsed: ParsedArguments[Any], environment: Mapping[str, str]) -> int
     config = parsed.config
     mistakes = Mistakes(parsed.refused)
     check_model_flags(parsed, mistakes, files=False)
-    if machine_on(config).platform == "npu":
+    platform = machine_on(config).platform
+    if platform == "npu":
         with mistakes:
             check_npu(config.ascend, config.parallel)
     with mistakes:
         plan_of(config, world_size(config, environment))
     mistakes.report()
-    notes = disposition_lines(parsed, parsed.ignored)
+    notes = [
+        *disposition_lines(parsed, parsed.ignored),
+        *experts_note(config.model, platform),
+    ]
     return dry_run(config, environment, notes)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.config import TrainingRunConfig
-from mindspeed_rl.config.kernels import modules_note
+from mindspeed_rl.config.kernels import experts_note, modules_note
 from mindspeed_rl.config.outputs import TENSORBOARD_FOLDER
 from mindspeed_rl.metrics.loggers import MetricBackend, RunLogger, TensorBoardBackend
 from mindspeed_rl.metrics.profiler import StepProfiler
@@ -44,6 +44,7 @@ def log_description(job: Job[Any, RunPlan], *lines: str) -> None:
     )
     modules = modules_note(job.config.model, parallel.platform)
     trainer = f"training layout on {job.platform.name}: {layout}"
+    modules += experts_note(job.config.model, job.platform.name)
     job.log_rank0(trainer, *modules, *lines, *job.flag_notes)
 
 

@@ -18,7 +18,10 @@ eval "$SETTINGS"
 export PYTHONPATH="$ROOT:$ROOT/tests:$PYTHONPATH" OMP_NUM_THREADS=1
 if [[ "${1:-}" == --halves ]]; then
     shift
-    RANKS=(tests/ascend/test_{checkpoint,engine,families,movement,profiler,sampling,training,whole_job}.py)
+    RANKS=(
+        tests/ascend/test_{census,checkpoint,engine,families,left_out,movement,profiler,sampling}.py
+        tests/ascend/test_{training,whole_job}.py
+    )
     OUTPUT="$(mktemp)"
     trap 'rm -f "$OUTPUT"' EXIT
     "$PYTHON" -m pytest --disable-warnings --durations 5 "$@" "${RANKS[@]}" > "$OUTPUT" 2>&1 &

@@ -125,6 +125,8 @@ def test_the_dry_run_says_what_a_start_says(
     honoured = len(checked.parsed.honoured)
     lines[0] = lines[0].replace(f"{honoured} honoured", f"{honoured + 1} honoured")
     assert printed.splitlines()[: len(lines)] == lines
+    grouped = "without --moe-grouped-gemm: --transformer-impl local" in printed
+    assert grouped == ("--moe-grouped-gemm" in script.flags)
 
 
 def test_several_refusals_are_one_error_in_a_start_and_in_the_dry_run(

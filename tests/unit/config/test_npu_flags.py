@@ -14,7 +14,7 @@ from mindspeed_rl.compat.foreign_flags import Disposition, foreign_flags
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config import npu as npu_flags
 from mindspeed_rl.config.arguments import parse
-from mindspeed_rl.config.kernels import module_names
+from mindspeed_rl.config.kernels import experts_note, module_names
 from mindspeed_rl.config.npu import check_npu, group_buffers, npu_setup
 from mindspeed_rl.core import installed
 from mindspeed_rl.core.errors import UsageError
@@ -134,3 +134,17 @@ def test_modules_follow_flags_and_what_is_installed(
     monkeypatch.setattr(installed, "find_spec", lambda name: name if name in packages else None)
     config, _ = parsed(*flags.split())
     assert module_names(config.model, platform) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "platform", "said"),
+    [
+        ("--transformer-impl local --moe-grouped-gemm", "npu", True),
+        ("--transformer-impl local --moe-grouped-gemm", "cpu", False),
+        ("--transformer-impl local", "npu", False),
+        ("--moe-grouped-gemm", "npu", False),
+    ],
+)
+def test_experts_that_are_not_grouped_are_told(flags: str, platform: str, said: bool) -> None:
+    config, _ = parsed(*flags.split())
+    assert ["grouped" in line for line in experts_note(config.model, platform)] == [True] * said
