@@ -48,15 +48,6 @@ FEATURES: dict[str, tuple[dict[str, Any], str, str]] = {
     "--schedules-method": ({"schedules_method": "dualpipev"}, TRAINING, "megatron.training"),
     "--use-ascend-coc": ({"use_ascend_coc": True}, TRAINING, "megatron.training"),
     "--moe-alltoall-overlap-comm": (OVERLAP, BUILT, "megatron-core 0.16"),
-    "--moe-allgather-overlap-comm": (
-        {
-            "moe_allgather_overlap_comm": True,
-            "moe_grouped_gemm": True,
-            "moe_token_dispatcher_type": "allgather",
-        },
-        BUILT,
-        "megatron-core 0.16",
-    ),
     "--moe-zero-memory": (OVERLAP | {"moe_zero_memory": "level0"}, BUILT, "megatron-core 0.16"),
     "--use-ascend-mc2": (
         {"use_ascend_mc2": True, "sequence_parallel": True, "tensor_model_parallel_size": 2},
