@@ -42,8 +42,12 @@ FLAGS = (
     "--micro-batch-size 2 --lr 1e-3 --use-distributed-optimizer --old-logprob rollout "
     f"--reshard-verify-interval 1 --rl-offload all --log-rollouts {SAMPLES} "
 ).split()
-# Of the engine, whose start would otherwise compute with 8192 tokens.
-ENGINE = ("--vllm-max-num-seqs", "16", "--vllm-max-num-batched-tokens", "256")
+# Of the engine, whose start would otherwise compute with 8192 tokens, and capture graphs, which only
+# a device can.
+ENGINE = (
+    *("--vllm-max-num-seqs", "16", "--vllm-max-num-batched-tokens", "256"),
+    *("--rollout-graph-mode", "eager"),
+)
 EXPERTS = ("--expert-model-parallel-size", "2", "--rollout-dp", "2", "--rollout-ep", "2")
 LAYOUTS = {
     "qwen2": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
