@@ -42,7 +42,7 @@ FLAGS = (
     "--micro-batch-size 2 --lr 1e-3 --use-distributed-optimizer --old-logprob rollout "
     f"--reshard-verify-interval 1 --rl-offload all --log-rollouts {SAMPLES} "
 ).split()
-# Of the engine, whose start would otherwise compute with 8192 tokens, and capture graphs, which only
+# Of the engine, whose start would otherwise compute with 8192 tokens and capture graphs, as only
 # a device can.
 ENGINE = (
     *("--vllm-max-num-seqs", "16", "--vllm-max-num-batched-tokens", "256"),
