@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from ascend import engine_worlds
+from ascend.emulator.census import Call, counting
 from ascend.worlds import ROUTER_BIAS, SMALL
 from support.training_worlds import Case, make_job, make_samples, run_case
 
@@ -17,8 +18,11 @@ BUCKET_BYTES = 24 << 10
 
 def train_and_prove(
     world: World, models: Mapping[str, str], vocab_size: int, flags: Sequence[str]
-) -> dict[str, list[str]]:
-    """HF tensors that differ after a step of GRPO and a reshard as vLLM-Ascend keeps weights."""
+) -> tuple[dict[str, list[str]], set[Call]]:
+    """HF tensors that differ after a step of GRPO and a reshard as vLLM-Ascend keeps weights.
+
+    And the operators of the proof, without its exchange.
+    """
     from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
     from mindspeed_rl.rollout.vllm.layout import VllmLayout
     from mindspeed_rl.weights.executor import Resharder
@@ -26,6 +30,7 @@ def train_and_prove(
     from mindspeed_rl.weights.verify import WeightVerifier
 
     found: dict[str, list[str]] = {}
+    calls: set[Call] = set()
     for name, folder in models.items():
         job = make_job(world, folder, [*SMALL, *flags, "--bf16"])
         if not found:
@@ -57,7 +62,10 @@ def train_and_prove(
         resharder.run(read, write)
         proof = WeightVerifier(source, target, world.rank, torch.bfloat16)
         found[name] = proof.differing_tensors(read, write)
-    return found
+        with counting() as counts:
+            proof.checksums(read, write)
+        calls |= set(counts)
+    return found, calls
 
 
 def load_and_sample(world: World, folder: str, dtype: str, layout: EngineLayout) -> None:
