@@ -48,7 +48,10 @@ ROOMS: Mapping[str, Room] = {
     "metrics": Room(("core", "config", "parallel", "platforms"), TORCH_DISTRIBUTED),
     "weights": Room(("core", "models", "parallel", "metrics"), TORCH_DISTRIBUTED),
     "rollout": Room(
-        ("core", "config", "models", "parallel", "platforms", "metrics", "weights"),
+        (
+            *("core", "config", "models", "algorithms", "parallel", "platforms", "metrics"),
+            "weights",
+        ),
         TORCH_DISTRIBUTED | {"vllm"},
     ),
     "planning": Room(("core", "config", "models", "rollout", "weights")),

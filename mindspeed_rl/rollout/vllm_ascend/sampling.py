@@ -6,7 +6,7 @@ reports log-probs from before the temperature and the truncation.
 It takes back 4 of a generator's offset after a step that read only a part of a prompt, whose token
 is discarded. A draw moves the offset of an NPU's generator by 12, so tokens would depend on how
 prompts are cut. Here a draw moves it by what is taken back, and the draws of all requests of a step
-are one (:mod:`~mindspeed_rl.rollout.vllm_ascend.noise`).
+are one (:mod:`~mindspeed_rl.algorithms.sampling_noise`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl.core.patching import Patch, apply_patch
-from mindspeed_rl.rollout.vllm_ascend.noise import draw_keys, exponential_noise
+from mindspeed_rl.algorithms.sampling_noise import draw_keys, exponential_noise
 
 MODE = "processed_logprobs"
 # NPUModelRunner._bookkeeping_sync takes this back. Offsets of a device are multiples of 4.

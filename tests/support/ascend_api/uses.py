@@ -41,7 +41,7 @@ _ARRIVES = {
     },
 }
 
-_OF_EVERY_MODULE = ("__path__", "__file__")  # Python's own attributes, in no source
+_PYTHONS_OWN = ("__path__", "__file__", "__module__", "__base__")  # attributes that no source has
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class _File:
 
     def _chain(self, node: ast.Name | ast.Attribute, call: ast.Call | None) -> Iterator[Use]:
         found = self._resolve(node)
-        if found is None or not found[1] or found[1].endswith(_OF_EVERY_MODULE):
+        if found is None or not found[1] or found[1].endswith(_PYTHONS_OWN):
             return
         if call is None:
             yield self._at(node, *found)

@@ -7,7 +7,7 @@ None of them shifts integers, which an Atlas A2 or A3 does on its AICPU.
 The noise of row i and token v is -log(1 - U), with U = |((c_v ^ a_i) b_i ^ d_v) e_i| / 2^31 in
 products of 32-bit integers that wrap around. The keys a, b, e of a row are a hash of seed and draw;
 c and d are random constants of a token. a, b, e are odd and c, d even, so U is an odd multiple of
-2^-31 and never 0. Statistics are tested in ``tests/unit/rollout/test_ascend_noise.py``.
+2^-31 and never 0. Statistics are tested in ``tests/unit/algorithms/test_sampling_noise.py``.
 """
 
 from __future__ import annotations
