@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.core.patching import Patch, apply_patch
 from mindspeed_rl.algorithms.sampling_noise import draw_keys, exponential_noise
+from mindspeed_rl.core.patching import Patch, apply_patch
 
 MODE = "processed_logprobs"
 # NPUModelRunner._bookkeeping_sync takes this back. Offsets of a device are multiples of 4.

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from mindspeed_rl.rollout.vllm_ascend import sampling
 from mindspeed_rl.algorithms.sampling_noise import draw_keys, exponential_noise
+from mindspeed_rl.rollout.vllm_ascend import sampling
 
 DRAWS = 100_000
 # A request of many tokens, many requests at one token, and both at once.
