@@ -39,7 +39,8 @@ class Routes:
     Args:
         counted: [t] bool, the tokens on which the agreement is measured.
         given: [counted tokens, all layers with experts, k], the engine's experts of those tokens.
-        padding: [p] int64, the tokens that are padding; ``None``: none is.
+        padding: [t] int64, the number of a padding token, from 0 on, and -1 elsewhere; ``None``:
+            there is none.
     """
 
     def __init__(
@@ -70,7 +71,8 @@ def routes_of(
         padding: [t] bool, which of this rank's tokens are padding; ``None``: none is.
     """
     if padding is not None:
-        padding = padding.nonzero()[:, 0].to(batch.loss_mask.device)
+        numbers = torch.where(padding, padding.cumsum(0) - 1, -1)
+        padding = numbers.to(batch.loss_mask.device)
     counted = share(batch.loss_mask)
     experts = batch.columns.get("experts")
     if experts is None:
@@ -252,9 +254,13 @@ def _spreading(
         scores: torch.Tensor, topk: int, *groups: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         found, ids = choose(scores, topk, *groups)
-        number = torch.arange(padding.numel() * topk, device=ids.device, dtype=ids.dtype)
-        taken = ((number + first) % scores.size(1)).view(-1, topk)
-        theirs = scores.index_select(0, padding).gather(1, taken)
-        return found.index_copy(0, padding, theirs), ids.index_copy(0, padding, taken)
+        number = padding.unsqueeze(-1)
+        turn = torch.arange(first, first + topk, device=ids.device, dtype=ids.dtype)
+        taken = (number * topk + turn) % scores.size(1)
+        is_padding = number >= 0
+        return (
+            torch.where(is_padding, scores.gather(1, taken), found),
+            torch.where(is_padding, taken, ids),
+        )
 
     return spread

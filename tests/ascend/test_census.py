@@ -23,7 +23,7 @@ from support.family_models import FAMILY_CASES, VOCAB, write_family_model
 
 from mindspeed_rl.core.layout import EngineLayout
 
-pytestmark = pytest.mark.ascend_emul
+pytestmark = [pytest.mark.ascend_emul, pytest.mark.slow]
 
 Record = tuple[dict[Call, str], set[Call]]
 # Views, and copies to the host.

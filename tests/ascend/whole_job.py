@@ -103,12 +103,16 @@ def run(job: WholeJob, platform: str) -> Noted:
 
 
 def _prepare_fork(
-    platform: str, environ: MutableMapping[str, str], *, deterministic: bool = False
+    platform: str,
+    environ: MutableMapping[str, str],
+    *,
+    deterministic: bool = False,
+    buffer_mb: int = 0,
 ) -> list[str]:
     """The environment without the check that torch is not imported yet."""
     from mindspeed_rl.launch import bootstrap
 
-    assert not deterministic
+    assert not deterministic and not buffer_mb
     bootstrap.set_defaults(platform, environ)
     return []
 

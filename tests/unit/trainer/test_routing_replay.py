@@ -300,7 +300,9 @@ def test_padding_goes_to_all_experts_in_turn(kind: str, mode: str) -> None:
     x = torch.randn(TOKENS, 6, requires_grad=True)
     real = torch.ones(TOKENS, dtype=torch.bool)
     real[PADDING] = False
-    replay.current = Routes(real, padding=PADDING)
+    numbers = torch.full((TOKENS,), -1)
+    numbers[PADDING] = torch.arange(len(PADDING))
+    replay.current = Routes(real, padding=numbers)
     for grad in (False, True):
         with replay.update() if grad else nullcontext(), torch.set_grad_enabled(grad):
             probs, chosen = router(x)
