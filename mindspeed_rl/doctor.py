@@ -36,6 +36,8 @@ from mindspeed_rl.planning.suggestions import plan_of
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
+    from mindspeed_rl.platforms.base import Platform
+
 PROG = "mindspeed_rl.doctor"
 PREFLIGHT_S = 60.0
 _LAYOUT = "layout"
@@ -173,10 +175,9 @@ def collective_rows(
         store.set(f"looked/{world.rank}", "")
         wait_for(store, [f"looked/{rank}" for rank in range(world.size)], limit_s)
         platform = select_platform(platform_name)
-        machine.bind_device(platform)
+        if refused := _refused_devices(store, world, platform, limit_s):
+            return [*found, *refused]
         dist.init_process_group(platform.backend, timeout=timedelta(seconds=4 * limit_s))
-    except UsageError as error:  # no device, which another row reports
-        return [*found, red("collectives", f"not tried: {error}", "mend the rows above first")]
     except (RuntimeError, ValueError) as error:
         what = f"ranks do not meet: {str(error).partition(chr(10))[0]}"
         return [*found, red("collectives", what, _MEETING)]
@@ -185,6 +186,23 @@ def collective_rows(
     found += Preflight(world, platform, store, groups, limit_s).run()
     dist.destroy_process_group()
     return found
+
+
+def _refused_devices(
+    store: Store, world: bootstrap.World, platform: Platform, limit_s: float
+) -> list[DoctorRow]:
+    """Bind every rank to its device; return the rows of those that cannot be. Collective."""
+    from mindspeed_rl.launch.preflight import wait_for
+
+    error = ""
+    try:
+        machine.bind_device(platform)
+    except UsageError as refusal:
+        error = str(refusal)
+    store.set(f"bound/{world.rank}", error)
+    keys = wait_for(store, [f"bound/{rank}" for rank in range(world.size)], limit_s)
+    texts = dict.fromkeys(store.get(key).decode() for key in keys)
+    return [red("devices", text, "mend it, then ask again") for text in texts if text]
 
 
 def rows_of_other_nodes(

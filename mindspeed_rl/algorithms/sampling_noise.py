@@ -21,6 +21,9 @@ import torch
 
 _KEYS = 3
 _TABLE_SEED = 20  # of the constants of tokens
+# fp32 rounds the largest integers up to 2^31, which would give infinite noise; smaller ones keep
+# their noise.
+_TO_UNIT = 2.0**-31 * (1 - 2.0**-24)
 
 
 def draw_keys(seeds: Sequence[int], draws: Sequence[int]) -> torch.Tensor:
@@ -42,7 +45,7 @@ def _token_constants(size: int, device: torch.device) -> torch.Tensor:
 
 
 def exponential_noise(keys: torch.Tensor, size: int) -> torch.Tensor:
-    """Return noise of the standard exponential distribution: [n, size] fp32, above 0.
+    """Return noise of the standard exponential distribution: [n, size] fp32, from 2^-31 to 17.
 
     Args:
         keys: [3, n, 1] int32, see :func:`draw_keys`, on the device of the noise.
@@ -51,4 +54,4 @@ def exponential_noise(keys: torch.Tensor, size: int) -> torch.Tensor:
     first, second = _token_constants(size, keys.device)
     a, b, e = keys
     bits = torch.bitwise_xor(first, a).mul_(b).bitwise_xor_(second).mul_(e)
-    return bits.float().abs_().mul_(-(2.0**-31)).log1p_().neg_()
+    return bits.float().abs_().mul_(-_TO_UNIT).log1p_().neg_()

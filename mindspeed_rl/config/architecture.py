@@ -18,6 +18,8 @@ def model_config(checkpoint: str, flag: str, *, files: bool) -> dict[str, Any]:
     Without ``files`` only the architecture counts: the path may be the file itself, and a quantised
     checkpoint (the published DeepSeek) is read like its bfloat16 form.
     """
+    if not checkpoint:
+        raise UsageError(f"{flag} is required: give a Hugging Face model directory")
     config = read_hf_config(checkpoint, or_file=not files, flag=flag)
     return config if files else {k: v for k, v in config.items() if k != "quantization_config"}
 

@@ -206,10 +206,13 @@ def parse(
     rest, engine_options = take_engine_options(argv) if takes_options else (list(argv), {})
     parser = build_parser(run_type, prog)
     use = _classified(run_type, rest, parser, foreign_flags())
-    refused = _problems(use, run_type)
+    refused: list[str] = _problems(use, run_type)
     if refused and not keep_refused:
         raise UsageError("; ".join(refused))
-    built = _built(run_type, use, parser)
+    try:
+        built = _built(run_type, use, parser)
+    except UsageError as error:
+        raise UsageError("; ".join([*refused, str(error)])) from None
     if engine_options:
         built["engine_options"] = engine_options
     flags = _by_spelling(run_type)

@@ -145,7 +145,8 @@ class PromptConfig:
     prompt_cache_path: str = flag(
         "",
         "Folder for tokenised prompts, best on a disk of the node, whose ranks share them; empty "
-        "takes mindspeed_rl/prompts in the user's cache folder. It may be emptied between runs.",
+        "takes mindspeed_rl/prompts/HOST in the user's cache folder. It may be emptied between "
+        "runs.",
     )
     max_prompt_length: int = flag(
         512, "Longest prompt, in tokens; longer ones are left out, counted and reported.", minimum=1

@@ -20,21 +20,24 @@ def file_lock(
 
     Args:
         path: File of the lock; it is made where it is missing, and stays.
-        limit_s: Longest wait for another holder, in seconds.
+        limit_s: Longest wait without a new note of another holder, in seconds.
         on_wait: Called again and again while waiting, with the holder's latest note.
 
     Yields:
         A function that leaves a note, of up to 200 bytes, for those who wait.
 
     Raises:
-        TimeoutError: another process held the lock for ``limit_s``; the text is its note.
+        TimeoutError: another process held the lock and left no new note for ``limit_s``; the text
+            is its last one.
         OSError: the file cannot be made, or its file system has no locks.
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        end = time.monotonic() + limit_s
+        end, last = 0.0, None
         while not _taken(file):
             note = os.pread(file, 200, 0).decode(errors="replace").strip()
+            if note != last:
+                end, last = time.monotonic() + limit_s, note
             if time.monotonic() > end:
                 raise TimeoutError(note)
             on_wait(note)

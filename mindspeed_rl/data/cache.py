@@ -6,10 +6,12 @@ that describes it. The description is written last, so an entry has one or is no
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import mmap
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -49,9 +51,9 @@ class RowCache:
     """Where tokenised rows are kept, and how long a process waits for another one's.
 
     Attributes:
-        folder: Folder of the entries; empty: ``mindspeed_rl/prompts`` in the user's cache folder
-            (``XDG_CACHE_HOME``, else ``~/.cache``).
-        limit_s: Longest wait for another process, in seconds.
+        folder: Folder of the entries; empty: ``mindspeed_rl/prompts/HOST`` in the user's cache
+            folder (``XDG_CACHE_HOME``, else ``~/.cache``), which nodes may share.
+        limit_s: Longest wait for another process that makes no progress, in seconds.
         progress: Whether to show a bar on a terminal (one rank should).
     """
 
@@ -71,7 +73,7 @@ class RowCache:
             flag: Flag and value that ask for the rows, for messages.
 
         Raises:
-            UsageError: the folder cannot be used, or another process takes longer than
+            UsageError: the folder cannot be used, or another process makes no progress for
                 ``limit_s``; and what ``build`` raises.
         """
         folder = self._folder()
@@ -83,9 +85,9 @@ class RowCache:
             return _mapped(rows, facts)
         except TimeoutError as error:
             raise UsageError(
-                f"{flag}: for {self.limit_s:g} s (--phase-timeout-s) another process has been "
-                f"tokenising the prompts ({error}), with the lock {facts}.lock; raise the limit, "
-                "or end that process if it hangs"
+                f"{flag}: another process has been tokenising the prompts ({error}), with the lock "
+                f"{facts}.lock, and for {self.limit_s:g} s (--phase-timeout-s) no row was added; "
+                "raise the limit, or end that process if it hangs"
             ) from error
         except OSError as error:
             raise UsageError(
@@ -97,7 +99,7 @@ class RowCache:
         if self.folder:
             return Path(self.folder)
         base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        return Path(base, "mindspeed_rl", "prompts")
+        return Path(base, "mindspeed_rl", "prompts", socket.gethostname())
 
     def _make(self, rows: Path, facts: Path, build: Build) -> None:
         from tqdm import tqdm
@@ -121,7 +123,7 @@ class RowCache:
                     flush=True,
                 )
             facts.unlink(missing_ok=True)
-            for left in rows.parent.glob(f".{rows.stem}.tmp-*"):
+            for left in rows.parent.glob(f".{glob.escape(rows.stem)}.tmp-*"):
                 left.unlink()  # by a process that was killed
             with (
                 tqdm(desc="prompts", unit="row", delay=1, disable=shown) as bar,
@@ -130,7 +132,7 @@ class RowCache:
 
                 def on_rows(done: int) -> None:
                     bar.update(done - bar.n)
-                    tell(f"process {os.getpid()}, rows: {done}")
+                    tell(f"process {os.getpid()} on {socket.gethostname()}, rows: {done}")
 
                 on_rows(0)
                 found = build(partial, on_rows)

@@ -140,7 +140,7 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     libraries; for a template that asks for the date, today's as well.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
+    rules = backend.to_str() if backend is not None else _files_of(tokenizer)
     template = getattr(tokenizer, "chat_template", None)
     settings = {
         name: value
@@ -157,6 +157,17 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
         date.today().isoformat() if "strftime_now" in str(template) else "",
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _files_of(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """Return the vocabulary, and digests of the files, of a tokenizer that is written in Python."""
+    found: list[Any] = sorted(tokenizer.get_vocab().items())
+    for name in sorted(tokenizer.vocab_files_names):
+        path = getattr(tokenizer, name, None) or tokenizer.init_kwargs.get(name)
+        if path and os.path.isfile(path):
+            with open(path, "rb") as file:
+                found.append((name, hashlib.file_digest(file, "sha256").hexdigest()))
+    return found
 
 
 def check_token_ids(where: str, token_ids: Sequence[int], vocab_size: int) -> None:

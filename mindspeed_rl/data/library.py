@@ -75,7 +75,7 @@ def _content_digest(source: DataSource, place: Path) -> str:
 def library_rows(source: DataSource, flag: str) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of a data set as plain Python values; nothing is copied to disk.
 
-    All values of ``.csv`` are text.
+    All values of a ``.csv`` file are text; in a folder the library decides their types.
 
     Raises:
         UsageError: the data set lacks the split or subset, or the library cannot read it.
@@ -90,8 +90,10 @@ def library_rows(source: DataSource, flag: str) -> Iterator[Mapping[str, Any]]:
         yield from _open(source, flag, place)
     except UsageError:
         raise
-    except (ValueError, OSError, TypeError, datasets.exceptions.DatasetsError) as error:
-        # Errors of pyarrow and pandas are ValueErrors or OSErrors.
+    except (
+        *(ValueError, OSError, TypeError, KeyError, NotImplementedError),  # pyarrow's and pandas'
+        datasets.exceptions.DatasetsError,
+    ) as error:
         raise UsageError(
             f"{flag} {source.text}: the datasets library cannot read it: {_first_line(error)} "
             "Mend it, or give another one"
@@ -105,10 +107,9 @@ def _open(source: DataSource, flag: str, place: Path) -> Dataset | IterableDatas
         how: dict[str, Any] = {}
         if place.suffix == ".csv":
             # Else "007" would become the number 7, and "NA" a missing value.
-            with place.open(newline="") as file:
-                columns = next(csv.reader(file), [])
+            columns = _csv_columns(source, flag, place)
             text = datasets.Features({name: datasets.Value("string") for name in columns})
-            how = {"features": text, "keep_default_na": False}
+            how = {"features": text, "keep_default_na": False, "index_col": False}
         found: IterableDataset = datasets.load_dataset(
             _BUILDERS[place.suffix], data_files=str(place), split="train", streaming=True, **how
         )
@@ -134,6 +135,24 @@ def _open(source: DataSource, flag: str, place: Path) -> Dataset | IterableDatas
             f"{source.subset}{'/' if source.subset else ''}{sorted(parts)[0]}"
         )
     return parts[split]
+
+
+def _csv_columns(source: DataSource, flag: str, place: Path) -> list[str]:
+    """Return the columns of a file's header.
+
+    Raises:
+        UsageError: Names repeat, or the first row has more fields.
+    """
+    with place.open(newline="", encoding="utf-8-sig") as file:
+        rows = csv.reader(file)
+        columns, first = next(rows, []), next(rows, [])
+    if len(set(columns)) < len(columns) or len(first) > len(columns):
+        raise UsageError(
+            f"{flag} {source.text}: the header has the columns {', '.join(columns)}, the first row "
+            f"{len(first)} fields; give each field a column with a name of its own, and quote "
+            "fields with commas"
+        )
+    return columns
 
 
 def _first_line(error: BaseException) -> str:

@@ -12,6 +12,7 @@ import mmap
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _FORMAT = 1  # of the cache's entries: a change of what is written here makes them anew
 _DIGEST_BYTES = 16
+_LONGEST_EPOCH = 100  # times the prompts of all sets
 _READS = 64  # after which pages are given back; the system maps up to 1 MiB for each
 _TEXT = ("utf-8", "surrogatepass")  # JSON can hold half of a surrogate pair
 
@@ -202,7 +204,9 @@ def load_prompts(
     source = DataSource.parse(str(path), flag)
     encoder = PromptEncoder(tokenizer, prompt_key, apply_chat_template)
     limits = (max_prompt_length, vocab_size, prompt_key, answer_key, apply_chat_template)
-    what = [_FORMAT, content_digest(source, flag), tokenizer_identity(tokenizer), *limits]
+    readers = [version(name) for name in ("datasets", "pyarrow")]
+    content = content_digest(source, flag)
+    what = [_FORMAT, readers, content, tokenizer_identity(tokenizer), *limits]
     stored = (cache or RowCache()).open(
         Path(source.place).stem,
         hashlib.sha256(json.dumps(what).encode()).hexdigest(),
@@ -248,6 +252,12 @@ def blend(
     if weights is not None:
         longest = max(size / weight for size, weight in zip(sizes, weights, strict=True))
         counts = [max(size, round(w * longest)) for size, w in zip(sizes, weights, strict=True)]
+        if sum(counts) > _LONGEST_EPOCH * sum(sizes):
+            raise UsageError(
+                f"--prompt-data: with these weights an epoch has {sum(counts)} prompts, more than "
+                f"{_LONGEST_EPOCH} times the {sum(sizes)} there are; give small sets smaller "
+                "weights, or take rows out of the large ones"
+            )
         starts = np.cumsum([0, *sizes[:-1]])
         rows = np.concatenate(
             [

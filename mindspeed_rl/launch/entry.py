@@ -18,7 +18,15 @@ from mindspeed_rl.config.launch import LaunchConfig, check_launch
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.launch.failures import USAGE_ERROR, WatchdogSettings, report_usage_error
-from mindspeed_rl.launch.job import Job, Plan_co, plan_run, predict, prepare_rank, run_job
+from mindspeed_rl.launch.job import (
+    Job,
+    Plan_co,
+    plan_run,
+    predict,
+    prepare_rank,
+    run_job,
+    tell_other_nodes,
+)
 
 # How long the other ranks of a node wait until the first one has reported a mistake that all of
 # them see. With several nodes it imports torch to report it to them, too.
@@ -105,12 +113,10 @@ def _usage_error(
     """
     several_nodes = world.local_size < world.size and "MASTER_ADDR" in os.environ
     if world.local_rank != 0:
-        time.sleep(FIRST_RANK_OF_NODES_S if several_nodes else FIRST_RANK_S)
+        has_torch = several_nodes or "torch" in sys.modules  # ranks import it at their own pace
+        time.sleep(FIRST_RANK_OF_NODES_S if has_torch else FIRST_RANK_S)
     report_usage_error(f"{prog}: error: {error}")
     if several_nodes:
-        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # the mistake may be what torch loads
         bootstrap.quiet_libraries()
-        from mindspeed_rl.launch.failure_store import publish_usage_error
-
-        publish_usage_error(world, str(error), settings)
+        tell_other_nodes(world, error, settings)
     sys.exit(USAGE_ERROR)

@@ -171,6 +171,14 @@ def run_job(
         watchdog.fail(error)
 
 
+def tell_other_nodes(world: bootstrap.World, error: UsageError, settings: WatchdogSettings) -> None:
+    """Publish a mistake that this rank found before it joined the other nodes. Local."""
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # the mistake may be what torch loads
+    from mindspeed_rl.launch.failure_store import publish_usage_error
+
+    publish_usage_error(world, str(error), settings)
+
+
 def ignored_flags(parsed: ParsedArguments[Any], platform: Platform) -> tuple[str, ...]:
     """Return the flags that were accepted but have no effect, or none on this device."""
     obeyed = platform.transformer_features().obeys_kernel_flags

@@ -39,6 +39,7 @@ TAKEN_BYTES = 4 * 2**30
 """Memory of an NPU that may be in use before a run: contexts of the other ranks take about 2 GiB of
 the first device."""
 _OCCUPIED = 87  # the driver's code for devices that another container holds
+_DRIVER = "mount it into the container: -v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro"
 _SOURCE = "source /usr/local/Ascend/ascend-toolkit/set_env.sh (or .../cann/set_env.sh)"
 # What CANN's codes mean where a device is opened, and what to do.
 _CODES = {
@@ -115,8 +116,11 @@ def import_torch_npu(environ: Mapping[str, str]) -> None:
     try:
         import torch_npu  # noqa: F401
     except (ImportError, OSError, RuntimeError) as error:
-        loaded = environ.get("ASCEND_TOOLKIT_HOME") or environ.get("ASCEND_HOME_PATH")
-        fix = "install the versions of mindspeed_rl/versions.cfg" if loaded else _SOURCE
+        fix = "install the versions of mindspeed_rl/versions.cfg"
+        if not (environ.get("ASCEND_TOOLKIT_HOME") or environ.get("ASCEND_HOME_PATH")):
+            fix = _SOURCE
+        elif "libascend_hal" in str(error):
+            fix = f"the driver is not there; {_DRIVER}"
         raise UsageError(
             f"--platform npu: torch_npu does not load: {_first_line(error)}; {fix}; "
             "python -m mindspeed_rl.doctor --platform npu names what is missing"
@@ -148,7 +152,7 @@ def _check_count(facts: Facts) -> None:
         return
     name = VISIBLE_DEVICES["npu"]
     if driver_code() == _OCCUPIED or gather("npu", facts.environ).held:
-        raise UsageError(f"--platform npu: {HELD} (driver code {_OCCUPIED}); {HELD_FIX}")
+        raise UsageError(f"--platform npu: {HELD}; {HELD_FIX}")
     what = f"--platform npu: {ranks} ranks on this node, and CANN sees {count} devices"
     if (given := facts.environ.get(name)) is not None:
         raise UsageError(

@@ -34,7 +34,13 @@ from mindspeed_rl.launch.failures import (
     WatchdogSettings,
     lost_failure,
 )
-from mindspeed_rl.launch.job import Checked, plan_run, prepare_rank, run_job
+from mindspeed_rl.launch.job import (
+    Checked,
+    plan_run,
+    prepare_rank,
+    run_job,
+    tell_other_nodes,
+)
 from mindspeed_rl.planning.run_plan import RLPlan, plan_rl
 from mindspeed_rl.rewards.worker_process import worker_environment
 
@@ -116,9 +122,7 @@ class RankActor:
             checked = plan_run(parsed, plan_rl, world.size)
             notes = prepare_rank(checked)
         except UsageError as error:
-            from mindspeed_rl.launch.failure_store import publish_usage_error
-
-            publish_usage_error(world, str(error), command.settings)
+            tell_other_nodes(world, error, command.settings)
             return
         main = pkgutil.resolve_name(f"{command.prog}:main")
         run_job(command.prog, checked, world, main, command.settings, notes)

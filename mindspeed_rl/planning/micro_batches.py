@@ -89,8 +89,8 @@ class PackingRules:
             context parallelism cuts it into.
         count_multiple: The number of micro-batches is rounded up to a multiple of this, with empty
             ones.
-        fewest: A rank has at least so many micro-batches where it has so many samples: with fewer
-            than there are pipeline stages, stages idle.
+        fewest: A rank has at least so many micro-batches, empty ones included, where it has so
+            many samples: with fewer than there are pipeline stages, stages idle.
         equal_lengths: Whether all rows of an optimizer step are padded to the longest.
         cost: Work of a sequence; all ranks get equal amounts of work.
     """

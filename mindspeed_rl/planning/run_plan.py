@@ -106,17 +106,23 @@ class RLPlan(RunPlan):
 
 
 def longest_sequence(config: TrainingRunConfig | ScoreRunConfig, plan: RunPlan) -> int:
-    """Return the tokens of the longest sequence that a run trains on; 0: its flags do not say."""
+    """Return the tokens of the longest sequence of a run; 0: its flags do not say."""
+    if isinstance(plan, ScorePlan):
+        return 0  # given sequences are as long as the model allows
     return plan.max_model_len if isinstance(plan, RLPlan) else config.train.seq_length
 
 
 def needs_equal_lengths(config: TrainingRunConfig | ScoreRunConfig, plan: RunPlan) -> bool:
     """Whether the micro-batches of an optimizer step need one length.
 
-    The dispatcher that gathers the tokens of all ranks takes equally many from each.
+    The dispatcher that gathers the tokens of all ranks takes equally many from each, and all models
+    of a run have the same micro-batches.
     """
+    models = [plan.megatron]
+    if isinstance(plan, RLPlan):
+        models += [model for model in (plan.critic, plan.reward_model) if model is not None]
     gathers = config.kernels.moe_token_dispatcher_type == "allgather"
-    return gathers and bool(plan.spec.expert_layers)
+    return gathers and any(model.spec.moe is not None for model in models)
 
 
 def run_packing(config: TrainingRunConfig | ScoreRunConfig, plan: RunPlan) -> PackingRules:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,10 +16,12 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.cache import RowCache
 from mindspeed_rl.data.prompts import PromptDataset, blend, load_prompts
 from mindspeed_rl.environments import EnvironmentRunner, LocalRunner, RayRunner, resolve_environment
+from mindspeed_rl.launch.failures import rank_ranges
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.jsonl import JsonlWriter
 from mindspeed_rl.metrics.telemetry import named_phase, open_logger, open_timer
 from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rewards import RewardSpec
 from mindspeed_rl.rewards.ray_pool import make_reward_pool
@@ -237,7 +240,11 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, plan: RLPlan) -> tuple[in
 
 
 def _prompt_data(job: Job[RLRunConfig, RLPlan], tokenizer: PreTrainedTokenizerBase) -> PromptData:
-    """Load the data sets. Local, but ranks of a node wait for the one that tokenises."""
+    """Load the data sets, the same on all ranks. Collective: the world.
+
+    Raises:
+        UsageError: A data set is broken, or ranks have other prompts.
+    """
     config = job.config
     cache = RowCache(
         config.prompts.prompt_cache_path,
@@ -245,7 +252,28 @@ def _prompt_data(job: Job[RLRunConfig, RLPlan], tokenizer: PreTrainedTokenizerBa
         progress=job.world.rank == 0,
     )
     prompts, held_out = load_data(config.prompts, tokenizer, job.plan.spec, cache)
+    mine = {"--prompt-data": prompts.fingerprint}
+    mine |= {eval_flag(name): dataset.fingerprint for name, dataset in held_out.items()}
+    refuse_different_prompts(gather_objects(mine))
     return PromptData(tokenizer, prompts, held_out)
+
+
+def refuse_different_prompts(fingerprints: Sequence[Mapping[str, str]]) -> None:
+    """Refuse prompts that are not the same on all ranks: each plans and trains with its own copy.
+
+    Args:
+        fingerprints: Per rank, flag -> fingerprint of its data set.
+
+    Raises:
+        UsageError: Some differ; the message names flag and ranks.
+    """
+    for flag, expected in fingerprints[0].items():
+        other = [rank for rank, found in enumerate(fingerprints) if found[flag] != expected]
+        if other:
+            raise UsageError(
+                f"{flag}: the prompts of ranks {rank_ranges(other)} differ from those of rank 0; "
+                "give all nodes the same files, revision, tokenizer and time zone"
+            )
 
 
 def load_data(

@@ -42,10 +42,14 @@ class PlannedCommunicator(P2PCommunicator):
     ) -> tuple[list[int], list[int]]:
         """Return the shapes of the next activations and of the next gradients to receive."""
         nothing = [0, 0, 0]
-        return (
-            next(self._forward) if recv_prev else nothing,
-            next(self._backward) if recv_next else nothing,
-        )
+        forward = next(self._forward, None) if recv_prev else nothing
+        backward = next(self._backward, None) if recv_next else nothing
+        if forward is None or backward is None:
+            raise RuntimeError(
+                "megatron-core's schedule receives more tensors than the micro-batches of this "
+                "pass have"
+            )
+        return forward, backward
 
 
 def received(num_micro_batches: int, stage: int, pp: int, vpp: int) -> tuple[list[int], list[int]]:

@@ -18,9 +18,13 @@ from mindspeed_rl.launch import bootstrap
 
 
 def _prepare(
-    platform: str, environ: MutableMapping[str, str], *, deterministic: bool = False
+    platform: str,
+    environ: MutableMapping[str, str],
+    *,
+    deterministic: bool = False,
+    buffer_mb: int = 0,
 ) -> list[str]:
-    assert platform == "cpu" and not deterministic
+    assert platform == "cpu" and not deterministic and not buffer_mb
     bootstrap.set_defaults(platform, environ)
     return []
 

@@ -77,11 +77,13 @@ def graph_tuning(
         environ: Environment of the run.
     """
     eager = replace(tuning, rollout_graph_mode="eager")
+    unused = " (so --rollout-graph-sizes is not used)" if tuning.rollout_graph_sizes else ""
     if environ.get("ASCEND_LAUNCH_BLOCKING", "0") == "1":
-        return eager, "ASCEND_LAUNCH_BLOCKING=1 excludes graphs"
+        return eager, f"ASCEND_LAUNCH_BLOCKING=1 excludes graphs{unused}"
     if dp > 1 and _overwrites_cache():
         return eager, (
-            "in vllm-ascend 0.23.0 graphs exclude --rollout-dp above 1; install 0.23.0.post1"
+            f"in vllm-ascend 0.23.0 graphs exclude --rollout-dp above 1{unused}; install "
+            "0.23.0.post1"
         )
     sizes = tuning.rollout_graph_sizes or AUTO
     graphs = replace(tuning, rollout_graph_mode="full-decode", rollout_graph_sizes=sizes)

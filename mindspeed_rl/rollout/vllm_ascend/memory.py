@@ -162,6 +162,8 @@ class PoolMemory:
         size = sum(map(len, spans))
         buffer = self._buffers.get(ptr)
         if buffer is None or buffer.numel() != size:
+            del buffer
+            self._buffers.pop(ptr, None)  # freed before the next is allocated
             buffer = self._buffers[ptr] = self._platform.host_buffer(size)
         self._spans[ptr] = spans
         for at, span in _places(spans):

@@ -60,13 +60,13 @@ def draw_in_batches(device: torch.device) -> None:
 def _drawn_at_once(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def random_sample(probs: torch.Tensor, generators: dict[int, torch.Generator]) -> torch.Tensor:
         count, size = probs.shape
-        if len(generators) != count:  # requests without a seed: the engine's own dummy batches
+        if not generators:  # a dummy batch
             return original(probs, generators)
-        rows = [generators[i] for i in range(count)]
-        offsets = [generator.get_offset() for generator in rows]
-        keys = draw_keys([generator.initial_seed() for generator in rows], offsets)
-        for generator, offset in zip(rows, offsets, strict=True):
-            generator.set_offset(offset + _OFFSET_OF_A_DRAW)
+        seeds, offsets = [0] * count, [0] * count  # of greedy requests, whose tokens are not used
+        for row, generator in generators.items():
+            seeds[row], offsets[row] = generator.initial_seed(), generator.get_offset()
+            generator.set_offset(offsets[row] + _OFFSET_OF_A_DRAW)
+        keys = draw_keys(seeds, offsets)
         keys = keys.pin_memory().to(probs.device, non_blocking=True)
         return probs.div_(exponential_noise(keys, size)).argmax(dim=-1).view(-1)
 

@@ -7,7 +7,11 @@ import math
 import pytest
 import torch
 
-from mindspeed_rl.algorithms.sampling_noise import draw_keys, exponential_noise
+from mindspeed_rl.algorithms.sampling_noise import (
+    _token_constants,
+    draw_keys,
+    exponential_noise,
+)
 from mindspeed_rl.rollout.vllm_ascend import sampling
 
 DRAWS = 100_000
@@ -30,6 +34,16 @@ def assert_counts(counts: torch.Tensor, expected: torch.Tensor) -> None:
     assert cells == expected.numel() and float(expected.min()) > 20
     statistic = float(((counts - expected) ** 2 / expected).sum())
     assert abs(statistic - (cells - 1)) < 5 * math.sqrt(2 * (cells - 1)), statistic
+
+
+@pytest.mark.parametrize("product", [1, 2**31 - 1, -(2**31 - 1)])
+def test_the_largest_and_smallest_noise_are_finite_and_above_0(product: int) -> None:
+    """Products of which fp32 rounds to 2^31, and the smallest one."""
+    first, second = (int(table[0]) for table in _token_constants(1, torch.device("cpu")))
+    last = product * pow((first ^ 1) ^ second, -1, 2**32) % 2**32
+    keys = torch.tensor([1, 1, last - 2**32 * (last >= 2**31)], dtype=torch.int32)
+    found = float(exponential_noise(keys.view(3, 1, 1), 1))
+    assert found == pytest.approx(2.0**-31 if product == 1 else 24 * math.log(2), rel=1e-6)
 
 
 @streams
