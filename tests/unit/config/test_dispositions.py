@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from support.checked_runs import check_rl_run, write_inputs
 
 from mindspeed_rl.config import RLRunConfig
@@ -50,3 +51,9 @@ def test_the_start_of_a_run_prints_them(tmp_path, capsys):
 
 def print_lines(*lines):
     print("\n".join(lines))
+
+
+def test_a_malformed_value_does_not_hide_what_is_refused():
+    flags = [*FLAGS.split(), "--o2-optimizer", "--micro-batch-size", "x"]
+    with pytest.raises(ValueError, match=r"--o2-optimizer.*--micro-batch-size"):
+        parse(RLRunConfig, flags, "test", keep_refused=True)

@@ -196,7 +196,7 @@ def test_waiting_has_a_limit_and_shows_how_far_the_other_is(load: Any, tmp_path:
     with file_lock(Path(f"{entry.with_suffix('.json')}.lock"), 0.0, refused) as tell:
         tell("process 77, rows: 1024")
         cache = RowCache(str(tmp_path / "cache"), limit_s=0.3)
-        told = r"--prompt-data .*a\.jsonl: for 0.3 s \(--phase-timeout-s\).*process 77, rows: 1024"
+        told = r"--prompt-data .*a\.jsonl: .*process 77, rows: 1024.* 0.3 s \(--phase-timeout-s\)"
         with pytest.raises(UsageError, match=told):
             load(cache=cache)
     assert list(load(cache=cache))

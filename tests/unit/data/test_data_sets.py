@@ -18,6 +18,7 @@ from mindspeed_rl.config import PromptConfig
 from mindspeed_rl.core.data_source import DataSource
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.cache import RowCache
+from mindspeed_rl.data.library import library_rows
 from mindspeed_rl.data.prompts import PromptDataset, blend, load_prompts
 from mindspeed_rl.data.rows import read_rows
 
@@ -208,3 +209,31 @@ def test_weights_are_shares_of_an_epoch(tmp_path: Path) -> None:
     assert list(both.num_tokens()) == [len(prompt.token_ids) for prompt in both]
     assert len(list(both.questions())) == 13
     assert "13 of 13 prompts; 32 in an epoch" in both.report()
+
+
+def test_weights_that_make_an_endless_epoch_are_refused(tmp_path: Path) -> None:
+    a, b = load(tmp_path, "a", 8), load(tmp_path, "b", 5)
+    with pytest.raises(ValueError, match=r"--prompt-data: .* 8008 prompts, more than 100 times"):
+        blend([a, b], [0.001, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("id,prompt,answer\n1,What is 1 + 1?,2,x\n", "first row 4 fields"),
+        ("prompt,prompt\nq,a\n", "columns prompt, prompt"),
+    ],
+)
+def test_a_csv_whose_fields_would_shift_is_refused(text: str, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "shifted.csv"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=told):
+        list(library_rows(DataSource.parse(str(file), "--prompt-data"), "--prompt-data"))
+
+
+def test_a_csv_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    """As Excel writes it."""
+    file = tmp_path / "excel.csv"
+    file.write_text("prompt,answer\nq,007\n", encoding="utf-8-sig")
+    source = DataSource.parse(str(file), "--prompt-data")
+    assert list(library_rows(source, "--prompt-data")) == [{"prompt": "q", "answer": "007"}]

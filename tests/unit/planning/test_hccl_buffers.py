@@ -14,7 +14,7 @@ from mindspeed_rl.config.npu import group_buffers
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.groups import MEGATRON_GROUPS
 from mindspeed_rl.diagnosis.rows import Status
-from mindspeed_rl.launch import bootstrap
+from mindspeed_rl.launch import bootstrap, job
 from mindspeed_rl.launch.job import npu_setup_of, sized_for_npu
 from mindspeed_rl.planning.budget import machine_on
 from mindspeed_rl.planning.findings import find_out
@@ -92,6 +92,28 @@ def test_too_little_is_refused_with_what_is_needed(
     _, rows = doctor.layout_rows(parsed().config, "npu", bootstrap.World(0, WORLD, 0, 16))
     assert [row.status for row in rows] == [Status.NOTE, Status.RED]
     assert str(NEEDED_MB) in rows[1].what
+
+
+def test_a_start_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned, set before torch_npu is imported, and told; so is the mode of graphs."""
+    given: dict[str, Any] = {}
+
+    def prepare(platform: str, environ: Any, **settings: Any) -> list[str]:
+        given.update(settings)
+        return ["a note on the environment"]
+
+    monkeypatch.setattr(
+        job, "check_model_flags", lambda *_, **__: None
+    )  # config.json alone is here
+    monkeypatch.setattr(bootstrap, "prepare_environment", prepare)
+    monkeypatch.setattr(job.machine, "check_machine", lambda *_: None)
+    checked = job.plan_run(parsed("--npu-deterministic"), plan_of, WORLD)
+    notes = job.prepare_rank(checked)
+    assert given == {"deterministic": True, "buffer_mb": NEEDED_MB}
+    assert checked.parsed.config.engine.rollout_graph_mode == "full-decode"
+    assert checked.setup is not None and checked.setup.group_buffers_mb["pp"] == 200
+    assert notes[0] == "a note on the environment"
+    assert any("--rollout-graph-mode auto is full-decode" in note for note in notes)
 
 
 def test_dry_run_and_doctor_say_it() -> None:

@@ -121,3 +121,12 @@ def test_the_data_is_checked_once_per_node(
     job = make_run(tmp_path, FLAGS).parts.job
     build.build_components(replace(job, world=replace(job.world, local_rank=local_rank)))
     assert checked == ([PROMPTS] if local_rank == 0 else [])
+
+
+def test_ranks_with_other_prompts_are_refused() -> None:
+    """A rank plans and trains with its own copy of them."""
+    same = {"--prompt-data": "a", "--eval-prompt-data": "b"}
+    build.refuse_different_prompts([same, same])
+    others = [same, same | {"--eval-prompt-data": "c"}, same, same | {"--eval-prompt-data": "d"}]
+    with pytest.raises(ValueError, match=r"^--eval-prompt-data: the prompts of ranks 1, 3 differ"):
+        build.refuse_different_prompts(others)
