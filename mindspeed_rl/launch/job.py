@@ -92,7 +92,7 @@ def predict(parsed: ParsedArguments[Any], environment: Mapping[str, str]) -> int
     """Run the dry run of an entry and return its exit code.
 
     Raises:
-        UsageError: As of :func:`plan_run`: what a start refuses for its flags, a dry run does, too.
+        UsageError: As of :func:`plan_run`, but for what depends on this machine.
     """
     from mindspeed_rl.planning.dry_run import dry_run
     from mindspeed_rl.planning.findings import world_size

@@ -102,9 +102,8 @@ def test_a_start_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
         given.update(settings)
         return ["a note on the environment"]
 
-    monkeypatch.setattr(
-        job, "check_model_flags", lambda *_, **__: None
-    )  # config.json alone is here
+    # There is no checkpoint, only its config.json.
+    monkeypatch.setattr(job, "check_model_flags", lambda *_, **__: None)
     monkeypatch.setattr(bootstrap, "prepare_environment", prepare)
     monkeypatch.setattr(job.machine, "check_machine", lambda *_: None)
     checked = job.plan_run(parsed("--npu-deterministic"), plan_of, WORLD)
