@@ -133,7 +133,7 @@ def test_other_optimizers_resume_to_the_bit(flags: tuple[str, ...] | None, tmp_p
 @needs_mindspeed
 def test_swapped_state_moves_to_another_layout(swapped: Runs) -> None:
     """From two data-parallel ranks to two tensor-parallel ones."""
-    model, root, whole = swapped("qwen2")
+    model, root, whole = swapped("qwen2-tied")
     flags = ("--bf16", *SWAPPED, *TP2)
     rest = resumed(root, model, flags, "other", False, features={"flags": flags})
     assert_same_tensors(root, "other")
