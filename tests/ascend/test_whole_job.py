@@ -74,13 +74,16 @@ class Way:
     flags: tuple[str, ...] = ()
 
 
+BESIDE_MINDSPEED = [needs_mindspeed, pytest.mark.slow]
+SWAPPED = ("--swap-optimizer", "--swap-optimizer-times", "3")
 WAYS = [
-    pytest.param(Way("qwen3_moe"), id="qwen3_moe"),
-    pytest.param(Way("qwen2"), id="qwen2", marks=pytest.mark.slow),
-    pytest.param(Way("deepseek_v3"), id="deepseek_v3", marks=pytest.mark.slow),
+    *(pytest.param(Way(family), id=family, marks=pytest.mark.slow) for family in LAYOUTS),
     *(
-        pytest.param(Way(f, True), id=f"{f}-mindspeed", marks=[needs_mindspeed, pytest.mark.slow])
-        for f in ("qwen2", "qwen3_moe", "deepseek_v3")
+        pytest.param(Way(family, True), id=f"{family}-mindspeed", marks=BESIDE_MINDSPEED)
+        for family in LAYOUTS
+    ),
+    pytest.param(
+        Way("qwen3_moe", True, SWAPPED), id="qwen3_moe-swapped-optimizer", marks=BESIDE_MINDSPEED
     ),
 ]
 
@@ -183,7 +186,9 @@ def test_memory_of_the_engine_leaves_while_the_trainer_trains(jobs: Jobs) -> Non
         train = {n: row[f"memory/train/{n}_bytes"] for n in ("engine_weights", "kv_cache")}
         assert train == {"engine_weights": 0.0, "kv_cache": 0.0}
         assert row["memory/rollout/engine_weights_bytes"] > 0.0
-        assert row["memory/rollout/parameters_bytes"] == row["memory/rollout/optimizer_bytes"] == 0
+        assert row["memory/rollout/parameters_bytes"] == 0.0
+        # MindSpeed's swapped state has no owner here
+        assert row.get("memory/rollout/optimizer_bytes", 0.0) == 0.0
 
 
 def test_a_resumed_job_goes_on_with_the_same_numbers(jobs: Jobs) -> None:
