@@ -18,9 +18,12 @@ def disposition_lines(parsed: ParsedArguments[Any], ignored: Sequence[str]) -> l
     reasons: dict[str, list[str]] = {}
     for used in parsed.without:
         reasons.setdefault(used.reason, []).append(used.typed)
+    # Several flags may share a reason: "--a, --b (reason)".
+    silent = [name for text in ignored for name in text.partition(" (")[0].split(", ")]
+    honoured = [name for name in parsed.honoured if name not in silent]
     counts = (
-        f"{len(parsed.honoured)} honoured, {len(parsed.checked_arch)} compared with the model, "
-        f"{len(ignored)} without meaning here, {len(parsed.without)} that the run goes on without"
+        f"{len(honoured)} honoured, {len(parsed.checked_arch)} compared with the model, "
+        f"{len(silent)} without meaning here, {len(parsed.without)} that the run goes on without"
     )
     lines = [f"flags: {counts}"]
     lines += [f"without {', '.join(typed)}: {reason}" for reason, typed in reasons.items()]

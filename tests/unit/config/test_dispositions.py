@@ -57,3 +57,12 @@ def test_a_malformed_value_does_not_hide_what_is_refused():
     flags = [*FLAGS.split(), "--o2-optimizer", "--micro-batch-size", "x"]
     with pytest.raises(ValueError, match=r"--o2-optimizer.*--micro-batch-size"):
         parse(RLRunConfig, flags, "test", keep_refused=True)
+
+
+def test_flags_that_are_idle_on_the_device_are_counted_once():
+    parsed = parse(
+        RLRunConfig, ["--lr", "1e-5", "--overlap-grad-reduce", "--moe-grouped-gemm"], "test"
+    )
+    idle = ["--overlap-grad-reduce, --moe-grouped-gemm (the device has no such kernels)"]
+    counts, named = disposition_lines(parsed, idle)
+    assert "1 honoured" in counts and "2 without meaning here" in counts and idle[0] in named
