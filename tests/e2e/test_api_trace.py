@@ -42,4 +42,5 @@ def test_attributes_of_objects_are_in_the_snapshot(tmp_path: Path) -> None:
         assert step["throughput/engine_ms_per_step"] > step["throughput/dp_sync_ms_per_step"] > 0
     history = json.loads((tmp_path / "out/decode_batches.json").read_text())["steps"]
     assert history and all(1 <= int(running) <= 8 for running in history)
-    assert "graph sizes: no earlier decode steps in out" in ended.output
+    assert "graph sizes 1 2 3" in ended.output
+    assert "16: no earlier decode steps in out" in ended.output

@@ -95,8 +95,8 @@ MISTAKES = {
     no_answer: r"unanswered\.jsonl:4: --answer-key 'answer' gives None.*Fix the row",
     no_reward_function: r"reward\.py.*score",
     missing_tensor: r"--hf-checkpoint incomplete.*1 of 27 tensors.*model\.norm\.weight",
-    no_such_platform: r"--platform cuda: torch sees no such device; allowed here: cpu",
-    old_versions: r"outside the matrix of cpu: megatron-core 0\.1\.0 \(needs .*setup_env\.sh",
+    no_such_platform: r"outside the matrix of cuda: vllm is not installed, ==",
+    old_versions: r"outside the matrix of cpu: megatron-core 0\.1\.0, .*setup_env\.sh",
     unknown_option: r"--vllm-max-num-seq: vLLM has no such option; nearest: --vllm-max-num-seqs",
 }
 
