@@ -20,6 +20,5 @@ MOST = 1.03
 def test_recipes_train_on_hardly_more_than_the_tokens_of_their_samples(name: str) -> None:
     found = measure(CASES[name])
     assert 1.0 <= found["now"] <= MOST
-    assert found.get("busiest_now", 1.0) <= MOST, "no expert rank gets padding that others do not"
     if name in PADDED:
         assert found["padded"] == pytest.approx(PADDED[name], rel=0.02)
