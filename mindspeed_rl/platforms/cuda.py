@@ -42,6 +42,7 @@ class CudaPlatform(AcceleratorPlatform):
             overlaps_reduction=True,
             chooses_dispatcher=True,
             exchanges_uneven_pieces=True,
+            packed_attention="varlen",
         )
 
     def profiler(self, config: ProfilerConfig, folder: Path, worker: str) -> TorchProfiler:

@@ -20,8 +20,8 @@ class TransformerFeatures:
             get to their experts by all-to-all.
         exchanges_uneven_pieces: Whether collectives take the pieces of unequal sizes that
             megatron-core sends to experts; otherwise patches make the exchange work.
-        packed_attention: The attention of packed rows, a name of
-            ``trainer.packed_attention.PACKED_ATTENTIONS``.
+        packed_attention: The kernel that attends to packed rows, a name of
+            ``attention.kernels.KERNELS``.
     """
 
     fusions: frozenset[str] = frozenset()

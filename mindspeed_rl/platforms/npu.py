@@ -40,6 +40,7 @@ class NpuPlatform(AcceleratorPlatform):
             overlaps_reduction=True,
             chooses_dispatcher=True,
             exchanges_uneven_pieces=True,
+            packed_attention="tnd",
         )
 
     def profiler(self, config: ProfilerConfig, folder: Path, worker: str) -> Profiler:

@@ -30,7 +30,7 @@ from mindspeed_rl.platforms.features import TransformerFeatures
 from mindspeed_rl.trainer.built_check import check_built
 from mindspeed_rl.trainer.latent_attention import DuplicatedLinear
 from mindspeed_rl.trainer.norm import RMSNorm
-from mindspeed_rl.trainer.packed_attention import packed_attention
+from mindspeed_rl.trainer.packed_attention import PackedSelfAttention
 from mindspeed_rl.trainer.patches import (
     expert_splits_on_host,
     uneven_collectives,
@@ -122,7 +122,7 @@ def _apply_patches(spec: ModelSpec, modules: ParamNames, features: TransformerFe
         uneven_collectives.apply()
 
 
-def layer_spec(layer: LayerSpec, modules: ParamNames, features: TransformerFeatures) -> ModuleSpec:
+def layer_spec(layer: LayerSpec, modules: ParamNames) -> ModuleSpec:
     """Return megatron-core's modules of one layer. A new kind of layer has its modules here."""
     common = {
         "num_experts": layer.moe.num_experts if layer.moe else None,
@@ -135,8 +135,7 @@ def layer_spec(layer: LayerSpec, modules: ParamNames, features: TransformerFeatu
     else:
         built = get_gpt_layer_local_spec(**common, normalization="RMSNorm")
         _set_our_norms(built, layer)
-    attention = packed_attention(features.packed_attention)
-    built.submodules.self_attention.submodules.core_attention = attention
+    built.submodules.self_attention.submodules.core_attention = PackedSelfAttention
     return built
 
 
@@ -152,12 +151,10 @@ def _set_our_norms(built: ModuleSpec, layer: LayerSpec) -> None:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
 
 
-def _block_spec(
-    layout: MegatronLayout, stage: int, chunk: int, features: TransformerFeatures
-) -> TransformerBlockSubmodules:
+def _block_spec(layout: MegatronLayout, stage: int, chunk: int) -> TransformerBlockSubmodules:
     spec, modules = layout.spec, layout.modules
     layers = [spec.layers[n] for n in layout.parallel.stages.layers_of(stage, chunk)]
-    kinds = {layer: layer_spec(layer, modules, features) for layer in layers}
+    kinds = {layer: layer_spec(layer, modules) for layer in layers}
     norm: Any = RMSNorm
     if modules.fused_norms:
         from megatron.core.extensions.transformer_engine import TENorm
@@ -192,7 +189,7 @@ def build_model(
     stage = parallel_state.get_pipeline_model_parallel_rank()
     model = GPTModel(
         config,
-        _block_spec(layout, stage, chunk, features),
+        _block_spec(layout, stage, chunk),
         vocab_size=round_up(spec.vocab_size, layout.vocab_multiple),
         max_sequence_length=spec.max_position_embeddings,
         pre_process=stage == 0 and chunk == 0,

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl.attention.rows import PackedRow
 from mindspeed_rl.models.rope import RopeSpec
-from mindspeed_rl.trainer.packed_attention import PackedRow
 
 
 class PackedRotaryEmbedding(torch.nn.Module):

@@ -24,6 +24,9 @@ from megatron.core.distributed import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mindspeed_rl.algorithms.types import LossInputs, LossOutputs, MaxTerm, MeanTerm, ValueInputs
+from mindspeed_rl.attention.context import ContextGroup
+from mindspeed_rl.attention.kernels import planner
+from mindspeed_rl.attention.rows import make_packed_row
 from mindspeed_rl.config import KernelConfig, ModelConfig, ParallelConfig, TrainConfig
 from mindspeed_rl.metrics.metric_set import Max, Mean, Metric, MetricSet
 from mindspeed_rl.platforms.base import Platform
@@ -34,7 +37,6 @@ from mindspeed_rl.trainer.heads import Outputs, make_head, policy_inputs, value_
 from mindspeed_rl.trainer.model import build_model, mixed_precision
 from mindspeed_rl.trainer.model_config import build_transformer_config
 from mindspeed_rl.trainer.optimizer import LearningRateSchedule, build_optimizer
-from mindspeed_rl.trainer.packed_attention import make_packed_row
 from mindspeed_rl.trainer.pipeline import planned_messages
 from mindspeed_rl.trainer.routing_replay import RoutingReplay, router_places, routes_of
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout, chunk_prefix
@@ -93,11 +95,14 @@ class TrainEngine:
         self.spec = layout.spec
         self.platform = platform
         self.is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        config = build_transformer_config(
-            layout, model, parallel, train, kernels, platform.transformer_features()
-        )
+        features = platform.transformer_features()
+        config = build_transformer_config(layout, model, parallel, train, kernels, features)
         config.finalize_model_grads_func = _finalize_sums
         self._config = config
+        self._context = _context_of(layout)
+        self._plan_attention = planner(
+            features.packed_attention, config.params_dtype, config.attention_dropout
+        )
         #: The chunks of this rank: one, or several with an interleaved pipeline.
         self.modules: list[Any] = [
             build_model(self.spec, layout, config, platform, chunk)
@@ -115,7 +120,7 @@ class TrainEngine:
         self.models: list[Any] = wrapped
         if role in TRAINED_ROLES:
             overlaps = kernels.overlap_grad_reduce
-            overlaps &= platform.transformer_features().overlaps_reduction
+            overlaps &= features.overlaps_reduction
             ddp = _ddp_config(parallel, train, overlaps)
             self.models = [
                 DistributedDataParallel(config, ddp, module, disable_bucketing=chunk > 0)
@@ -180,18 +185,18 @@ class TrainEngine:
         Local.
         """
         device = self.platform.device
-        cp, layers = self.layout.parallel.cp, len(self.spec.expert_layers)
-        cp_rank = self.layout.parallel.coords(dist.get_rank()).cp
+        context, layers = self._context, len(self.spec.expert_layers)
+        cp, cp_rank = context.size, context.rank
         prepared = []
         for batch in batches:
             share = split_context(batch, cp, cp_rank).to(device)
-            row = make_packed_row(share.lengths, share.positions, cp, cp_rank).to(device)
+            row = make_packed_row(share.lengths, share.positions, context, self._plan_attention)
             routes = None
             if self._replay is not None:
                 padding = padding_mask(batch, cp, cp_rank)
                 mine = None if padding is None else self._tokens_of_rank(torch.from_numpy(padding))
                 routes = routes_of(share, self._tokens_of_rank, layers, mine)
-            prepared.append(replace(share, attention=row, routes=routes))
+            prepared.append(replace(share, attention=row.to(device), routes=routes))
         return prepared
 
     def _tokens_of_rank(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -352,6 +357,14 @@ def _routing(modules: Sequence[Any], layout: MegatronLayout, routing: str) -> Ro
         records=routing != "free",
         first=rank * layout.spec.moe.top_k,
     )
+
+
+def _context_of(layout: MegatronLayout) -> ContextGroup:
+    """Return the ranks that share the rows of this rank."""
+    if layout.parallel.cp == 1:
+        return ContextGroup()
+    group = parallel_state.get_context_parallel_group()
+    return ContextGroup(layout.parallel.cp, layout.parallel.coords(dist.get_rank()).cp, group=group)
 
 
 def _finalize_sums(model: list[Any], num_tokens: Any = None, *args: Any, **kwargs: Any) -> None:

@@ -56,6 +56,7 @@ ROOMS: Mapping[str, Room] = {
     ),
     "planning": Room(("core", "config", "models", "rollout", "weights")),
     "samples": Room(("core", "metrics", "parallel", "planning"), TORCH_DISTRIBUTED),
+    "attention": Room(("core", "samples"), TORCH_DISTRIBUTED),
     "data": Room(("core",), TORCH),
     "rewards": Room(("core", "config", "data"), TORCH),
     "environments": Room(("core", "config", "rewards"), TORCH),
@@ -67,7 +68,8 @@ ROOMS: Mapping[str, Room] = {
     "trainer": Room(
         (
             *("core", "config", "models", "parallel", "platforms", "metrics", "weights"),
-            *("algorithms", "samples", "data", "colocation", "checkpoint", "convert"),
+            *("algorithms", "samples", "attention", "data", "colocation", "checkpoint"),
+            "convert",
         ),
         MEGATRON,
     ),
@@ -136,6 +138,7 @@ PRIVATE_ACCESS = (
     "convert.torch_dist",  # entries of a distributed checkpoint's index
     "rollout.vllm",
     "rollout.vllm_ascend",
+    "attention.varlen",  # the operator that autograd of varlen_attn calls
     "trainer.patches",
     "platforms",
 )
@@ -262,9 +265,11 @@ def circle(graph: Mapping[str, Iterable[str]]) -> list[str]:
 
 
 def device_uses(module: Module) -> Iterator[str]:
-    """``torch.cuda``, ``torch.npu``, ``x.cuda(...)`` and ``x.npu(...)``."""
+    """``torch.cuda``, ``torch.npu``, ``x.cuda(...)`` and ``x.npu(...)``, but not operators."""
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.Attribute) or node.attr not in ("cuda", "npu"):
+            continue
+        if ast.unparse(node.value) == "torch.ops":
             continue
         yield module.at(node, f"`{ast.unparse(node)}`: devices are reached through a Platform")
 

@@ -10,9 +10,9 @@ import pytest
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from support.published import published_config
 
+from mindspeed_rl.attention.kernels import KERNELS
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.arguments import parse
-from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.launch.job import ignored_flags
@@ -20,9 +20,7 @@ from mindspeed_rl.models.param_names import LOCAL, TRANSFORMER_ENGINE, ParamName
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.platforms.cuda import CudaPlatform
-from mindspeed_rl.platforms.features import TransformerFeatures
 from mindspeed_rl.platforms.npu import NpuPlatform
-from mindspeed_rl.trainer import packed_attention
 from mindspeed_rl.trainer.model import layer_spec
 from mindspeed_rl.trainer.model_config import build_transformer_config
 from mindspeed_rl.trainer.packed_attention import PackedSelfAttention
@@ -121,28 +119,23 @@ def test_a_run_says_which_switches_do_nothing() -> None:
 
 @pytest.mark.parametrize("modules", [LOCAL, TRANSFORMER_ENGINE], ids=["local", "fused"])
 @pytest.mark.parametrize("model", ["qwen2.5-7b", "deepseek-v3"])
-def test_the_platform_names_the_attention_of_packed_rows(
+def test_every_model_attends_within_packed_rows(
     model: str, modules: ParamNames, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class OtherAttention(PackedSelfAttention):
-        pass
-
     fused = "mindspeed_rl.trainer.model.get_gpt_layer_with_transformer_engine_spec"
     monkeypatch.setattr(fused, get_gpt_layer_local_spec)  # Transformer Engine is not installed
-    monkeypatch.setitem(packed_attention.PACKED_ATTENTIONS, "other", OtherAttention)
     layer = spec_from_hf_config(published_config(model)).layer(0)
-    for name, module in packed_attention.PACKED_ATTENTIONS.items():
-        features = TransformerFeatures(packed_attention=name)
-        built = layer_spec(layer, modules, features).submodules.self_attention.submodules
-        assert built.core_attention is module
-    with pytest.raises(UsageError, match="--platform"):
-        layer_spec(layer, modules, TransformerFeatures(packed_attention="kernel of nobody"))
+    built = layer_spec(layer, modules).submodules.self_attention.submodules
+    assert built.core_attention is PackedSelfAttention
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
-def test_every_platform_names_an_attention_that_exists(platform: str) -> None:
-    features = object.__new__(PLATFORMS[platform]).transformer_features()
-    assert packed_attention.PACKED_ATTENTIONS[features.packed_attention] is PackedSelfAttention
+def test_every_platform_names_its_own_attention_of_packed_rows() -> None:
+    named = {
+        name: object.__new__(platform).transformer_features().packed_attention
+        for name, platform in PLATFORMS.items()
+    }
+    assert named == {"cpu": "padded_sdpa", "cuda": "varlen", "npu": "tnd"}
+    assert set(named.values()) == KERNELS.keys()
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)

@@ -1,0 +1,1 @@
+"""Attention of packed rows: borders, kernels, and context parallelism."""

@@ -1,0 +1,109 @@
+"""CANN's fused attention of packed pieces on Ascend NPUs, in its layout TND.
+
+Operators and semantic: torch_npu's ``npu_fusion_attention``. ``sparse_mode`` 3 is causal from the
+lower right corner of every piece and takes one compressed mask of 2048 x 2048, whatever the
+lengths; ends of pieces are lists on the host. Computed by the emulator's references in
+tests/ascend; not executed on a device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mindspeed_rl.attention.packed_plan import Borders
+from mindspeed_rl.core.errors import UsageError
+
+_MASK_SIZE = 2048
+# The operator takes at most so many pieces.
+MAX_PIECES = 1024
+# Each softmax statistic lies in memory this many times.
+_COPIES = 8
+
+
+class TndKernel:
+    """CANN's fused attention; its methods are those of a ``PackedKernel``."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, borders: Borders, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend without autograd.
+
+        Raises:
+            UsageError: The row has more pieces than the operator takes.
+        """
+        pieces = len(borders.query_ends)
+        if pieces > MAX_PIECES:
+            raise UsageError(
+                f"--max-tokens-per-micro-batch: a micro-batch has {pieces} pieces of attention; "
+                f"the NPU's attention takes at most {MAX_PIECES}; lower the flag"
+            )
+        with torch.no_grad():
+            out, largest, total, *_ = torch.ops.npu.npu_fusion_attention(
+                q, k, v, q.size(1), "TND", scale=scale, **_pieces(borders, q.device)
+            )
+        lse = largest.reshape(-1, _COPIES)[:, 0] + total.reshape(-1, _COPIES)[:, 0].log()
+        return out, lse[_stored(borders, q.size(1))]
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        borders: Borders,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Call the operator's gradient with the log-sum-exp as maximum, and 1 as the sum."""
+        largest = torch.empty(lse.numel(), dtype=torch.float32, device=q.device)
+        largest[_stored(borders, q.size(1))] = lse
+        largest = largest.view(*lse.shape, 1).expand(-1, -1, _COPIES).contiguous()
+        dq, dk, dv, *_ = torch.ops.npu.npu_fusion_attention_grad(
+            q,
+            k,
+            v,
+            grad.contiguous(),
+            q.size(1),
+            "TND",
+            softmax_max=largest,
+            softmax_sum=torch.ones_like(largest),
+            attention_in=out.to(q.dtype).contiguous(),
+            scale_value=scale,
+            **_pieces(borders, q.device),
+        )
+        return dq, dk, dv
+
+
+def _pieces(borders: Borders, device: torch.device) -> dict[str, Any]:
+    """Return the arguments of borders; the mask lives as long as the call."""
+    found: dict[str, Any] = {
+        "actual_seq_qlen": borders.query_ends,
+        "actual_seq_kvlen": borders.key_ends,
+    }
+    if borders.causal:
+        hidden = torch.ones((_MASK_SIZE, _MASK_SIZE), dtype=torch.bool, device=device).triu_(1)
+        found |= {"sparse_mode": 3, "atten_mask": hidden}
+    return found
+
+
+def _stored(borders: Borders, heads: int) -> torch.Tensor:
+    """Return [queries, n], where the statistic of each query and head is in memory.
+
+    The operator says [queries, n, 8], and stores piece after piece, each as [n, queries, 8]:
+    MindSpeed's ring attention reorders them, and newer operators have ``softmax_layout``.
+    """
+    starts = borders.query_starts.long()
+    lengths = starts.diff()
+    number = borders.query_ends[-1]
+    start, length = (
+        x.repeat_interleave(lengths, output_size=number) for x in (starts[:-1], lengths)
+    )
+    place = torch.arange(number, device=starts.device) - start
+    head = torch.arange(heads, device=starts.device)
+    return (start * heads + place)[:, None] + head * length[:, None]
+
+
+TND = TndKernel()
