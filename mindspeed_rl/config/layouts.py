@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mindspeed_rl.config.context_parallel import check_dropout, check_heads
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
 from mindspeed_rl.config.rollout import RolloutConfig
 from mindspeed_rl.core.errors import UsageError
@@ -25,7 +26,7 @@ def training_layout(
         parallel.expert_tensor_parallel_size,
     )
     # megatron-core has one configuration for all layers: this raises where their attention differs.
-    _ = spec.attention
+    attention = spec.attention
     if not spec.moe:
         _refuse_expert_flags(parallel)
     if parallel.moe_tp_extend_ep:
@@ -42,6 +43,8 @@ def training_layout(
             f"--tensor-model-parallel-size {tp} with {what} needs --sequence-parallel; without it "
             "megatron-core computes wrong gradients; add the flag"
         )
+    check_heads(parallel, attention)
+    check_dropout(parallel, model.attention_dropout)
     return ParallelLayout.build(
         world=world,
         stages=stage_layout(model, parallel, spec.num_layers),

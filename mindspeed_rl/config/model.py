@@ -6,6 +6,19 @@ from dataclasses import dataclass
 
 from mindspeed_rl.core.flag import flag
 
+#: Kinds of context parallelism, by Megatron's names.
+CP_KINDS = ("all_gather", "p2p", "a2a", "a2a+p2p")
+#: Algorithms of MindSpeed and their kinds. The adaptive ones choose blocks by an attention mask;
+#: causal rows have none to choose by.
+CP_ALGORITHMS = {
+    "kvallgather_cp_algo": "all_gather",
+    "megatron_cp_algo": "p2p",
+    "ulysses_cp_algo": "a2a",
+    "hybrid_cp_algo": "a2a+p2p",
+    "adaptive_cp_algo": "p2p",
+    "hybrid_adaptive_cp_algo": "a2a+p2p",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -148,6 +161,37 @@ class ParallelConfig:
         "Ranks that share each sequence in training: each takes two of twice as many chunks.",
         minimum=1,
     )
+    cp_comm_type: tuple[str, ...] = flag(
+        (),
+        "How context-parallel ranks attend together. all_gather: each gathers the keys and values "
+        "of whole sequences; p2p: keys and values travel around a ring, and no rank has them all; "
+        "a2a: ranks exchange tokens for heads (Ulysses), whose number they must divide; a2a+p2p: "
+        "both. All give the same numbers, up to the order of sums. Unset is all_gather: one "
+        "collective in each direction, no merging of parts, and cheapest where a rank has few "
+        "heads of keys. Sequences whose keys do not fit want p2p; many heads of keys want a2a.",
+        choices=CP_KINDS,
+        nargs="+",
+    )
+    context_parallel_algo: str = flag(
+        "",
+        "MindSpeed's name for --cp-comm-type: kvallgather_cp_algo is all_gather, megatron_cp_algo "
+        "p2p, ulysses_cp_algo a2a, hybrid_cp_algo a2a+p2p; adaptive_cp_algo is computed as p2p and "
+        "hybrid_adaptive_cp_algo as a2a+p2p.",
+        choices=tuple(CP_ALGORITHMS),
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] = flag(
+        (),
+        "Two sizes of a2a+p2p, whose product is --context-parallel-size: neighbouring ranks that "
+        "exchange tokens for heads, and ranks of a ring. A node's fast links want the first.",
+        nargs="+",
+        minimum=1,
+    )
+    ulysses_degree_in_cp: int | None = flag(
+        None,
+        "MindSpeed's switch for a2a+p2p: how many neighbouring ranks exchange tokens for heads; "
+        "must divide --context-parallel-size.",
+        minimum=1,
+    )
     sequence_parallel: bool = flag(
         False,
         "Shard activations along the sequence within a tensor-parallel group; without effect where "
@@ -186,4 +230,10 @@ class ParallelConfig:
     def idle_flags(self) -> tuple[str, ...]:
         """Flags that were given and have no effect together with the other flags."""
         idle = self.sequence_parallel and not self.shards_sequence
-        return ("--sequence-parallel (needs --tensor-model-parallel-size above 1)",) * idle
+        algorithm = self.context_parallel_algo
+        instead = algorithm.replace("hybrid_adaptive", "hybrid").replace("adaptive", "megatron")
+        return (
+            *("--sequence-parallel (needs --tensor-model-parallel-size above 1)",) * idle,
+            *(f"--context-parallel-algo {algorithm} (computed as {instead})",)
+            * (algorithm != instead),
+        )

@@ -84,12 +84,21 @@ Gradients = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A training layout; the rest of the world is data parallelism."""
+    """A training layout; the rest of the world is data parallelism.
+
+    Attributes:
+        tp: Tensor-parallel size.
+        pp: Pipeline stages.
+        cp: Context-parallel size.
+        sp: Sequence parallelism.
+        kind: Kind of context parallelism; a hybrid exchanges heads between pairs of ranks.
+    """
 
     tp: int = 1
     pp: int = 1
     cp: int = 1
     sp: bool = False
+    kind: str = "all_gather"
 
     @property
     def cuts_layers(self) -> bool:
@@ -99,7 +108,10 @@ class Layout:
     def name(self, world: int) -> str:
         """Return the layout as text for people."""
         dp = world // (self.tp * self.pp * self.cp)
-        return f"dp {dp} x tp {self.tp}{' sp' if self.sp else ''} x pp {self.pp} x cp {self.cp}"
+        kind = f" {self.kind}" if self.cp > 1 else ""
+        return (
+            f"dp {dp} x tp {self.tp}{' sp' if self.sp else ''} x pp {self.pp} x cp {self.cp}{kind}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +187,23 @@ def layouts_of(world: int) -> list[Layout]:
     """Return all layouts of a world that the tiny model allows, also with sequence parallelism."""
     sizes = [n for n in range(1, world + 1) if world % n == 0]
     return [
-        Layout(tp, pp, cp, sp)
+        Layout(tp, pp, cp, sp, kind)
         for tp, pp, cp in product(sizes, repeat=3)
         if world % (tp * pp * cp) == 0 and NUM_HEADS % tp == 0 and NUM_LAYERS % pp == 0
         for sp in ((False, True) if tp > 1 else (False,))
+        for kind in _kinds(tp, cp)
     ]
+
+
+def _kinds(tp: int, cp: int) -> list[str]:
+    """Return the kinds of context parallelism that the heads and the ranks allow."""
+    allowed = {
+        "all_gather": True,
+        "p2p": cp > 1,
+        "a2a": cp > 1 and NUM_HEADS % (tp * cp) == 0,
+        "a2a+p2p": cp > 2 and cp % 2 == 0 and NUM_HEADS % (2 * tp) == 0,
+    }
+    return [kind for kind, fits in allowed.items() if fits]
 
 
 def check(job: RLJobOf) -> None:
@@ -307,6 +331,8 @@ def in_layout(job: RLJobOf, layout: Layout) -> Iterator[SelftestModels]:
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
         sequence_parallel=layout.sp,
+        cp_comm_type=(layout.kind,),
+        ulysses_degree_in_cp=2 if layout.kind == "a2a+p2p" else None,
         platform=job.config.parallel.platform,
     )
     config = replace(job.config, parallel=parallel)

@@ -24,10 +24,11 @@ from megatron.core.distributed import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mindspeed_rl.algorithms.types import LossInputs, LossOutputs, MaxTerm, MeanTerm, ValueInputs
-from mindspeed_rl.attention.context import ContextGroup
+from mindspeed_rl.attention.context import ContextGroup, context_group
 from mindspeed_rl.attention.kernels import planner
 from mindspeed_rl.attention.rows import make_packed_row
 from mindspeed_rl.config import KernelConfig, ModelConfig, ParallelConfig, TrainConfig
+from mindspeed_rl.config.context_parallel import context_parallelism
 from mindspeed_rl.metrics.metric_set import Max, Mean, Metric, MetricSet
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.samples.packing import MicroBatch, padding_mask, split_context
@@ -99,7 +100,7 @@ class TrainEngine:
         config = build_transformer_config(layout, model, parallel, train, kernels, features)
         config.finalize_model_grads_func = _finalize_sums
         self._config = config
-        self._context = _context_of(layout)
+        self._context = _context_of(layout, parallel)
         self._plan_attention = planner(
             features.packed_attention, config.params_dtype, config.attention_dropout
         )
@@ -359,12 +360,14 @@ def _routing(modules: Sequence[Any], layout: MegatronLayout, routing: str) -> Ro
     )
 
 
-def _context_of(layout: MegatronLayout) -> ContextGroup:
-    """Return the ranks that share the rows of this rank."""
-    if layout.parallel.cp == 1:
+def _context_of(layout: MegatronLayout, parallel: ParallelConfig) -> ContextGroup:
+    """Return the ranks that share the rows of this rank, and how they attend to them."""
+    size, rank = layout.parallel.cp, layout.parallel.coords(dist.get_rank()).cp
+    if size == 1:
         return ContextGroup()
+    chosen = context_parallelism(parallel)
     group = parallel_state.get_context_parallel_group()
-    return ContextGroup(layout.parallel.cp, layout.parallel.coords(dist.get_rank()).cp, group=group)
+    return context_group(chosen.kind, size, rank, chosen.ulysses, group)
 
 
 def _finalize_sums(model: list[Any], num_tokens: Any = None, *args: Any, **kwargs: Any) -> None:

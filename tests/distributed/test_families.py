@@ -53,6 +53,7 @@ class FamilyLayout:
 _TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 _EP2 = ("--expert-model-parallel-size", "2")
 _PP2 = ("--pipeline-model-parallel-size", "2")
+_CP2, _CP4 = (("--context-parallel-size", size) for size in "24")
 LAYOUTS = {
     "one": FamilyLayout(1, ()),
     "tp2": FamilyLayout(2, _TP2, sharded=True),
@@ -67,11 +68,19 @@ LAYOUTS = {
     "tp2-pp2": FamilyLayout(4, (*_TP2, *_PP2), sharded=True),
     "pp2-ep2": FamilyLayout(4, (*_PP2, *_EP2), experts_only=True, sharded=True),
     "vpp2": FamilyLayout(2, (*_PP2, "--num-virtual-stages-per-pipeline-rank", "2")),
-    "cp2": FamilyLayout(2, ("--context-parallel-size", "2"), sharded=True),
-    "cp2-tp2": FamilyLayout(4, ("--context-parallel-size", "2", *_TP2), sharded=True),
-    "cp2-ep2": FamilyLayout(
-        2, ("--context-parallel-size", "2", *_EP2), experts_only=True, sharded=True
+    "cp2": FamilyLayout(2, _CP2, sharded=True),
+    "cp2-ring": FamilyLayout(2, (*_CP2, "--cp-comm-type", "p2p"), sharded=True),
+    "cp2-ulysses": FamilyLayout(
+        2, (*_CP2, "--context-parallel-algo", "ulysses_cp_algo"), sharded=True
     ),
+    "cp4-ring": FamilyLayout(4, (*_CP4, "--cp-comm-type", "p2p"), sharded=True),
+    "cp4-hybrid": FamilyLayout(
+        4,
+        (*_CP4, "--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "2"),
+        sharded=True,
+    ),
+    "cp2-tp2": FamilyLayout(4, (*_CP2, *_TP2), sharded=True),
+    "cp2-ep2": FamilyLayout(2, (*_CP2, *_EP2), experts_only=True, sharded=True),
     "vpp2-tp2": FamilyLayout(
         4, (*_TP2, *_PP2, "--num-virtual-stages-per-pipeline-rank", "2"), sharded=True
     ),

@@ -36,6 +36,10 @@ LAYOUTS = {
     "vpp2-tp2": (4, (*_TP2, *_PP2, *_VPP2), ("qwen2-tied", *EXPERTS)),
     "cp2-pp2": (4, (*_CP2, *_PP2), ("llama-yarn", "qwen3", *EXPERTS)),
     "cp2-ep2": (2, (*_CP2, *_EP2), EXPERTS),
+    "cp2-pp2-ring": (4, (*_CP2, *_PP2, "--cp-comm-type", "p2p"), ("llama-yarn", *EXPERTS)),
+    "cp2-ulysses": (2, (*_CP2, "--cp-comm-type", "a2a"), ("llama-yarn", *EXPERTS)),
+    "cp4-hybrid": (4, ("--context-parallel-size", "4", "--cp-comm-type", "a2a+p2p",
+                       "--ulysses-degree-in-cp", "2"), ("llama-yarn", *EXPERTS)),
     "dp2-ep2": (2, _EP2, EXPERTS),
     "tp2": (2, _TP2, ("qwen2-tied", "llama-yarn", "qwen3", *EXPERTS)),
 }  # fmt: skip

@@ -71,12 +71,31 @@ class _Attention:
     pieces: tuple[tuple[slice, slice, torch.Tensor | None], ...]
     scale: float
 
-    def probabilities(self, rows: slice, columns: slice, hidden: Any) -> torch.Tensor:
-        """[heads, queries, keys] of one sequence."""
+    def scores(self, rows: slice, columns: slice, hidden: Any) -> torch.Tensor:
+        """[heads, queries, keys] of one sequence, -inf where hidden."""
         scores = self.q[rows].transpose(0, 1) @ self.k[columns].permute(1, 2, 0) * self.scale
-        if hidden is not None:
-            scores = scores.masked_fill(hidden, float("-inf"))
-        return scores.softmax(-1)
+        return scores if hidden is None else scores.masked_fill(hidden, float("-inf"))
+
+    def stored(self, statistics: list[torch.Tensor], query: torch.Tensor) -> torch.Tensor:
+        """Statistics [heads, queries] of each sequence as the operator stores them, eightfold.
+
+        One sequence after the other; in TND the shape says otherwise ("NTD" in the documentation
+        of ``softmax_layout``, and ``flatten_softmax`` of MindSpeed's ring attention).
+        """
+        heads = self.q.shape[1]
+        flat = torch.cat([torch.zeros(0), *(s.flatten() for s in statistics)])
+        shape: tuple[int, ...] = (self.q.shape[0], heads)
+        if self.layout.name != "TND":
+            batch = query.shape[1 if self.layout.name == "SBH" else 0]
+            shape = (batch, heads, self.q.shape[0] // batch)
+        return flat.view(*shape, 1).repeat(*(1 for _ in shape), 8)
+
+    def read(self, stored: torch.Tensor) -> list[torch.Tensor]:
+        """The inverse of :meth:`stored`: [heads, queries, 1] of each sequence."""
+        flat, heads = stored.reshape(-1, 8), self.q.shape[1]
+        assert torch.equal(flat, flat[:, :1].expand(-1, 8)), "eight equal copies"
+        sizes = [(rows.stop - rows.start) * heads for rows, *_ in self.pieces]
+        return [part.view(heads, -1, 1) for part in flat[:, 0].split(sizes)]
 
 
 def _attention(
@@ -122,12 +141,17 @@ def attention(
     """Output, softmax maximum, softmax sum, empty, seed, offset, size of the dropout mask."""
     call = _attention(query, key, value, head_num, input_layout, scale, options)
     out = torch.zeros(call.q.shape[0], head_num, call.v.shape[-1])
+    largest, sums = [], []
     for rows, columns, hidden in call.pieces:
-        weights = call.probabilities(rows, columns, hidden)
+        scores = call.scores(rows, columns, hidden)
+        largest.append(scores.amax(-1))
+        weights = (scores - largest[-1][..., None]).exp()
+        sums.append(weights.sum(-1))
+        weights = weights / sums[-1][..., None]
         out[rows] = (weights @ call.v[columns].transpose(0, 1)).transpose(0, 1)
-    statistics = torch.zeros(call.q.shape[0], head_num, 8)
+    statistics = (call.stored(found, query) for found in (largest, sums))
     empty = torch.zeros(0, dtype=query.dtype)
-    return call.layout.pack(out, query), statistics, statistics.clone(), empty, 0, 0, 0
+    return (call.layout.pack(out, query), *statistics, empty, 0, 0, 0)
 
 
 @_reference("npu_fusion_attention_v3")
@@ -142,15 +166,18 @@ def attention_backward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dy: torch.Tensor, head_num: int,
     input_layout: str, scale_value: float = 1.0, **options: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """Gradients of queries, keys and values, and two empty ones."""
+    """Gradients of queries, keys and values, and two empty ones; weights by the statistics."""
     call = _attention(query, key, value, head_num, input_layout, scale_value, options)
     grad = call.layout.unpack(dy)
+    means = (grad * call.layout.unpack(options["attention_in"])).sum(-1, keepdim=True)
+    statistics = zip(*(call.read(options[n]) for n in ("softmax_max", "softmax_sum")), strict=True)
     dq, dk, dv = (torch.zeros_like(x) for x in (call.q, call.k, call.v))
-    for rows, columns, hidden in call.pieces:
-        weights, over = call.probabilities(rows, columns, hidden), grad[rows].transpose(0, 1)
+    for (rows, columns, hidden), (largest, sums) in zip(call.pieces, statistics, strict=True):
+        weights = (call.scores(rows, columns, hidden) - largest).exp() / sums
+        over = grad[rows].transpose(0, 1)
         dv[columns] = (weights.transpose(1, 2) @ over).transpose(0, 1)
         inner = over @ call.v[columns].permute(1, 2, 0)
-        inner = weights * (inner - (weights * inner).sum(-1, keepdim=True)) * scale_value
+        inner = weights * (inner - means[rows].transpose(0, 1)) * scale_value
         dq[rows] = (inner @ call.k[columns].transpose(0, 1)).transpose(0, 1)
         dk[columns] = (inner.transpose(1, 2) @ call.q[rows].transpose(0, 1)).transpose(0, 1)
     dk, dv = (x.unflatten(1, (call.groups, head_num // call.groups)).sum(2) for x in (dk, dv))

@@ -1,0 +1,141 @@
+"""Fused kernels: operators that do as documented give the numbers of the general kernel.
+
+The kernels themselves do not run on a CPU. In their place are references in plain PyTorch; calls
+are also checked against the signatures of the installed operators.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ascend.emulator.operators import REFERENCES
+from support.flash_reference import FlashReference
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mindspeed_rl.attention import varlen
+from mindspeed_rl.attention.context import ContextGroup
+from mindspeed_rl.attention.kernels import KERNELS, AttentionPlan
+from mindspeed_rl.attention.packed_plan import PackedPlan
+from mindspeed_rl.attention.rows import make_packed_row
+from mindspeed_rl.attention.tnd import MAX_PIECES
+from mindspeed_rl.core.errors import UsageError
+
+SIZES, TAIL, SCALE = (5, 1, 9, 2), 3, 0.3
+# Heads of queries and of keys, channels of both and of values.
+HEADS = {"grouped": (4, 2, 16, 16), "latent": (3, 3, 24, 16), "odd": (2, 1, 12, 12)}
+CONTEXTS = {
+    "alone": ContextGroup(),
+    "first of gathered": ContextGroup(2, 0),
+    "last of gathered": ContextGroup(4, 3),
+    "ring": ContextGroup(4, 1, "p2p"),
+}
+FUSED = ("varlen", "tnd")
+
+
+@pytest.fixture
+def references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """References in place of the operators."""
+    flash = FlashReference()
+    monkeypatch.setattr(varlen, "varlen_attn", flash.forward)
+    monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn_backward", flash.backward)
+    for name in ("npu_fusion_attention", "npu_fusion_attention_grad"):
+        monkeypatch.setattr(torch.ops.npu, name, REFERENCES[f"npu::{name}"], raising=False)
+
+
+def blocks(kernel: str, context: ContextGroup) -> tuple[AttentionPlan, ...]:
+    lengths = [2 * context.size * size for size in SIZES]
+    tokens = 2 * (sum(SIZES) + TAIL)
+    return make_packed_row(lengths, torch.zeros(tokens), context, KERNELS[kernel]).blocks
+
+
+def inputs(context: ContextGroup, heads: str) -> list[torch.Tensor]:
+    """Queries, keys and values; gradients of the output and as many numbers again."""
+    n, m, d, dv = HEADS[heads]
+    tokens = 2 * (sum(SIZES) + TAIL)
+    keys = tokens * (context.size if context.gathers else 1)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((tokens, n, d), (keys, m, d), (keys, m, dv), (tokens, n, dv), (tokens, n, dv))
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+@pytest.mark.usefixtures("references")
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("kernel", FUSED)
+def test_a_fused_kernel_attends_as_the_general_one(kernel: str, context: str, heads: str) -> None:
+    """Output and gradients through autograd; padding, gathered keys in the order of ranks."""
+    group = CONTEXTS[context]
+    *tensors, grad, _ = inputs(group, heads)
+    found = []
+    for name in (kernel, "padded_sdpa"):
+        q, k, v = (x.clone().requires_grad_() for x in tensors)
+        out = blocks(name, group)[0].attend(q, k, v, SCALE)
+        (out * grad).sum().backward()
+        found.append((out, q.grad, k.grad, v.grad))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("references")
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("block", [0, 1, 2])
+@pytest.mark.parametrize("kernel", FUSED)
+def test_a_fused_kernel_computes_the_blocks_of_a_ring(kernel: str, block: int, heads: str) -> None:
+    """Log-sum-exp, and gradients by an output and a log-sum-exp over more keys than its own."""
+    group = CONTEXTS["ring"]
+    q, k, v, grad, whole = inputs(group, heads)
+    plans = [blocks(name, group)[block] for name in (kernel, "padded_sdpa")]
+    found = []
+    for plan in plans:
+        out, lse = plan.forward(q, k, v, SCALE)
+        total = torch.logaddexp(lse, 0.1 + q[..., 0])
+        found.append((out, lse, *plan.backward(grad, q, k, v, whole, total, SCALE)))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    assert torch.isneginf(found[0][1]).any(), "tokens of no piece"
+
+
+@pytest.mark.usefixtures("references")
+@pytest.mark.parametrize("kernel", FUSED)
+def test_fused_kernels_keep_nothing_squared(kernel: str) -> None:
+    kept: list[int] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x.numel())
+        return x
+
+    *tensors, _, _ = inputs(CONTEXTS["first of gathered"], "grouped")
+    q, k, v = (x.requires_grad_() for x in tensors)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        blocks(kernel, CONTEXTS["first of gathered"])[0].attend(q, k, v, SCALE)
+    assert sorted(kept) == sorted([q.numel(), k.numel(), v.numel(), q.numel(), q[..., 0].numel()])
+
+
+def test_the_npu_takes_so_many_pieces_and_no_more() -> None:
+    lengths = [2] * (MAX_PIECES + 1)
+    row = make_packed_row(lengths, torch.zeros(sum(lengths)), plan=KERNELS["tnd"])
+    x = torch.ones(sum(lengths), 1, 8)
+    with pytest.raises(UsageError, match="--max-tokens-per-micro-batch"):
+        row.blocks[0].attend(x, x, x, None)
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_the_installed_flash_attention_takes_the_call(block: int) -> None:
+    """PyTorch's own operators on tensors without data: schema, shapes and types."""
+    plan: Any = blocks("varlen", CONTEXTS["ring"])[block]
+    assert isinstance(plan, PackedPlan)
+    mode = FakeTensorMode()
+    starts = {n: mode.from_tensor(getattr(plan.borders, n)) for n in ("query_starts", "key_starts")}
+    borders = replace(plan.borders, **starts)
+    num_queries, num_keys = plan.num_queries, plan.borders.key_ends[-1]
+    with mode:
+        q, grad = (torch.empty(num_queries, 4, 32, dtype=torch.bfloat16) for _ in range(2))
+        k, v = (torch.empty(num_keys, 2, 32, dtype=torch.bfloat16) for _ in range(2))
+        out, lse = varlen.VARLEN.forward(q, k, v, borders, SCALE)
+        found = varlen.VARLEN.backward(grad, q, k, v, out.float(), lse, borders, SCALE)
+    assert out.shape == q.shape and out.dtype is torch.bfloat16
+    assert lse.shape == (num_queries, 4) and lse.dtype is torch.float32
+    assert [x.shape for x in found] == [x.shape for x in (q, k, v)]
