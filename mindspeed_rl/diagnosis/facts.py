@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, distribution, distributions
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from packaging.utils import canonicalize_name
 
@@ -36,6 +39,8 @@ class Facts:
         python: Version of the interpreter.
         packages: Version of every installed distribution, by normalised name.
         places: File or folder of each module that can be imported, by module name.
+        megatron_roots: Folders that hold the installed megatron-core: where pip put it, and the
+            sources of an editable install; empty if it is not installed.
         foreign: Other packages named ``mindspeed_rl`` on the path.
         environ: Environment of a run, including defaults of the bootstrap.
         interfaces: Names of network interfaces.
@@ -55,6 +60,7 @@ class Facts:
     python: tuple[int, int] = (0, 0)
     packages: Mapping[str, str] = field(default_factory=dict)
     places: Mapping[str, str] = field(default_factory=dict)
+    megatron_roots: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
     interfaces: frozenset[str] = frozenset()
@@ -113,6 +119,7 @@ def gather(
         python=sys.version_info[:2],
         packages=packages,
         places=places,
+        megatron_roots=tuple(_roots("megatron-core")),
         foreign=tuple(foreign_packages()),
         environ=dict(environ),
         interfaces=frozenset(p.name for p in Path("/sys/class/net").glob("*")),
@@ -138,6 +145,18 @@ def _places(*modules: str) -> Iterator[tuple[str, str]]:
             continue
         if spec is not None:
             yield name, spec.origin or next(iter(spec.submodule_search_locations or ()), "")
+
+
+def _roots(package: str) -> Iterator[str]:
+    """Yield the folders that hold the modules of an installed package."""
+    try:
+        installed = distribution(package)
+    except PackageNotFoundError:
+        return
+    yield str(installed.locate_file(""))
+    origin = json.loads(installed.read_text("direct_url.json") or "{}")  # PEP 610
+    if origin.get("dir_info", {}).get("editable"):
+        yield url2pathname(urlsplit(origin["url"]).path)
 
 
 def checkout(package: str) -> tuple[str, str]:

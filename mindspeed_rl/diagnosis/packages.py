@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -114,9 +115,9 @@ def _torch_rows(facts: Facts, platform: str) -> Iterator[DoctorRow]:
 
 def _place_rows(facts: Facts, platform: str) -> Iterator[DoctorRow]:
     megatron = facts.places.get("megatron.core", "")
-    if megatron and "site-packages" not in megatron and "megatron-core" in facts.packages:
+    if megatron and facts.megatron_roots and not _is_within(megatron, facts.megatron_roots):
         yield red(AREA, f"megatron.core comes from {megatron}, not from the installed "
-                  f"megatron-core {facts.packages['megatron-core']}",
+                  f"megatron-core {facts.packages['megatron-core']} in {facts.megatron_roots[0]}",
                   "take the Megatron-LM repository out of PYTHONPATH")  # fmt: skip
     if platform != "npu":
         return
@@ -125,6 +126,11 @@ def _place_rows(facts: Facts, platform: str) -> Iterator[DoctorRow]:
                   f"{facts.soc.upper()}: its worker refuses to start",
                   "build it from source with SOC_VERSION of this machine (docs/install.md, A2 "
                   "against A3)")  # fmt: skip
+
+
+def _is_within(place: str, roots: Iterable[str]) -> bool:
+    """Whether a file is in one of the folders, also by a symbolic link."""
+    return any(Path(place).resolve().is_relative_to(Path(root).resolve()) for root in roots)
 
 
 def _mindspeed_row(facts: Facts, wanted: str) -> DoctorRow:

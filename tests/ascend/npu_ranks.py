@@ -28,7 +28,7 @@ JOB_FILE = "job.pkl"
 TEST_PLATFORM = "MINDSPEED_RL_TEST_PLATFORM"
 MINDSPEED = os.environ.get("MINDSPEED_PATH", "")
 needs_mindspeed = pytest.mark.skipif(
-    not MINDSPEED, reason="MINDSPEED_PATH is not set: no checkout of MindSpeed core_r0.16.0"
+    not MINDSPEED, reason="neither MINDSPEED_PATH nor MINDSPEED_SOURCE gives MindSpeed core_r0.16.0"
 )
 WITH_AND_WITHOUT = [
     pytest.param(None, id="torch_npu"),

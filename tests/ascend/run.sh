@@ -7,6 +7,7 @@
 #                                        other, so that ranks are forks of one process
 #   PYTHON=...          interpreter with torch 2.13.0 and the test requirements (default: .venv's)
 #   MINDSPEED_PATH=...  a checkout of MindSpeed's branch core_r0.16.0: its adaptor is run as well
+#   MINDSPEED_SOURCE=URL|FOLDER  clone that checkout from there into the cache
 #   MINDSPEED_RL_ASCEND_CACHE=...  where the wheels are unpacked (default: the user's cache)
 set -euo pipefail
 

@@ -7,18 +7,23 @@ enters the repository.
 
     python tests/ascend/emulator/build.py            # builds where needed, prints the environment
 
+With ``--mindspeed URL|PATH``, or the variable MINDSPEED_SOURCE, git clones MindSpeed as well. It is
+on no package index: the project of that name on PyPI is a placeholder.
+
 Needs gcc, binutils (nm, readelf), network or pip's cache; x86-64 Linux. Standard library only.
 """
 
 from __future__ import annotations
 
 import argparse
+import configparser
 import fcntl
 import hashlib
 import importlib.util
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -28,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
 SOURCE = HERE / "cann.c"
 # The pool of vLLM-Ascend's sleep mode, under the name of the extension that it is a part of.
 POOL_SOURCE, POOL_NAME = HERE / "camem.c", "vllm_ascend_C.so"
@@ -128,6 +134,28 @@ def build(cache: Path) -> None:
             target.mkdir(exist_ok=True)
             _compile(cache / "torch_npu" / "torch_npu", target)
             (target / "built").touch()
+
+
+def mindspeed(cache: Path, source: str) -> Path:
+    """A checkout of the branch of MindSpeed that versions.cfg names, cloned unless it is there.
+
+    Args:
+        cache: folder for the checkout.
+        source: what git clones: an address or a folder.
+    """
+    matrix = configparser.ConfigParser()
+    matrix.read_string((ROOT / "mindspeed_rl" / "versions.cfg").read_text())
+    branch = matrix["npu.system"]["mindspeed"]
+    target = cache / f"mindspeed-{hashlib.sha256(source.encode()).hexdigest()[:12]}-{branch}"
+    with (cache / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.is_dir():
+            partial = target.with_suffix(".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            command = ["git", "clone", "-q", "--depth", "1", "-b", branch, source, str(partial)]
+            subprocess.run(command, check=True)
+            partial.rename(target)
+    return target
 
 
 def _unpack(cache: Path, wheel: Wheel) -> None:
@@ -273,10 +301,20 @@ def _output(*command: str) -> list[str]:
 
 def main() -> None:
     """Build, then print the environment as ``export`` lines of a shell."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--mindspeed",
+        metavar="URL|PATH",
+        default=os.environ.get("MINDSPEED_SOURCE", ""),
+        help="clone MindSpeed from there, unless MINDSPEED_PATH names a checkout",
+    )
+    source = parser.parse_args().mindspeed
     cache = cache_folder()
     build(cache)
-    for name, value in environment(cache).items():
+    settings = environment(cache)
+    if source and not os.environ.get("MINDSPEED_PATH"):
+        settings["MINDSPEED_PATH"] = str(mindspeed(cache, source))
+    for name, value in settings.items():
         print(f"export {name}={shlex.quote(value)}")
 
 

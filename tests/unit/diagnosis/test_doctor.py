@@ -52,6 +52,7 @@ def healthy(platform: str) -> Facts:
             "megatron.core": "/site-packages/megatron/core/__init__.py",
             "mindspeed": "/m",
         },
+        megatron_roots=("/site-packages",),
         environ=environ,
         interfaces=frozenset({"lo", "eth0"}),
         devices=("/dev/a0", "/dev/a1"),
@@ -376,3 +377,26 @@ def test_it_needs_no_torch_and_ends_with_one_when_red(tmp_path: Path) -> None:
     rows = json.loads(target.read_text())
     assert all(row["fix"] for row in rows if row["status"] == "RED")
     assert any("torch_npu is not installed" in row["what"] for row in rows)
+
+
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages", "home/anyone/lib"])
+@pytest.mark.parametrize("editable", [False, True])
+def test_megatron_core_may_be_installed_anywhere(
+    editable: bool, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debian's folder, a prefix of the user's, an editable checkout; another one is red."""
+    site, other = tmp_path / folder, tmp_path / "Megatron LM"
+    told = site / "megatron_core-0.16.1.dist-info"
+    told.mkdir(parents=True)
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.16.1\n")
+    if editable:
+        origin = {"url": other.as_uri(), "dir_info": {"editable": True}}
+        (told / "direct_url.json").write_text(json.dumps(origin))
+    monkeypatch.syspath_prepend(str(site))
+    roots = gather("cpu", {}).megatron_roots
+    assert roots == (str(site), str(other))[: 1 + editable]
+    for place, wrong in ((site, False), (other, not editable), (tmp_path / "x", True)):
+        facts = healthy("cpu")
+        places = {**facts.places, "megatron.core": str(place / "megatron" / "core")}
+        facts = replace(facts, places=places, megatron_roots=roots)
+        assert any(str(place) in row.what for row in reds(rows_of(facts, "cpu"))) == wrong
