@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from faults.planting import Fault, gives, takes, then
+from faults.planting import Fault, gives, skipped, takes, then
 
 _BUILDING = "tests/unit/rl/test_building.py::"
 _LOOP = "tests/unit/rl/test_train_loop.py::"
@@ -136,10 +136,18 @@ WIRING = (
           _built_with("policy", temperature=_at_one),
           _BUILDING + "test_policy_and_reference_are_of_the_temperature_of_the_rollouts",
           "Ratios would compare another distribution than the one that sampled."),
-    Fault("reference-at-temperature-1", "mindspeed_rl.rl.build_models:build_engine",
-          _built_with("reference", temperature=_at_one),
+    Fault("reference-at-temperature-1", "mindspeed_rl.rl.build_models:new_engine",
+          lambda original: (lambda job, role, *rest, **how: original(job, role, *rest,
+          **how | ({"temperature": 1.0} if role == "reference" else {}))),
           _BUILDING + "test_policy_and_reference_are_of_the_temperature_of_the_rollouts",
           "The KL would be to another distribution, and nothing else notices."),
+    Fault("reference-without-the-weights-of-the-policy",
+          "mindspeed_rl.rl.components:Models.refresh_reference", skipped,
+          _BUILDING + "test_the_reference_has_the_weights_that_were_read_for_the_policy",
+          "The KL would be to weights that nobody set."),
+    Fault("reference-copied-after-the-checkpoint-was-loaded", "mindspeed_rl.rl.resume:start",
+          _when_resumed(lambda run, _: run.models.refresh_reference()), _CONTINUES,
+          "Each restart would allow the policy to move as far again."),
     Fault("horizon-in-steps-not-updates", "mindspeed_rl.rl.build_models:build_engine",
           _built_with("policy", num_updates=_in_steps),
           _BUILDING + "test_schedules_end_with_the_updates_of_the_run",
@@ -178,10 +186,21 @@ WIRING = (
           takes(micro=_engines_logprobs),
           _ALGORITHMS + "test_the_kl_in_the_reward_is_of_the_trainers_logprobs",
           "The mismatch of engine and trainer would be punished as KL."),
-    Fault("wrong-tail-in-the-p99", "mindspeed_rl.rl.update:upper_quantile",
-          takes(share=lambda _: 0.05),
-          "tests/unit/rl/test_step.py::test_the_p99_of_the_mismatch_is_of_all_tokens",
+    Fault("wrong-tail-in-the-p99",
+          "mindspeed_rl.algorithms.histogram:MagnitudeHistogram.upper_quantiles",
+          takes(shares=lambda shares: [5 * share for share in shares]),
+          "tests/unit/rl/test_step.py::test_the_quantiles_of_the_mismatch_are_of_all_tokens",
           "The alarm for a drifting engine would be four times as deaf."),
+    Fault("mismatch-quantiles-of-one-rank",
+          "mindspeed_rl.algorithms.histogram:MagnitudeHistogram.upper_quantiles",
+          takes(reduce=lambda _: lambda counts: counts),
+          "tests/unit/algorithms/test_histogram.py::test_log_uniform_values_of_all_ranks",
+          "Each rank would see the tail of its own tokens, and the largest of those be reported."),
+    Fault("mismatch-counts-of-the-last-micro-batch",
+          "mindspeed_rl.algorithms.histogram:MagnitudeHistogram.add",
+          lambda original: (lambda self, values: (self.counts.zero_(), original(self, values))),
+          "tests/unit/rl/test_step.py::test_the_quantiles_of_the_mismatch_are_of_all_tokens",
+          "The quantiles would be of a few of the tokens."),
     Fault("a-mismatch-that-is-no-number-passes",
           "mindspeed_rl.rl.report:check_mismatch",
           takes(mismatch=lambda mismatch: mismatch if mismatch == mismatch else 0.0),
