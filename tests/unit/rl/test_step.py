@@ -392,9 +392,9 @@ def test_an_engine_that_computes_with_stale_tensors_is_found(tmp_path: Path, sta
     ("flags", "limit"),
     [
         ("", 1e-3),
-        ("--bf16", 5e-2),
-        ("--rollout-dtype bfloat16", 5e-2),
-        ("--bf16 --rollout-dtype float32", 5e-2),
+        ("--bf16", 0.2),
+        ("--rollout-dtype bfloat16", 0.2),
+        ("--bf16 --rollout-dtype float32", 0.2),
         ("--bf16 --rl-sync-check-tol 1e-4", 1e-4),
     ],
 )
