@@ -9,7 +9,6 @@ needs eight sums of 256 counts over the ranks that hold the other tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -128,35 +127,6 @@ def largest_keys(
     """
     border = _smallest_chosen(keys, allowed, number, reduce)
     return [(k >= border) & a for k, a in zip(keys, allowed, strict=True)]
-
-
-def upper_quantile(parts: Sequence[torch.Tensor], share: float, reduce: SumOverRanks) -> float:
-    """Return the largest value that a ``share`` of all tokens on all ranks reach.
-
-    Collective: 9 calls of ``reduce``.
-
-    Args:
-        parts: [N] fp32 of each micro-batch; a NaN is the smallest.
-        share: Fraction above 0; at least one token.
-        reduce: Sums an int64 tensor over the ranks.
-
-    Returns:
-        Minus infinity when there is no token.
-    """
-    values = torch.cat(list(parts))
-    count = int(reduce(torch.tensor([values.numel()], device=values.device)))
-    if not count:
-        return -math.inf
-    everything = torch.ones_like(values, dtype=torch.bool)
-    number = max(1, int(share * count))
-    bits = _smallest_chosen([_ordered(values)], [everything], number, reduce) >> 32
-    return _value_of(bits)
-
-
-def _value_of(bits: int) -> float:
-    """Return the float of an upper half that :func:`_ordered` made."""
-    signed = bits if bits >= 0 else bits ^ 0x7FFFFFFF
-    return float(torch.tensor(signed, dtype=torch.int32).view(torch.float32))
 
 
 def _smallest_chosen(

@@ -79,13 +79,6 @@ class RLRunConfig:
         pool = self.rewards.reward_pool
         return pool == "ray" or (pool == "auto" and self.launch.orchestrator == "ray")
 
-    @property
-    def sync_check_tol(self) -> float:
-        """``--rl-sync-check-tol``, or ten times what rounding in the used precisions explains."""
-        if self.rollout.rl_sync_check_tol is not None:
-            return self.rollout.rl_sync_check_tol
-        return 0.05 if self.train.bf16 or self.rollout.engine_is_bf16(self.train) else 1e-3
-
 
 @dataclass(frozen=True, slots=True)
 class PretrainRunConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mindspeed_rl.config import agreement
 from mindspeed_rl.config.training import TrainConfig
 from mindspeed_rl.core.flag import Needs, flag
 
@@ -91,10 +92,16 @@ class RolloutConfig:
     )
     rl_sync_check_tol: float | None = flag(
         None,
-        "Largest mean |log p(trainer) - log p(engine)| on the probe prompt after the first sync, "
-        "and on the samples of every step that --reshard-verify-interval checks; unset takes "
-        "0.001 where trainer and engine compute in fp32, and 0.05 where one of them computes in "
-        "bfloat16.",
+        "End the run where the mean |log p(trainer) - log p(engine)| is above this: on the probe "
+        "prompt after the first sync, and on the samples of every step that "
+        "--reshard-verify-interval checks. Unset takes a limit that rounding does not reach: "
+        f"{agreement.FP32.limit:g} where trainer and engine compute in fp32, and where one of them "
+        f"computes in bfloat16 {agreement.BF16_DENSE.limit:g}, "
+        f"{agreement.BF16_LATENT.limit:g} with latent attention, "
+        f"{agreement.BF16_EXPERTS.limit:g} with experts. The run warns before: above "
+        f"{agreement.FP32.expected:g}, {agreement.BF16_DENSE.expected:g}, "
+        f"{agreement.BF16_LATENT.expected:g} and {agreement.BF16_EXPERTS.expected:g}, and when "
+        "the mean grows to three times that of the first five compared steps.",
         minimum=0.0,
     )
 

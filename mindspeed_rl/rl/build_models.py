@@ -32,14 +32,22 @@ if TYPE_CHECKING:
 
 
 def build_models(job: Job[RLRunConfig, RLPlan]) -> Models:
-    """Build all models of an RL run with their first weights. Collective: the training grid."""
+    """Build all models of an RL run with their first weights. Collective: the training grid.
+
+    The reference gets the policy's, which are those of ``--hf-checkpoint`` here: those of
+    ``--load`` come later (``resume.start``).
+    """
     config, plan = job.config, job.plan
     updates = (config.train.train_iters - config.critic.critic_warmup_steps) * plan.batch.updates
     temperature = config.rl.rl_default_temperature
     policy = build_engine(job, "policy", updates, temperature, routing=_routing(job))
-    reference = None
     if config.rl.grpo_kl_beta:  # only the KL needs a reference
-        reference = build_engine(job, "reference", 0, temperature)
+        reference = new_engine(
+            job, "reference", plan.megatron, config.train, 0, temperature=temperature
+        )
+        Models(policy, reference).refresh_reference()
+    else:
+        reference = None
     return Models(policy, reference, build_critic(job), build_reward_model(job))
 
 

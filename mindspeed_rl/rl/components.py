@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from mindspeed_rl.colocation.memory_ledger import MemoryLedger
 from mindspeed_rl.colocation.scheduler import DeviceScheduler
 from mindspeed_rl.config import RLRunConfig
@@ -38,6 +40,15 @@ class Models:
     reference: TrainEngine | None = None
     critic: TrainEngine | None = None
     reward_model: TrainEngine | None = None
+
+    def refresh_reference(self) -> None:
+        """Make the weights of the reference those of the policy. Local; both on the device."""
+        assert self.reference is not None
+        present = self.policy.named_parameters()
+        with torch.no_grad():
+            for name, param in self.reference.named_parameters().items():
+                param.copy_(present[name])
+        self.reference.reload_master_weights()
 
     def companions(self, ref_update_interval: int) -> dict[str, TrainEngine]:
         """Return the models besides the policy that change, by role.

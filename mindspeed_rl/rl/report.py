@@ -44,10 +44,10 @@ from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.report import decode_line
 from mindspeed_rl.platforms.npu_install import determinism_line
 from mindspeed_rl.platforms.process_groups import existing_groups, group_lines
+from mindspeed_rl.rl.agreement import EngineAgreement, bounds_of
 from mindspeed_rl.rl.components import Components, Models, RunState
 from mindspeed_rl.rl.evaluate import Evaluation, evaluate
 from mindspeed_rl.rl.rollouts import RolloutBatch
-from mindspeed_rl.rl.sync import check_difference
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import PlacedSamples, ResponseTensors
@@ -126,6 +126,8 @@ class RunReporter:
             for step, sets in evaluations
         }
         config = run.config
+        first = state.get("first_mismatches", ()) if state else ()
+        self._agreement = EngineAgreement(bounds_of(config, run.plan.spec), first)
         self._constant = ConstantRewards(config.rewards.reward_constant_steps)
         take_output_dir(config.logging, config.checkpoint.load, run.job.world.local_rank, start)
         run.telemetry.logger.truncate_after(start)
@@ -141,7 +143,11 @@ class RunReporter:
             (step, {name: asdict(result) for name, result in sets.items()})
             for step, sets in self._evaluations.items()
         ]
-        return {"totals": asdict(totals), "evaluations": evaluations}
+        return {
+            "totals": asdict(totals),
+            "evaluations": evaluations,
+            "first_mismatches": self._agreement.first,
+        }
 
     def _wall_s(self) -> float:
         return self._totals.wall_s + time.monotonic() - self._began_s
@@ -222,8 +228,9 @@ class RunReporter:
         interval = config.rollout.reshard_verify_interval
         if interval and (step - 1) % interval == 0:
             mean = values.get(MISMATCH_MEAN, math.nan)
-            if not math.isnan(mean):  # some token could be compared
-                check_difference(f"step {step}", mean, config.sync_check_tol)
+            # NaN: no token could be compared
+            if not math.isnan(mean) and (warning := self._agreement.see(step, mean)):
+                self._job.log_rank0(f"warning: {warning}")
 
     def _dump(
         self, step: int, shown: Sequence[RolloutInfo], responses: Sequence[ResponseTensors]

@@ -13,9 +13,10 @@ from functools import partial
 import torch
 
 from mindspeed_rl.algorithms.correction import mismatch_terms
+from mindspeed_rl.algorithms.histogram import MagnitudeHistogram
 from mindspeed_rl.algorithms.kl import adapted_coefficient
 from mindspeed_rl.algorithms.losses import LossSettings, policy_loss
-from mindspeed_rl.algorithms.selection import StepTokens, select_by_covariance, upper_quantile
+from mindspeed_rl.algorithms.selection import StepTokens, select_by_covariance
 from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs, Sequences
 from mindspeed_rl.colocation.scheduler import DeviceScheduler, Phase
 from mindspeed_rl.config import RLRunConfig
@@ -32,6 +33,8 @@ RATIO = "policy/ratio_max_deviation"
 # Of the first optimizer step of a rollout only: 0 where the weights that sampled also computed the
 # old log-probs, by the same arithmetic.
 FIRST_RATIO = "policy/ratio_first_step_max_deviation"
+# The share of the tokens above each quantile of the mismatch.
+_MISMATCH_TAILS = {"p50": 0.5, "p99": 0.01, "p999": 0.001}
 
 
 def update(run: Components, state: RunState, batches: StepBatches) -> MetricSet:
@@ -54,7 +57,7 @@ def update(run: Components, state: RunState, batches: StepBatches) -> MetricSet:
     if not updates:
         metrics = metrics.merge(skipped)
     before = state.version
-    gaps: list[torch.Tensor] = []
+    gaps = MagnitudeHistogram.empty(run.job.platform.device)
     for _ in range(iterations):
         for batch in updates:
             if batch.denominators.tokens == 0:
@@ -62,15 +65,20 @@ def update(run: Components, state: RunState, batches: StepBatches) -> MetricSet:
                 continue
             first = state.version == before
             metrics = metrics.merge(update_once(run.config, policy, state, batch, first, gaps))
-    p99 = Max()
-    if policy.is_last_stage:
-        gaps = gaps or [torch.zeros(0, device=run.job.platform.device)]
-        p99 = Max(upper_quantile(gaps, 0.01, policy.all_reduce_dp_cp))
-    metrics = metrics.merge({"mismatch/p99_abs_logprob": p99})
+    metrics = metrics.merge(mismatch_quantiles(gaps, policy))
     if run.config.rl.grpo_kl_beta:
         metrics = metrics.merge({"policy/kl_beta": Max(state.kl_beta)})
         state.kl_beta = next_kl_beta(run.config, state.kl_beta, metrics, run.plan.batch.samples)
     return metrics
+
+
+def mismatch_quantiles(gaps: MagnitudeHistogram, policy: TrainEngine) -> MetricSet:
+    """Return quantiles of |log p(trainer) - log p(engine)|. Collective: ranks of the last stage."""
+    found = [-math.inf] * len(_MISMATCH_TAILS)
+    if policy.is_last_stage:
+        found = gaps.upper_quantiles(list(_MISMATCH_TAILS.values()), policy.all_reduce_dp_cp)
+    pairs = zip(_MISMATCH_TAILS, found, strict=True)
+    return MetricSet({f"mismatch/{name}_abs_logprob": Max(edge) for name, edge in pairs})
 
 
 def _empty_metrics(config: RLRunConfig, kl_beta: float, routes: bool) -> MetricSet:
@@ -96,11 +104,11 @@ def update_once(
     state: RunState,
     batch: OptimizerBatch,
     first_update: bool,
-    gaps: list[torch.Tensor],
+    gaps: MagnitudeHistogram,
 ) -> MetricSet:
     """Run one optimizer step and return what this rank knows of it. Collective: the training grid.
 
-    The log-prob differences between trainer and engine are appended to ``gaps``.
+    The log-prob differences between trainer and engine are counted in ``gaps``.
     """
     if config.policy_loss.loss.selects:
         old_is_present = first_update and config.rl.old_logprob != "rollout"
@@ -145,13 +153,13 @@ def step_loss(
     kl_beta: float,
     denominators: Denominators,
     first_update: bool,
-    gaps: list[torch.Tensor] | None = None,
+    gaps: MagnitudeHistogram | None = None,
 ) -> LossFunction:
     """Return the loss of one optimizer step, which reports the mismatch where it can compute it.
 
     It compares the engine's log-probs with the trainer's under the weights that sampled: the old
     ones unless they are the engine's own, else the present ones until the first update. Samples of
-    earlier steps are left out: their difference is learning. Differences are appended to ``gaps``.
+    earlier steps are left out: their difference is learning. Differences are counted in ``gaps``.
     """
     old_is_trainers = config.rl.old_logprob != "rollout"
     settings: LossSettings = loss_settings(config, kl_beta)
@@ -167,7 +175,7 @@ def step_loss(
         if inputs.on_policy_mask is not None:
             known, engine = known[inputs.on_policy_mask], engine[inputs.on_policy_mask]
         if gaps is not None:
-            gaps.append((known - engine).abs())
+            gaps.add(known - engine)
         return replace(outputs, terms={**outputs.terms, **mismatch_terms(known, engine)})
 
     return loss
@@ -274,11 +282,7 @@ def next_kl_beta(
 
 def refresh_reference(models: Models, scheduler: DeviceScheduler, interval: int, step: int) -> None:
     """Copy the policy to the reference every ``interval`` steps; 0: never. Local; in TRAIN."""
-    reference = models.reference
-    if reference is None or not interval or step % interval:
+    if models.reference is None or not interval or step % interval:
         return
-    with scheduler.onloaded(MemoryOwner.REFERENCE), torch.no_grad():
-        present = models.policy.named_parameters()
-        for name, param in reference.named_parameters().items():
-            param.copy_(present[name])
-        reference.reload_master_weights()
+    with scheduler.onloaded(MemoryOwner.REFERENCE):
+        models.refresh_reference()

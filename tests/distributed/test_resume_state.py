@@ -5,8 +5,12 @@ One world of two context-parallel ranks with a policy and a critic; the tests lo
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from support.spawn import run_ranks
@@ -16,19 +20,36 @@ from mindspeed_rl.launch.bootstrap import World
 pytestmark = pytest.mark.distributed
 
 FLAGS = ("--context-parallel-size", "2", "--rl-advantage-estimator", "gae",
-         "--make-vocab-size-divisible-by", "8", "--lr-warmup-iters", "4")  # fmt: skip
+         "--make-vocab-size-divisible-by", "8", "--lr-warmup-iters", "4",
+         "--grpo-kl-beta", "0.1")  # fmt: skip
+
+
+@contextmanager
+def counted_reads(names: list[str]) -> Iterator[None]:
+    """Collect the tensors that are read from files of weights, as often as they are."""
+    from mindspeed_rl.checkpoint import hf
+
+    original = hf._check_tensor
+
+    def noted(path: Path, name: str, view: Any, expected: tuple[int, ...]) -> None:
+        names.append(name)
+        original(path, name, view, expected)
+
+    with mock.patch.object(hf, "_check_tensor", noted):
+        yield
 
 
 def save_and_resume(world: World, model: str, folder: str) -> dict[str, Any]:
     """Rank function: a save after so many updates, and a load by new engines.
 
-    The policy has no update yet, as in the warm-up of a critic; the critic has its moments.
+    The policy has other weights than at its start but no update yet, as in the warm-up of a critic;
+    the critic has its moments.
     """
     import torch
     from support.training_worlds import start_job
 
     from mindspeed_rl.config.training import CheckpointConfig
-    from mindspeed_rl.rl.build_models import build_critic, build_engine
+    from mindspeed_rl.rl.build_models import build_critic, build_engine, build_models
     from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
     from mindspeed_rl.trainer.optimizer import torch_optimizers
 
@@ -52,14 +73,29 @@ def save_and_resume(world: World, model: str, folder: str) -> dict[str, Any]:
     drawn = torch.rand(5)
     torch.manual_seed(100 + world.rank)
     both = {"critic": critic}
+    with torch.no_grad():
+        for param in policy.named_parameters().values():
+            param += 1.0
+    policy.reload_master_weights()
     save_checkpoint(folder, 1, policy, {}, companions=both)
     saved = (moments(policy), moments(critic))
-    policy, critic = build_engine(job, "policy", 8), build_critic(job)
-    assert critic is not None
+    read: list[str] = []
+    with counted_reads(read):
+        models = build_models(job)
+    policy, critic, reference = models.policy, models.critic, models.reference
+    assert critic is not None and reference is not None
     torch.manual_seed(7)
     load_checkpoint(folder, policy, CheckpointConfig(), {"critic": critic})
     again = torch.rand(5)
+    start = build_engine(job, "reference", 0).named_parameters()
+    kept = reference.named_parameters()
     return found | {
+        "reads": Counter(read),
+        "reference": [torch.equal(kept[name], param) for name, param in start.items()],
+        "policy_moved": [
+            torch.equal(param, start[name] + 1.0)
+            for name, param in policy.named_parameters().items()
+        ],
         "moments": (moments(policy), moments(critic)),
         "saved_moments": saved,
         "same_numbers": torch.equal(drawn, again),
@@ -95,3 +131,16 @@ def test_moments_go_on_from_any_update(facts: list[dict[str, Any]]) -> None:
 
 def test_random_numbers_go_on(facts: list[dict[str, Any]]) -> None:
     assert all(rank["same_numbers"] for rank in facts)
+
+
+def test_the_reference_is_that_of_the_files(facts: list[dict[str, Any]]) -> None:
+    """To the bit, in a resumed run as well, and without a read of its own.
+
+    Policy and critic read a tensor once each; the reference has its weights from the policy.
+    """
+    for rank in facts:
+        assert rank["reference"] and all(rank["reference"])
+        assert all(rank["policy_moved"])
+        assert set(rank["reads"].values()) == {1, 2}, rank["reads"]
+        once = [name for name, number in rank["reads"].items() if number == 1]
+        assert all(name.startswith("lm_head") for name in once), "a critic has another head"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +16,6 @@ from mindspeed_rl.algorithms.selection import (
     StepTokens,
     largest_keys,
     select_by_covariance,
-    upper_quantile,
 )
 
 NUM = 400
@@ -123,25 +121,3 @@ def test_equal_covariances_are_told_apart_by_their_place() -> None:
 
     assert len(chosen(torch.arange(NUM))) == 20
     assert chosen(torch.arange(NUM)) == chosen(torch.arange(NUM).flip(0))
-
-
-@given(
-    st.lists(st.floats(-1024, 1024, width=32), min_size=1, max_size=80),
-    st.sampled_from([0.01, 0.1, 0.5, 1.0]),
-)
-@settings(deadline=None)
-def test_upper_quantile_is_that_of_a_sort(values: list[float], share: float) -> None:
-    part = torch.tensor(values)
-    wanted = part.sort(descending=True).values[max(1, int(share * len(values))) - 1]
-    assert upper_quantile([part], share, alone) == float(wanted)
-
-
-def test_upper_quantile_of_all_ranks() -> None:
-    values = torch.rand(300, generator=torch.Generator().manual_seed(0))
-
-    def work(rank: int, reduce: Reduce) -> float:
-        mine = values[rank::3]
-        return upper_quantile([mine[:10], mine[10:10], mine[10:]], 0.01, reduce)
-
-    assert on_ranks(3, work) == [float(values.sort().values[-3])] * 3
-    assert upper_quantile([torch.zeros(0)], 0.01, alone) == -math.inf

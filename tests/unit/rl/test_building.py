@@ -5,12 +5,14 @@ Everything that needs megatron-core, vLLM or files is replaced; engines only not
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support.rl_run import NUM_PROMPTS, PROMPTS, Characters, make_run
 from support.table_engine import TableEngine
 
@@ -38,7 +40,13 @@ class Engines:
     def __call__(self, role: str, **arguments: Any) -> Any:
         assert role not in self.built
         self.built[role] = {"temperature": 1.0, **arguments}
-        return SimpleNamespace(named_parameters=dict, reload_master_weights=lambda: None)
+        weights = {"weight": torch.full((3,), math.nan)}
+        written: list[None] = []
+        return SimpleNamespace(
+            named_parameters=lambda: weights,
+            reload_master_weights=lambda: written.append(None),
+            written=written,
+        )
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -110,6 +118,24 @@ def test_the_seed_decides_the_order_of_the_prompts(
 def test_without_a_kl_there_is_no_reference(tmp_path: Path, engines: Engines) -> None:
     run = built(tmp_path, "--grpo-kl-beta 0")
     assert run.models.reference is None and "reference" not in engines.built
+
+
+def test_the_reference_has_the_weights_that_were_read_for_the_policy(
+    tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files are read once; a model that was written to says so, or its host copy is old."""
+    reads: list[Any] = []
+
+    def read(job: Any, layout: Any, weights: dict[str, torch.Tensor], **_: Any) -> None:
+        reads.append(weights)
+        weights["weight"].copy_(torch.tensor([0.5, -2.0, 3.0]))
+
+    monkeypatch.setattr(build_models, "load_weights", read)
+    models: Any = built(tmp_path).models
+    assert len(reads) == 1 and reads[0] is models.policy.named_parameters()
+    found = models.reference.named_parameters()["weight"]
+    assert found.tolist() == [0.5, -2.0, 3.0] and found is not reads[0]["weight"]
+    assert len(models.reference.written) == 1
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])

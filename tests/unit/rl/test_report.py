@@ -223,6 +223,25 @@ def test_the_probe_goes_on_with_the_samples_of_verified_steps(tmp_path: Path) ->
     report.log_step(generate_rollouts(run, state), MetricSet(mismatch), NOWHERE)
 
 
+def test_a_resumed_run_compares_its_engine_with_the_first_steps_of_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their means are kept with the report; three times as much is worth a warning."""
+    run = answering_run(tmp_path, ROWS, flags="--reshard-verify-interval 1 --train-iters 7")
+    state = state_at()
+    report = RunReporter(run, state)
+    for step, mean in enumerate([1.25e-5, 1e-5, 1.5e-5, 1e-5, 1.25e-5, 3.5e-5, 5e-5], 1):
+        if step == 7:
+            report = RunReporter(run, state, 6, json.loads(json.dumps(report.state_dict())))
+        state.step = step
+        mismatch = {
+            "mismatch/max_abs_logprob": Max(mean), "mismatch/mean_abs_logprob": Mean(mean, 1.0)
+        }  # fmt: skip
+        report.log_step(generate_rollouts(run, state), MetricSet(mismatch), NOWHERE)
+        told = capsys.readouterr().out
+        assert ("warning: step 7: mean" in told and "it was 1.25e-05" in told) == (step == 7)
+
+
 def test_a_fresh_run_replaces_old_results_only_when_told(tmp_path: Path) -> None:
     run = answering_run(tmp_path, ROWS)
     state = state_at()

@@ -48,14 +48,21 @@ def resumed(run: TableRun) -> RunReporter:
 def test_a_resumed_run_has_the_state_of_the_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two steps, a save and a restart: prompts, version, KL coefficient and lengths go on."""
+    """Two steps, a save and a restart: prompts, version, KL coefficient and lengths go on.
+
+    The policy is that of the save, the reference is not.
+    """
     saved: dict[str, Any] = {}
 
     def save(job: Any, engine: Any, step: int, extra: Any, companions: Any) -> None:
         saved.update(step=step, extra=json.loads(json.dumps(extra)))
+        saved["table"] = engine.table.detach().clone()
 
     def load(job: Any, engine: Any, companions: Any) -> LoadedState:
-        return LoadedState(saved["step"], saved["extra"]) if saved else LoadedState(0, {})
+        if not saved:
+            return LoadedState(0, {})
+        engine.table = saved["table"].requires_grad_()
+        return LoadedState(saved["step"], saved["extra"])
 
     monkeypatch.setattr(run_checkpoint, "save", save)
     monkeypatch.setattr(run_checkpoint, "load", load)
@@ -73,6 +80,9 @@ def test_a_resumed_run_has_the_state_of_the_uninterrupted_one(
     lengths = again.state.lengths.state_dict()
     assert lengths == run.state.lengths.state_dict() and lengths["relative"]
     assert again.state.sampler.next(20) == run.state.sampler.next(20)
+    assert torch.equal(again.policy.table, run.policy.table)
+    assert torch.equal(again.reference.table, first_table()), "that of the start, not of the save"
+    assert not torch.equal(again.policy.table, first_table())
 
 
 def checkpoint_of(run: TableRun, **changes: Any) -> LoadedState:

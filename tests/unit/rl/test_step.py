@@ -323,8 +323,8 @@ def test_each_clip_flag_bounds_its_own_side(tmp_path: Path, ratio: float, clippe
     assert [float(found[4 + i]) == 0.0 for i in range(6)] == stopped
 
 
-def test_the_p99_of_the_mismatch_is_of_all_tokens(tmp_path: Path) -> None:
-    """Of 999 tokens whose log-probs are off by 1/1000, 2/1000, ... the ninth largest."""
+def test_the_quantiles_of_the_mismatch_are_of_all_tokens(tmp_path: Path) -> None:
+    """Of 999 tokens whose log-probs are off by 1/1000, 2/1000, ... within 1/64."""
     flags = "--grpo-prompts-per-step 4 --grpo-group-size 100 --micro-batch-size 50"
     run = make_run(tmp_path, flags)
     samples = [sample(i, float(i % 2)) for i in range(400)]
@@ -335,7 +335,9 @@ def test_the_p99_of_the_mismatch_is_of_all_tokens(tmp_path: Path) -> None:
     said = [response(i.tolist(), first_table()[i] + off) for i, off in pairs]
     metrics = run.update(run.prepared(run.hold(samples, said)))
     assert value(metrics, "mismatch/max_abs_logprob") == pytest.approx(0.999, abs=1e-5)
-    assert value(metrics, "mismatch/p99_abs_logprob") == pytest.approx(0.991, abs=1e-5)
+    for name, exact in (("p50", 0.501), ("p99", 0.991), ("p999", 0.999)):
+        found = value(metrics, f"mismatch/{name}_abs_logprob")
+        assert found <= exact + 1e-5 < found * (1 + 1 / 64), name
 
 
 @pytest.mark.parametrize("choice", ["on-policy", "recompute", "rollout"])
@@ -349,7 +351,7 @@ def test_mismatch_is_taken_at_the_weights_that_sampled(
     metrics = run.update(run.batches())
     assert value(metrics, "mismatch/mean_abs_logprob") == pytest.approx(0.125)
     assert value(metrics, "mismatch/max_abs_logprob") == pytest.approx(0.125)
-    assert value(metrics, "mismatch/p99_abs_logprob") == pytest.approx(0.125)
+    assert value(metrics, "mismatch/p99_abs_logprob") == pytest.approx(0.125, rel=1 / 64)
     assert value(metrics, "mismatch/k3") == pytest.approx(math.exp(-0.125) + 0.125 - 1, rel=1e-4)
     known = 3 if choice == "rollout" and per_update == 3 else 6
     counted = metrics["mismatch/mean_abs_logprob"]
@@ -390,9 +392,9 @@ def test_an_engine_that_computes_with_stale_tensors_is_found(tmp_path: Path, sta
     ("flags", "limit"),
     [
         ("", 1e-3),
-        ("--bf16", 5e-2),
-        ("--rollout-dtype bfloat16", 5e-2),
-        ("--bf16 --rollout-dtype float32", 5e-2),
+        ("--bf16", 0.2),
+        ("--rollout-dtype bfloat16", 0.2),
+        ("--bf16 --rollout-dtype float32", 0.2),
         ("--bf16 --rl-sync-check-tol 1e-4", 1e-4),
     ],
 )

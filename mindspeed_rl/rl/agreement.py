@@ -1,0 +1,100 @@
+"""Watches over the steps of a run that the engine computes what the trainer computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.agreement import AgreementBounds, agreement_bounds
+from mindspeed_rl.models.spec import ModelSpec
+
+FIRST_STEPS = 5
+"""Number of compared steps at the start of a run that later ones are compared with."""
+GROWTH = 3.0
+"""A run warns of a mean that is this many times that of its first steps."""
+
+
+def bounds_of(config: RLRunConfig, spec: ModelSpec) -> AgreementBounds:
+    """Return how far trainer and engine may be apart in a run."""
+    return agreement_bounds(
+        bf16=config.train.bf16 or config.rollout.engine_is_bf16(config.train),
+        experts=spec.moe is not None,
+        latent_attention=spec.latent_attention,
+        limit=config.rollout.rl_sync_check_tol,
+    )
+
+
+def check_difference(where: str, mean: float, bounds: AgreementBounds) -> str:
+    """Check that the engine computes what the trainer computes.
+
+    Bit-equal parameters do not prove it: derived tensors (rotary tables, packed experts, absorbed
+    projections) may be stale.
+
+    Args:
+        where: Where the log-probs were compared, for the message.
+        mean: Mean |log p(trainer) - log p(engine)|.
+        bounds: Bounds of the run.
+
+    Returns:
+        A warning if the difference is more than expected, else an empty string.
+
+    Raises:
+        RuntimeError: the difference is above the limit, or no number.
+    """
+    if not mean <= bounds.limit:
+        raise RuntimeError(
+            f"{where}: mean |log p(trainer) - log p(engine)| is {mean:.3g}, above "
+            f"--rl-sync-check-tol {bounds.limit:g}, although the weights are bit-equal: the engine "
+            "computes something else than the trainer; where that is rounding, raise the limit"
+        )
+    if mean <= bounds.expected:
+        return ""
+    return (
+        f"{where}: mean |log p(trainer) - log p(engine)| is {mean:.3g}; up to {bounds.expected:g} "
+        f"is usual for this precision and model, and above {bounds.limit:g} the run ends "
+        "(docs/mismatch.md)"
+    )
+
+
+class EngineAgreement:
+    """Compares the mismatch of a run's steps with its bounds and with that of its first steps.
+
+    Args:
+        bounds: Bounds of the run.
+        first: What :attr:`first` was after the step from which the run goes on.
+    """
+
+    def __init__(self, bounds: AgreementBounds, first: Sequence[float] = ()) -> None:
+        self._bounds = bounds
+        self.first = list(first)
+        """The mean of each of the first compared steps; kept in checkpoints."""
+        self._warned = False
+
+    def see(self, step: int, mean: float) -> str:
+        """Take the mean |log p(trainer) - log p(engine)| of a step with proved weights.
+
+        Returns:
+            A warning at the first of some steps in a row that are worth one, else an empty string.
+
+        Raises:
+            RuntimeError: the mean is above the limit.
+        """
+        warning = check_difference(f"step {step}", mean, self._bounds)
+        if len(self.first) < FIRST_STEPS:
+            self.first.append(mean)
+        elif not warning:
+            warning = self._growth(step, mean)
+        begins = bool(warning) and not self._warned
+        self._warned = bool(warning)
+        return warning if begins else ""
+
+    def _growth(self, step: int, mean: float) -> str:
+        """Return a warning if the mean has grown; below a tenth of what is expected it may."""
+        usual = median(self.first)
+        if mean <= GROWTH * max(usual, self._bounds.expected / 10):
+            return ""
+        return (
+            f"step {step}: mean |log p(trainer) - log p(engine)| is {mean:.3g}; in the first "
+            f"{FIRST_STEPS} compared steps it was {usual:.3g} (docs/mismatch.md)"
+        )
