@@ -45,7 +45,8 @@ def train(run: Components) -> None:
             samples, greedy = scored.samples, scored.greedy_rewards
             batches = compute_logprobs(run, state, batches, samples)
             batches = compute_advantages(run, state, batches, samples, greedy)
-            metrics = update(run, state, batches)
+            with run.phase("update"):
+                metrics = update(run, state, batches)
             refresh_reference(run.models, run.scheduler, run.config.rl.ref_update_interval, step)
         report.log_step(scored, metrics.merge(synced), batches.placed)
         resume.save_if_due(run, state, report)

@@ -1,4 +1,4 @@
-"""Flags of device memory: its limit, what leaves it while the engine samples, warnings of leaks."""
+"""Flags of the device: its peak, its memory, what leaves it while the engine samples, leaks."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ class DeviceConfig:
         "Memory of one device that may be in use, in GiB, as its driver counts: communicators, "
         "libraries and other processes of the device included; 0 takes what the driver reports, "
         "and no limit where the device is the host. Supervised runs: --rl-dry-run alone reads it.",
+        minimum=0.0,
+    )
+    device_peak_tflops: float = flag(
+        0.0,
+        "Peak of one device in the precision of training, in 1e12 operations per second (of one "
+        "die where a card has two), which model FLOPs utilisation is a share of; 0 takes the "
+        "vendor's number for bf16, where it is known.",
         minimum=0.0,
     )
 

@@ -1,7 +1,15 @@
-"""Floating-point operations of a model's forward pass."""
+"""Floating-point operations of a model's passes.
+
+A forward pass takes 2 N operations per token, with N the weights that the token is multiplied with,
+and per layer 2 h (d_k + d_v) for each pair of a token and one before it, with h heads of d_k
+channels of keys and d_v of values. A backward pass takes twice as many. That is 6 N per token and
+attention (Kaplan et al. 2020, arXiv:2001.08361; Chowdhery et al. 2022, arXiv:2204.02311, appendix
+B); attention is counted as causal, half of all pairs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 
 from mindspeed_rl.models.expert_rules import ExpertRow
@@ -35,3 +43,14 @@ def attention_flops(spec: ModelSpec, mean_length: float) -> float:
 def sequence_flops(spec: ModelSpec) -> tuple[float, float]:
     """Operations of a sequence's forward pass: per token, and per squared token (attention)."""
     return 2.0 * active_parameters(spec), attention_flops(spec, 1.0)
+
+
+def training_flops(spec: ModelSpec, lengths: Iterable[int]) -> float:
+    """Operations of one forward and one backward pass over sequences, nothing recomputed.
+
+    Args:
+        spec: Model; of experts only those that a token is routed to count.
+        lengths: Tokens of each sequence, prompt and response.
+    """
+    per_token, per_squared = sequence_flops(spec)
+    return 3 * sum(n * (per_token + per_squared * n) for n in lengths)

@@ -29,6 +29,10 @@ class AcceleratorPlatform:
         self._copy_stream: Any = None
         self.taken_bytes = 0
 
+    @property
+    def device_name(self) -> str:
+        return str(self._api.get_device_name(self.device))
+
     def set_device(self) -> None:
         self._api.set_device(self.device)
         self.taken_bytes = self.memory().used_bytes

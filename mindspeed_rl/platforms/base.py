@@ -50,6 +50,7 @@ class Platform(Protocol):
         device: Device on which this process computes.
         shares_host_memory: Whether device memory is host memory, so that offloading frees nothing.
         taken_bytes: Bytes of the device in use before this process: by its driver and by others.
+        device_name: The driver's name of the device's model, such as ``"Ascend910B3"``.
     """
 
     name: str
@@ -57,6 +58,9 @@ class Platform(Protocol):
     device: torch.device
     shares_host_memory: bool
     taken_bytes: int
+
+    @property
+    def device_name(self) -> str: ...
 
     def set_device(self) -> None:
         """Bind this process to its device (by ``LOCAL_RANK``) and set ``taken_bytes``."""

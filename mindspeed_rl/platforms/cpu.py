@@ -30,6 +30,7 @@ class CpuPlatform:
     backend = "gloo"
     shares_host_memory = True
     taken_bytes = 0
+    device_name = "cpu"
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

@@ -96,10 +96,11 @@ class EngineAssignment:
         return Rebalancer(self.rules, group, self.leads_engine, expected)
 
     def metrics(self, stats: StepStats) -> MetricSet:
-        """Return the steps of the slowest engine and the numbers of moved samples. Local."""
+        """Return the slowest engine's steps, and the numbers of preemptions and moves. Local."""
+        mine = float(self.leads_engine)
         metrics = MetricSet({"rollout/steps_max": Max(float(stats.steps))})
+        metrics["rollout/preemptions"] = Total(mine * stats.preemptions)
         if self.rules is not None:
-            mine = float(self.leads_engine)
             metrics["rollout/moved_samples"] = Total(mine * stats.moved)
             metrics["rollout/moved_tokens"] = Total(mine * stats.moved_tokens)
             metrics["throughput/settle_s"] = Max(stats.rebalance_seconds)

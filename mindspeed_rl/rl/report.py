@@ -34,7 +34,6 @@ from mindspeed_rl.metrics.names import (
     RESPONSE_LENGTH,
     REWARD,
     STEP_TIME,
-    TOKENS_PER_S,
     headline,
 )
 from mindspeed_rl.metrics.output_dir import take_output_dir
@@ -48,6 +47,7 @@ from mindspeed_rl.rl.agreement import EngineAgreement, bounds_of
 from mindspeed_rl.rl.components import Components, Models, RunState
 from mindspeed_rl.rl.evaluate import Evaluation, evaluate
 from mindspeed_rl.rl.rollouts import RolloutBatch
+from mindspeed_rl.rl.throughput import step_throughput
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import PlacedSamples, ResponseTensors
@@ -195,14 +195,13 @@ class RunReporter:
             # Fetched first, so that the other ranks need not wait for the writer.
             responses = self._store.fetch(shown, placed, (TOKEN_IDS, ROLLOUT_LOGPROBS))
             metrics = metrics.merge(rollouts.metrics).merge(times.metrics())
-            values = self._log(step, samples, metrics)
+            values = self._log(step, rollouts, metrics)
             if self._writer:
                 self._dump(step, shown, responses)
             self._check(step, values)
 
-    def _log(
-        self, step: int, samples: Sequence[RolloutInfo], metrics: MetricSet
-    ) -> Mapping[str, float]:
+    def _log(self, step: int, rollouts: RolloutBatch, metrics: MetricSet) -> Mapping[str, float]:
+        samples = rollouts.generated
         values = reduce_metrics(metrics.merge(self._telemetry.ledger.metrics()))
         if self._writer:
             group_size = self._job.plan.batch.group_size
@@ -210,11 +209,10 @@ class RunReporter:
             if warning := self._constant.see(values["reward/min"], values["reward/max"]):
                 self._job.log_rank0(f"warning: step {step}: {warning}")
         values |= derived_mismatch(values)
-        tokens = sum(s.num_tokens for s in samples)
-        values[TOKENS_PER_S] = tokens / values[STEP_TIME]
+        values |= step_throughput(self._job, self._store, rollouts, step, values)
         values["policy/version"] = float(self._state.version)
         self._totals.steps += 1
-        self._totals.tokens += tokens
+        self._totals.tokens += sum(s.num_tokens for s in samples)
         self._totals.step_seconds += values[STEP_TIME]
         worst = np.maximum(self._totals.worst_mismatch, values[MISMATCH_MAX])  # NaN is the largest
         self._totals.worst_mismatch = float(worst)

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mindspeed_rl.metrics.metric_set import Mean, MetricSet
+from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.rollout.graph_sizes import read_history, write_history
 
 
@@ -26,6 +26,11 @@ class StepStats:
         moved_tokens: Tokens of these requests, prompts included, that other engines read again.
         prompt_steps: Steps in which any rank of the engine read a prompt; 0 without our reduction.
         running: Sequences in a decode step (on the fullest rank, where ranks agree) -> steps.
+        preemptions: Times that a request lost its place in the key/value cache to others; its
+            tokens are read again.
+        prompt_tokens: Tokens that the requests which ended here began with.
+        cached_tokens: Those of them that the prefix cache had.
+        cache_use: Largest share of the key/value cache in use after a step, in [0, 1].
     """
 
     steps: int = 0
@@ -38,10 +43,16 @@ class StepStats:
     moved_tokens: int = 0
     prompt_steps: int = 0
     running: Counter[int] = field(default_factory=Counter)
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    cache_use: float = 0.0
 
 
 def step_metrics(stats: StepStats, data_parallel: bool) -> MetricSet:
-    """Compute the time and idling of the engine's steps, weighted by steps. Local.
+    """Compute the time and idling of the engine's steps, and the use of its cache. Local.
+
+    Time and idling are weighted by steps.
 
     With data-parallel ranks in an engine, the metrics also have the cost of their agreement:
     reductions per step, milliseconds of waiting for each other, and the rate of steps in which all
@@ -51,6 +62,8 @@ def step_metrics(stats: StepStats, data_parallel: bool) -> MetricSet:
         {
             "rollout/steps": Mean.of([stats.steps]),
             "throughput/engine_ms_per_step": Mean(1e3 * stats.seconds, stats.steps),
+            "rollout/kv_cache_use_max": Max(stats.cache_use),
+            "rollout/prefix_cache_hit_rate": Mean(stats.cached_tokens, stats.prompt_tokens),
         }
     )
     if data_parallel:

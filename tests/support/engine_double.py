@@ -111,6 +111,9 @@ class ToyPort:
         self.prompts[key] = tuple(token_ids)
         return key
 
+    def observe(self, outputs: object) -> None:
+        """A toy has no scheduler."""
+
 
 class EngineDouble(VllmEngine):
     """One rank of an engine of one rank.

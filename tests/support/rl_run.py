@@ -469,10 +469,13 @@ class Answers(TableEngine):
         """Stands still while nothing is generated."""
         return self.now_s
 
-    def generate(self, *arguments: Any, **options: Any) -> dict[int, Completion]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], *arguments: Any, **options: Any
+    ) -> dict[int, Completion]:
         self.now_s += 2.0
         self.stats.steps += 1
-        return super().generate(*arguments, **options)
+        self.stats.prompt_tokens += sum(len(r.token_ids) for r in requests)
+        return super().generate(requests, *arguments, **options)
 
     def completion(
         self, request: GenerationRequest, settings: SamplingSettings, version: int

@@ -279,6 +279,7 @@ class VllmEngine:
             self._open = OpenRequests(port, settings.max_response_tokens, self._experts)
             self._open.add(requests)
             for outputs in self._shared_steps(rebalancer):
+                port.observe(outputs)
                 self._open.note(outputs)
                 ended = {int(o.request_id): o for o in outputs if o.finished}
                 finished = self._open.finish(ended, trainer_version)
@@ -293,7 +294,7 @@ class VllmEngine:
         return {r.sample_id: done[r.sample_id] for r in requests}
 
     def _port(self, settings: SamplingSettings, follow: bool) -> VllmPort:
-        return VllmPort(self._engine, settings, follow)
+        return VllmPort(self._engine, settings, follow, self.stats)
 
     def _shared_steps(self, rebalancer: Rebalancer | None) -> Iterator[list[Any]]:
         """Yield the outputs of each step; a rebalancer has its points in between."""

@@ -13,6 +13,7 @@ from mindspeed_rl.core.types import FINISH_REASONS, Completion
 from mindspeed_rl.rollout.rebalance import ExpectedLength
 from mindspeed_rl.rollout.rebalance_plan import Load
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
+from mindspeed_rl.rollout.stats import StepStats
 from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.rollout.vllm.patches.sampling_stream import STREAM, stream_of
 
@@ -49,14 +50,20 @@ class VllmPort:
     """Adds and aborts single requests of vLLM's ``LLMEngine``, all with equal settings.
 
     Args:
-        engine: vLLM's ``LLMEngine``.
+        engine: vLLM's ``LLMEngine``, with its scheduler in this process.
         settings: Sampling settings of all requests.
         follow: Whether each step also outputs unfinished requests.
+        stats: Counters of preemptions and of the caches to add to.
     """
 
-    def __init__(self, engine: Any, settings: SamplingSettings, follow: bool) -> None:
+    def __init__(
+        self, engine: Any, settings: SamplingSettings, follow: bool, stats: StepStats
+    ) -> None:
         self._engine = engine
         self._base = sampling_params(settings, follow)
+        self._scheduler: Any = engine.engine_core.engine_core.scheduler
+        self._stats = stats
+        self._running: dict[str, Any] = {}  # vLLM's requests, which count their preemptions
 
     def add(
         self,
@@ -74,10 +81,27 @@ class VllmPort:
         if stream is not None:
             params.extra_args = {STREAM: stream}
         prompt = tokens_input(prompt_token_ids=token_ids)
-        return str(self._engine.add_request(key, prompt, params))
+        name = str(self._engine.add_request(key, prompt, params))
+        self._running[key] = self._scheduler.requests[name]
+        return name
 
     def abort(self, keys: list[str]) -> None:
         self._engine.abort_request(keys)
+        for key in keys:
+            self._stats.preemptions += self._running.pop(key).num_preemptions
+
+    def observe(self, outputs: Iterable[Any]) -> None:
+        """Add a step to the counters: its use of the cache, and the requests that it ended.
+
+        vLLM's own statistics have the same numbers, at the cost of a record per request and step.
+        """
+        stats = self._stats
+        stats.cache_use = max(stats.cache_use, float(self._scheduler.kv_cache_manager.usage))
+        for output in outputs:
+            if output.finished:
+                stats.preemptions += self._running.pop(output.request_id).num_preemptions
+                stats.prompt_tokens += len(output.prompt_token_ids)
+                stats.cached_tokens += output.num_cached_tokens or 0
 
     def stream(self, name: str) -> torch.Tensor | None:
         """Return the generator state of a request by vLLM's name; ``None`` before it starts."""

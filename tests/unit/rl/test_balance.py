@@ -83,9 +83,11 @@ def test_engines_that_cannot_continue_a_stream_are_refused(tmp_path: Path) -> No
 
 
 def test_metrics_of_a_rebalanced_rollout(tmp_path: Path) -> None:
-    stats = StepStats(steps=9, moved=2, moved_tokens=70, rebalance_seconds=0.5)
+    stats = StepStats(
+        steps=9, moved=2, moved_tokens=70, rebalance_seconds=0.5, preemptions=3, cache_use=0.75
+    )
     plain = make_run(tmp_path).parts.rollouts.assignment.metrics(stats)
-    assert plain == {"rollout/steps_max": Max(9.0)}
+    assert plain == {"rollout/steps_max": Max(9.0), "rollout/preemptions": Total(3.0)}
     found = spread(make_run(tmp_path, "--rollout-rebalance all"), 2, 0)[0].metrics(stats)
     assert found["rollout/moved_samples"] == Total(2.0)
     assert found["rollout/moved_tokens"] == Total(70.0)
