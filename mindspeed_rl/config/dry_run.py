@@ -48,8 +48,9 @@ class DryRunConfig:
     """Dry run.
 
     Prints what a run would do and need, without devices, weights or torchrun: the batch arithmetic,
-    bytes per phase and rank, what a weight update moves, whether it fits, and which single changes
-    would help. All of it is predicted. It ends with code 3 when the run does not fit.
+    bytes per phase and rank, what a weight update moves, seconds of a step where constants are
+    known, whether it fits, and which single changes would help. All of it is predicted. It ends
+    with code 3 when the run does not fit.
 
     Example: bash recipe.sh --rl-dry-run --device-memory-gb 64
     """
@@ -76,8 +77,8 @@ class DryRunConfig:
     rl_dry_run_mean_length: float = flag(
         0.0,
         "Mean tokens of a sequence, prompt and response, with which the packing of micro-batches "
-        "is predicted; lengths are drawn from a log-normal distribution that is cut at the "
-        "longest. 0 takes a third of the longest.",
+        "and the seconds of a step are predicted; lengths are drawn from a log-normal distribution "
+        "that is cut at the longest. 0 takes a third of the longest.",
         minimum=0.0,
     )
     rl_dry_run_json: str = flag(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.models.layers import MLP, LatentAttention
@@ -34,7 +35,7 @@ class EngineMemory:
 
     def weights(self, rank: int) -> int:
         """Return the bytes of a rank's parameters, padded, and copies that the engine derives."""
-        return sum(self.layout.local_bytes(rank, self.item).values()) + self._latent_copies()
+        return _parameter_bytes(self.layout, rank, self.item) + self._latent_copies()
 
     def _latent_copies(self) -> int:
         if not self.sizes.copies_latent:
@@ -88,3 +89,9 @@ class EngineMemory:
         sent = tokens * mlp.top_k // engine.tp if engine.expert_parallel else 0
         experts = self.routed_tokens(mlp) * (2 * hidden + of_copy) + sent * hidden
         return experts + tokens * mlp.engine_values // engine.tp
+
+
+@lru_cache(maxsize=128)
+def _parameter_bytes(layout: RolloutLayout, rank: int, item: int) -> int:
+    """Return the bytes of a rank's parameters; cached, because every tried change asks again."""
+    return sum(layout.local_bytes(rank, item).values())

@@ -14,9 +14,9 @@ from mindspeed_rl.planning.hccl_buffers import hccl_buffers
 from mindspeed_rl.planning.micro_batches import PackingEstimate, drawn_lengths
 from mindspeed_rl.planning.prediction import MemoryPrediction, Peak, Table
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan, longest_sequence, run_packing
+from mindspeed_rl.planning.step_time import StepSeconds, step_seconds
 from mindspeed_rl.planning.suggestions import Suggestion, plan_of, suggest
-from mindspeed_rl.weights.planner import plan_reshard
-from mindspeed_rl.weights.traffic import RankTraffic, element_bytes_of, rank_traffic
+from mindspeed_rl.weights.traffic import RankTraffic, element_bytes_of, estimated_traffic
 
 _GIB = 2**30
 
@@ -34,6 +34,7 @@ class Findings:
         offload_reason: Reason for the mode of offloading.
         volume: Traffic of a weight update of some ranks; empty in supervised runs.
         packing: Micro-batches of an optimizer step with drawn lengths.
+        seconds: Estimated seconds of a step; ``None`` where no constants are known.
         suggestions: Single changes that lower the peak of a run that does not fit.
     """
 
@@ -44,6 +45,7 @@ class Findings:
     offload_reason: str
     volume: Sequence[RankTraffic]
     packing: PackingEstimate
+    seconds: StepSeconds | None
     suggestions: Sequence[Suggestion]
 
     @property
@@ -95,8 +97,10 @@ def find_out(config: TrainingRunConfig, world: int) -> Findings:
     peak = prediction.peak(ranks)
     volume: Sequence[RankTraffic] = ()
     if isinstance(plan, RLPlan) and isinstance(config, RLRunConfig):
-        looked_at = dict.fromkeys((ranks[0], ranks[len(ranks) // 2], world - 1))
-        volume = [update_traffic(config, plan, rank, machine.ranks_per_node) for rank in looked_at]
+        looked_at = list(dict.fromkeys((ranks[0], ranks[len(ranks) // 2], world - 1)))
+        volume = update_traffic(config, plan, looked_at, machine.ranks_per_node)
+    lengths = predicted_lengths(config, plan)
+    packing = PackingEstimate.of(run_packing(config, plan), lengths)
     return Findings(
         prediction=prediction,
         tables={rank: prediction.rank_table(rank) for rank in ranks},
@@ -104,13 +108,14 @@ def find_out(config: TrainingRunConfig, world: int) -> Findings:
         budget_bytes=budget,
         offload_reason=why,
         volume=volume,
-        packing=predicted_packing(config, plan),
+        packing=packing,
+        seconds=step_seconds(prediction, packing, lengths),
         suggestions=() if peak.num_bytes <= budget else suggest(prediction, ranks, budget),
     )
 
 
-def predicted_packing(config: TrainingRunConfig, plan: RunPlan) -> PackingEstimate:
-    """Pack one optimizer step of drawn lengths as the run would. Pure.
+def predicted_lengths(config: TrainingRunConfig, plan: RunPlan) -> list[int]:
+    """Draw the lengths of the sequences of one optimizer step. Pure.
 
     Raises:
         UsageError: ``--rl-dry-run-mean-length`` is longer than a sequence may be.
@@ -124,19 +129,15 @@ def predicted_packing(config: TrainingRunConfig, plan: RunPlan) -> PackingEstima
     samples = config.train.global_batch_size
     if isinstance(plan, RLPlan):
         samples = plan.batch.samples_per_update
-    lengths = drawn_lengths(samples, mean or longest / 3, longest)
-    return PackingEstimate.of(run_packing(config, plan), lengths)
+    return drawn_lengths(samples, mean or longest / 3, longest)
 
 
 def update_traffic(
-    config: RLRunConfig, plan: RLPlan, rank: int, ranks_per_node: int
-) -> RankTraffic:
-    """Count what a weight update moves on a rank, from its plan.
-
-    Pure; about a second for a model of 671e9 weights.
-    """
+    config: RLRunConfig, plan: RLPlan, ranks: Sequence[int], ranks_per_node: int
+) -> list[RankTraffic]:
+    """Estimate what a weight update moves on some ranks. Pure; seconds for 671e9 weights."""
     item = 2 if config.rollout.engine_is_bf16(config.train) else 4
     relay = config.rollout.reshard_relay == "auto" and plan.parallel.world > ranks_per_node
     source, target = plan.megatron, plan.rollout_layout
-    update = plan_reshard(source, target, rank, ranks_per_node, relay=relay)
-    return rank_traffic(update, element_bytes_of(source, item), ranks_per_node)
+    bytes_of = element_bytes_of(source, item)
+    return estimated_traffic(source, target, ranks, ranks_per_node, bytes_of, relay=relay)

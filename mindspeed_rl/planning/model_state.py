@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import lru_cache
 from math import lcm, prod
 
 from mindspeed_rl.core.layout import round_up
@@ -42,6 +43,7 @@ class ModelState:
     plain_parameters: int
 
 
+@lru_cache(maxsize=128)
 def model_state(
     layout: MegatronLayout, rank: int, *, bf16: bool, distributed_optimizer: bool
 ) -> ModelState:

@@ -19,7 +19,7 @@ _GIB, _MIB = 2**30, 2**20
 def lines(found: Findings) -> Iterator[str]:
     """Yield the lines of the report for the terminal."""
     yield "dry run: everything below is predicted, nothing was measured"
-    for part in (_arithmetic, _memory, _volume, _verdict):
+    for part in (_arithmetic, _memory, _volume, _seconds, _verdict):
         if text := list(part(found)):
             yield from ("", *text)
 
@@ -115,6 +115,22 @@ def _volume(found: Findings) -> Iterator[str]:
     yield from (f"  {line}" for line in aligned(rows))
 
 
+def _seconds(found: Findings) -> Iterator[str]:
+    step = found.seconds
+    if step is None:
+        name = found.prediction.machine.name
+        yield f"seconds of a step: not predicted, no published run was fitted for machine {name}"
+        return
+    yield "seconds of a step with these lengths, and their range:"
+    rows = [
+        [phase.phase, f"{phase.seconds:.1f}", f"{phase.low:.1f} to {phase.high:.1f}"]
+        for phase in (*step.phases, step.whole)
+    ]
+    yield from (f"  {line}" for line in aligned(rows))
+    yield f"  {step.source}"
+    yield "  not counted: prefill, rewards, weight update, offloading"
+
+
 def _verdict(found: Findings) -> Iterator[str]:
     peak, budget = found.peak, found.budget_bytes
     name, unit = _unit(found)
@@ -170,6 +186,7 @@ def as_json(found: Findings) -> dict[str, Any]:
             "bytes": found.peak.num_bytes,
         },
         "packing": asdict(found.packing),
+        "seconds": asdict(found.seconds) if found.seconds else None,
         "budget_bytes": found.budget_bytes,
         "fits": found.fits,
         "weight_update": [asdict(traffic) for traffic in found.volume],

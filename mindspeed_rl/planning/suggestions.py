@@ -12,8 +12,11 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import FIXED_MODES
 from mindspeed_rl.planning.budget import resolve_offload
 from mindspeed_rl.planning.prediction import MemoryPrediction, Peak
-from mindspeed_rl.planning.run_plan import RunPlan, plan_pretrain, plan_rl
+from mindspeed_rl.planning.run_plan import RLPlan, RunPlan, plan_pretrain, plan_rl
 from mindspeed_rl.rollout.registry import engine_provider
+
+# Without graphs no sizes are captured: flags about them would be refused.
+_EAGER = {"rollout_graph_mode": "eager", "rollout_graph_sizes": ()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ def suggest(prediction: MemoryPrediction, ranks: Sequence[int], usable: int) -> 
     """Return the changes that lower the peak of some ranks, the lowest peak first. Pure."""
     config, found = prediction.config, []
     before = prediction.peak(ranks).num_bytes
-    for flags, section, values in _changes(config):
+    for flags, section, values in _changes(config, prediction.plan):
         part: Any = getattr(config, section)
         new: Any = part | values if isinstance(part, dict) else replace(part, **values)
         sections: dict[str, Any] = {section: new}
@@ -55,7 +58,7 @@ def suggest(prediction: MemoryPrediction, ranks: Sequence[int], usable: int) -> 
     return sorted(found, key=lambda suggestion: suggestion.peak.num_bytes)
 
 
-def _changes(config: TrainingRunConfig) -> list[tuple[str, str, dict[str, Any]]]:
+def _changes(config: TrainingRunConfig, plan: RunPlan) -> list[tuple[str, str, dict[str, Any]]]:
     """Return the changes to try: flags as typed, and the fields of a section that they set."""
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     full = {
@@ -85,7 +88,23 @@ def _changes(config: TrainingRunConfig) -> list[tuple[str, str, dict[str, Any]]]
         ]
         changes += [
             ("--rollout-sleep all", "memory", {"rollout_sleep": "all"}),
+            ("--rollout-graph-mode eager", "engine", _EAGER),
             (f"--rollout-kv-cache-gb {half:g}", "rollout", {"rollout_kv_cache_gb": half}),
             (f"{as_flag(batched)} 1024", "engine_options", {batched: 1024}),
         ]
+        if isinstance(plan, RLPlan) and plan.spec.moe and not plan.engine.expert_parallel:
+            changes.append(_shared_experts(plan))
     return changes
+
+
+def _shared_experts(plan: RLPlan) -> tuple[str, str, dict[str, Any]]:
+    """Return the change to the largest engines whose ranks share the experts evenly."""
+    world, tp, experts = plan.parallel.world, plan.engine.tp, plan.spec.num_experts
+    sizes = (tp * dp for dp in range(1, world // tp + 1) if not world % (tp * dp))
+    size = max((n for n in sizes if not experts % n), default=tp)
+    flags = f"--rollout-dp {size // tp} --rollout-ep {size}"
+    return (
+        flags,
+        "rollout",
+        {"rollout_dp": size // tp, "rl_inference_expert_model_parallel_size": size},
+    )

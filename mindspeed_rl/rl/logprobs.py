@@ -8,6 +8,7 @@ import torch
 
 from mindspeed_rl.core.memory import MemoryOwner
 from mindspeed_rl.metrics.metric_set import Max, MetricSet
+from mindspeed_rl.planning.step_time import is_first_old_pass_free
 from mindspeed_rl.rl.batches import StepBatches, sample_of_token
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.samples.rollout_info import RolloutInfo
@@ -28,12 +29,11 @@ def compute_logprobs(
     on_policy = config.rl.old_logprob == "on-policy"
     if on_policy:
         check_on_policy(samples, state.version)
-    needed_early = config.kl.rl_kl_in_reward or config.policy_loss.loss.selects
     old, num_old = _old_logprobs(
         run.models.policy,
         batches,
         are_engines=config.rl.old_logprob == "rollout",
-        first_is_free=on_policy and run.plan.batch.iterations == 1 and not needed_early,
+        first_is_free=is_first_old_pass_free(config, run.plan.batch.iterations),
     )
     batches = batches.with_column("old_logprobs", old)
     reference, num_reference = run.models.reference, 0

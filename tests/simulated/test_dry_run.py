@@ -104,6 +104,18 @@ def test_deepseek_runs_out_of_memory_at_8192_batched_tokens_and_not_at_1024() ->
     assert best.peak == small.peak and small.suggestions == ()
 
 
+def test_engines_without_expert_parallelism_are_told_to_share_their_experts() -> None:
+    """512 ranks with a slice of each of 256 experts on every one of 8: 158 GiB of weights each."""
+    sizes = ("--rollout-tp", "8", "--rollout-dp", "1", "--rollout-ep", "1")
+    run = found(*sizes, "--rl-world-size", "512")
+    assert not run.fits and run.peak.phase is MemoryPhase.ROLLOUT
+    best = run.suggestions[0]
+    assert best.flags == "--rollout-dp 32 --rollout-ep 256" and best.peak.num_bytes < 62 * GIB
+    eager = next(s for s in run.suggestions if s.flags == "--rollout-graph-mode eager")
+    # 16 graphs of 256 MiB are not captured
+    assert run.peak.num_bytes - eager.peak.num_bytes == 4 * GIB
+
+
 def test_operations_of_published_models() -> None:
     """The models' names: 37e9 of 671e9, 22e9 of 235e9, without the embedding; attention by hand."""
     deepseek = spec_from_hf_config(published_config("deepseek-v3"))

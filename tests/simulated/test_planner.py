@@ -40,7 +40,7 @@ from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
 from mindspeed_rl.weights.planner import ReshardPlan, check_same_tensors, plan_reshard
 from mindspeed_rl.weights.stream import TensorStream
-from mindspeed_rl.weights.traffic import element_bytes_of, rank_traffic
+from mindspeed_rl.weights.traffic import element_bytes_of, estimated_traffic, rank_traffic
 
 
 def plans_of(
@@ -133,6 +133,37 @@ def test_an_expert_that_a_rank_keeps_twice_arrives_once(relay: bool) -> None:
     assert num_duplicates == num_engines * num_layers * num_matrices
     bucket_bytes = smallest_bucket(case, source, target, relay)
     assert_arrived(case, move(case, source, target, bucket_bytes, relay))
+
+
+@given(cases(), st.booleans())
+@settings(max_examples=20, deadline=None)
+@example(MOE, True)
+@example(TIED, False)
+@example(REDUNDANT, True)
+def test_the_estimated_traffic_is_that_of_the_plans(case: Case, relay: bool) -> None:
+    source, target = layouts_of(case)
+    bytes_of = element_bytes_of(source, ITEM_BYTES)
+    ranks = range(case.world)
+    estimated = estimated_traffic(source, target, ranks, case.ranks_per_node, bytes_of, relay=relay)
+    plans = plans_of(source, target, case, relay)
+    assert estimated == [rank_traffic(plan, bytes_of, case.ranks_per_node) for plan in plans]
+
+
+def test_the_traffic_of_many_layers_is_estimated_from_some() -> None:
+    """What arrives is right; what is sent is nearly right, because sources rotate by layer."""
+    case = replace(MOE, num_layers=16, moe_layers=(True,) * 16, layer_list=(), dp=4)
+    source, target = layouts_of(case)
+    bytes_of = element_bytes_of(source, ITEM_BYTES)
+    some = estimated_traffic(
+        source, target, range(case.world), case.ranks_per_node, bytes_of, most_tensors=60
+    )
+    for plan, found in zip(plans_of(source, target, case), some, strict=True):
+        exact = rank_traffic(plan, bytes_of, case.ranks_per_node)
+        assert found.receive_bytes == exact.receive_bytes
+        assert found.copy_bytes == exact.copy_bytes
+        assert found.send_bytes == pytest.approx(exact.send_bytes, rel=0.5)
+    sent = sum(found.send_bytes for found in some)
+    assert sent == sum(found.receive_bytes for found in some)
 
 
 def test_the_digest_follows_everything_a_plan_depends_on() -> None:

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, Protocol
 
 from mindspeed_rl.core.boxes import PLAIN, Box, ParamView
-from mindspeed_rl.models.expert_rules import ExpertRow
+from mindspeed_rl.models.expert_rules import ExpertRow, StackedExperts
 from mindspeed_rl.models.rules import Cut, Share, WeightRow
 from mindspeed_rl.models.spec import ModelSpec
 
@@ -405,11 +405,21 @@ class TableLayout(ABC):
         """Return row, model at its layer and share of every local parameter, in table order."""
         return {
             place.param: (row, self._spec_at[self._first_equals[id(row)][layer]], placed.share)
-            for row, layer, expert in self.held_by(rank)
+            for row, layer, expert in self._held_parameters(rank)
             for place in self.places(row, layer, expert)
             for placed in place.shares
             if rank in placed.owner_ranks
         }
+
+    def _held_parameters(self, rank: int) -> Iterator[tuple[WeightRow, int, int]]:
+        """Yield what a rank holds, of a stack of experts the first alone: it is one parameter."""
+        stacked: set[tuple[int, int]] = set()
+        for row, layer, expert in self.held_by(rank):
+            if isinstance(row, StackedExperts):
+                if (id(row), layer) in stacked:
+                    continue
+                stacked.add((id(row), layer))
+            yield row, layer, expert
 
     def local_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         return {
