@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -53,6 +53,21 @@ class DenseGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextGroup:
+    """The ranks that share a row.
+
+    Attributes:
+        group: Their process group; ``None``: the rank is alone.
+        size: Number of them.
+        rank: Position of this rank among them.
+    """
+
+    group: dist.ProcessGroup | None = None
+    size: int = 1
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class PackedRow:
     """The borders of a packed micro-batch; passed to megatron-core as ``packed_seq_params``.
 
@@ -65,8 +80,9 @@ class PackedRow:
         order: [T] int32, the index of each local position among the queries; padding has the index
             of the zero row behind them.
         padded: Whether the row has padding.
-        gathered: [cp T] int32, the index of each position of the whole row among the gathered
-            tokens of the context-parallel ranks; ``None`` without context parallelism.
+        gathered: [size T] int32, the index of each position of the whole row among the gathered
+            tokens of the ranks that share the row; ``None``: this rank has all of it.
+        context: Ranks that share the row.
         qkv_format: Tells megatron-core not to cut the row itself.
     """
 
@@ -77,6 +93,7 @@ class PackedRow:
     order: torch.Tensor
     padded: bool
     gathered: torch.Tensor | None = None
+    context: ContextGroup = ContextGroup()
     qkv_format: str = "sbhd"
     cp_group: Any = None
     local_cp_size: int | None = None
@@ -96,21 +113,21 @@ class PackedRow:
 
 
 def make_packed_row(
-    lengths: Sequence[int], positions: torch.Tensor, cp: int = 1, cp_rank: int = 0
+    lengths: Sequence[int], positions: torch.Tensor, context: ContextGroup = ContextGroup()
 ) -> PackedRow:
     """Group the sequences of a packed row by length. Local.
 
     Args:
-        lengths: Tokens of each sequence in order, multiples of ``2 cp``; the rest of the row is
-            padding.
+        lengths: Tokens of each sequence in order, multiples of twice the size of ``context``; the
+            rest of the row is padding.
         positions: [T] int32, positions of this rank's tokens.
-        cp: Context-parallel size.
-        cp_rank: Position in the context-parallel group.
+        context: Ranks that share the row.
     """
+    cp = context.size
     total = int(positions.numel())
     none = torch.zeros(0, dtype=torch.int64)
     groups, queries, keys, real = [], [none], [none], [torch.zeros(0, dtype=torch.bool)]
-    for batch in _batches(_pieces(lengths, cp, cp_rank)):
+    for batch in _batches(_pieces(lengths, cp, context.rank)):
         group, query, key, is_real = _dense_group(torch.from_numpy(batch), masked=cp > 1)
         groups.append(group)
         queries.append(query)
@@ -127,7 +144,7 @@ def make_packed_row(
     padded = place.numel() < total
     key = torch.cat(keys).int()
     return PackedRow(
-        positions, tuple(groups), query.int(), key, order.int(), padded, gathered=gathered
+        positions, tuple(groups), query.int(), key, order.int(), padded, gathered, context
     )
 
 
@@ -222,7 +239,7 @@ class PackedSelfAttention(MegatronModule):
             raise TypeError("PackedSelfAttention needs a PackedRow as packed_seq_params")
         q, k, v = (x[:, 0] if x.dim() == 4 else x for x in (query, key, value))
         if row.gathered is not None:
-            k, v = _gather_row(k, v, row.gathered)
+            k, v = _gather_row(k, v, row.gathered, row.context)
         outputs = self._attend(q, k, v, row)
         if row.padded:
             outputs.append(q.new_zeros(1, q.size(1), v.size(2)))
@@ -321,15 +338,14 @@ def masked_attention(*inputs: Any) -> torch.Tensor:
 
 
 def _gather_row(
-    k: torch.Tensor, v: torch.Tensor, order: torch.Tensor
+    k: torch.Tensor, v: torch.Tensor, order: torch.Tensor, context: ContextGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values of the whole row in its order. Collective: the context-parallel group.
+    """Return keys and values of the whole row in its order. Collective: the ranks of ``context``.
 
     The backward pass sums the gradients of all ranks.
     """
-    group = parallel_state.get_context_parallel_group()
     both = torch.cat([k, v], dim=-1).contiguous()
-    whole = gather_from_sequence_parallel_region(both, group=group).index_select(0, order)
+    whole = gather_from_sequence_parallel_region(both, group=context.group).index_select(0, order)
     keys, values = whole.split([k.size(-1), v.size(-1)], dim=-1)
     return keys, values
 

@@ -34,7 +34,8 @@ from mindspeed_rl.trainer.heads import Outputs, make_head, policy_inputs, value_
 from mindspeed_rl.trainer.model import build_model, mixed_precision
 from mindspeed_rl.trainer.model_config import build_transformer_config
 from mindspeed_rl.trainer.optimizer import LearningRateSchedule, build_optimizer
-from mindspeed_rl.trainer.packed_attention import make_packed_row
+from mindspeed_rl.trainer.packed_attention import ContextGroup, make_packed_row
+from mindspeed_rl.trainer.parallel_state import context_group
 from mindspeed_rl.trainer.pipeline import planned_messages
 from mindspeed_rl.trainer.routing_replay import RoutingReplay, router_places, routes_of
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout, chunk_prefix
@@ -179,20 +180,25 @@ class TrainEngine:
 
         Local.
         """
-        device = self.platform.device
-        cp, layers = self.layout.parallel.cp, len(self.spec.expert_layers)
-        cp_rank = self.layout.parallel.coords(dist.get_rank()).cp
+        device, layers = self.platform.device, len(self.spec.expert_layers)
         prepared = []
         for batch in batches:
-            share = split_context(batch, cp, cp_rank).to(device)
-            row = make_packed_row(share.lengths, share.positions, cp, cp_rank).to(device)
+            context = self._context_of(batch)
+            share = split_context(batch, context.size, context.rank).to(device)
+            row = make_packed_row(share.lengths, share.positions, context).to(device)
             routes = None
             if self._replay is not None:
-                padding = padding_mask(batch, cp, cp_rank)
+                padding = padding_mask(batch, context.size, context.rank)
                 mine = None if padding is None else self._tokens_of_rank(torch.from_numpy(padding))
                 routes = routes_of(share, self._tokens_of_rank, layers, mine)
             prepared.append(replace(share, attention=row, routes=routes))
         return prepared
+
+    def _context_of(self, batch: MicroBatch) -> ContextGroup:
+        """Return the ranks that share a row: as many neighbours as the plan has given it."""
+        size = batch.shared_by or self.layout.parallel.cp
+        rank = self.layout.parallel.coords(dist.get_rank()).cp % size
+        return ContextGroup(context_group(size), size, rank)
 
     def _tokens_of_rank(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a [T] tensor under sequence parallelism, else all of it."""
@@ -243,7 +249,8 @@ class TrainEngine:
         self.optimizer.zero_grad()
 
         def loss(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, LossOutputs]:
-            inputs = loss_inputs(batch, outputs, self.all_reduce_cp)
+            reduce = functools.partial(self.all_reduce_row, batch)
+            inputs = loss_inputs(batch, outputs, reduce)
             found = loss_function(inputs)
             return found.loss, replace(found, loss=found.loss.detach())
 
@@ -257,13 +264,14 @@ class TrainEngine:
         """Whether this rank reports metrics of tokens that all tensor-parallel ranks share."""
         return bool(self.is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0)
 
-    def all_reduce_cp(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce_row(self, batch: MicroBatch, values: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks that share each sequence of a micro-batch, without gradient.
 
-        Collective: the context-parallel group.
+        Collective: the ranks that share its row.
         """
-        if self.layout.parallel.cp > 1:
-            dist.all_reduce(values, group=parallel_state.get_context_parallel_group())
+        context = self._context_of(batch)
+        if context.group is not None:
+            dist.all_reduce(values, group=context.group)
         return values
 
     def all_reduce_dp_cp(self, values: torch.Tensor) -> torch.Tensor:

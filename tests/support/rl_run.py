@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -146,9 +147,9 @@ class TablePolicy:
     def _loss_inputs(self, micro: MicroBatch) -> Any:
         logprobs = self._logprobs(micro)
         entropy = torch.zeros_like(logprobs)
-        return policy_inputs(micro, (logprobs, entropy), self.all_reduce_cp)
+        return policy_inputs(micro, (logprobs, entropy), partial(self.all_reduce_row, micro))
 
-    def all_reduce_cp(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce_row(self, micro: MicroBatch, values: torch.Tensor) -> torch.Tensor:
         """One rank."""
         return values
 
@@ -173,7 +174,7 @@ class TableCritic(TablePolicy):
         return self.logprobs(batches)
 
     def _loss_inputs(self, micro: MicroBatch) -> Any:
-        return value_inputs(micro, (self._logprobs(micro),), self.all_reduce_cp)
+        return value_inputs(micro, (self._logprobs(micro),), partial(self.all_reduce_row, micro))
 
 
 class TableScorer(TablePolicy):

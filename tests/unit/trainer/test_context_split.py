@@ -67,7 +67,11 @@ def test_ranks_have_equal_attention_work() -> None:
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_attention_of_all_ranks_is_that_of_the_row(cp: int) -> None:
     """The masks and indices of ``make_packed_row`` against plain causal attention per sequence."""
-    from mindspeed_rl.trainer.packed_attention import PackedSelfAttention, make_packed_row
+    from mindspeed_rl.trainer.packed_attention import (
+        ContextGroup,
+        PackedSelfAttention,
+        make_packed_row,
+    )
 
     row = make_row([9, 5, 17, 2], cp, tail=1)
     generator = torch.Generator().manual_seed(0)
@@ -88,7 +92,7 @@ def test_attention_of_all_ranks_is_that_of_the_row(cp: int) -> None:
         indices = [context_index(row.lengths, row.num_tokens, cp, rank) for rank in range(cp)]
     gathered = torch.cat(indices)
     for rank, (share, index) in enumerate(zip(ranks, indices, strict=True)):
-        packed = make_packed_row(share.lengths, share.positions, cp, rank)
+        packed = make_packed_row(share.lengths, share.positions, ContextGroup(None, cp, rank))
         assert (packed.gathered is None) == (cp == 1) and packed.padded
         order = everything if packed.gathered is None else packed.gathered
         whole = [x[gathered][order] for x in (k, v)]
@@ -105,12 +109,16 @@ def test_attention_of_all_ranks_is_that_of_the_row(cp: int) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_no_mask_outlives_the_attention_that_needs_it(rank: int) -> None:
     """Neither with the micro-batch nor for the backward pass; gradients are those of the row."""
-    from mindspeed_rl.trainer.packed_attention import PackedSelfAttention, make_packed_row
+    from mindspeed_rl.trainer.packed_attention import (
+        ContextGroup,
+        PackedSelfAttention,
+        make_packed_row,
+    )
 
     length, heads, channels = 512, 2, 4
     row = make_row([length], 2)
     share = split_context(row, 2, rank)
-    packed = make_packed_row(share.lengths, share.positions, 2, rank)
+    packed = make_packed_row(share.lengths, share.positions, ContextGroup(None, 2, rank))
     tensors = [packed.queries, packed.keys, packed.order, packed.gathered]
     tensors += [group.last for group in packed.groups]
     assert sum(x.nbytes for x in tensors if x is not None) < 32 * length
