@@ -52,6 +52,7 @@ def training_layout(
         cp=parallel.context_parallel_size,
         ep=ep,
         etp=etp,
+        hybrid_context=parallel.hybrid_context_parallel,
     )
 
 

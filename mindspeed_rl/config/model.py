@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rl.core.flag import flag
+from mindspeed_rl.core.flag import Needs, flag
 
 #: Kinds of context parallelism, by Megatron's names.
 CP_KINDS = ("all_gather", "p2p", "a2a", "a2a+p2p")
@@ -192,6 +192,22 @@ class ParallelConfig:
         "must divide --context-parallel-size.",
         minimum=1,
     )
+    hybrid_context_parallel: bool = flag(
+        False,
+        "Let a micro-batch have several rows, each shared by as many of its context-parallel ranks "
+        "as the length of its sequences needs: a row of short ones is on a single rank, which "
+        "exchanges no keys and values. The plan gives ranks equal work. Gradients are those of the "
+        "same run without it, but for rounding. Without effect where --context-parallel-size is 1.",
+    )
+    max_seqlen_per_dp_cp_rank: int | None = flag(
+        None,
+        "Tokens that a context-parallel rank has room for in one micro-batch: a sequence goes to "
+        "the fewest ranks that together have room for it. Unset divides "
+        "--max-tokens-per-micro-batch, or what it stands for, by --context-parallel-size; given, "
+        "it takes the place of --max-tokens-per-micro-batch.",
+        minimum=1,
+        needs=Needs("--hybrid-context-parallel"),
+    )
     sequence_parallel: bool = flag(
         False,
         "Shard activations along the sequence within a tensor-parallel group; without effect where "
@@ -229,11 +245,15 @@ class ParallelConfig:
     @property
     def idle_flags(self) -> tuple[str, ...]:
         """Flags that were given and have no effect together with the other flags."""
-        idle = self.sequence_parallel and not self.shards_sequence
         algorithm = self.context_parallel_algo
         instead = algorithm.replace("hybrid_adaptive", "hybrid").replace("adaptive", "megatron")
-        return (
-            *("--sequence-parallel (needs --tensor-model-parallel-size above 1)",) * idle,
-            *(f"--context-parallel-algo {algorithm} (computed as {instead})",)
-            * (algorithm != instead),
-        )
+        idle = {
+            "--sequence-parallel (needs --tensor-model-parallel-size above 1)": (
+                self.sequence_parallel and not self.shards_sequence
+            ),
+            "--hybrid-context-parallel (needs --context-parallel-size above 1)": (
+                self.hybrid_context_parallel and self.context_parallel_size == 1
+            ),
+            f"--context-parallel-algo {algorithm} (computed as {instead})": algorithm != instead,
+        }
+        return tuple(flag for flag, is_idle in idle.items() if is_idle)

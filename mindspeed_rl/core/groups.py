@@ -22,3 +22,8 @@ MEGATRON_GROUPS = {
     "intra_dist_opt_instance": "intra_distributed_optimizer_instance_group",
 }
 """Process groups that megatron-core makes here: name in its options -> group description."""
+
+
+def context_group_name(size: int) -> str:
+    """The description of the groups of ``size`` neighbours along context parallelism."""
+    return f"context_parallel_group_of_{size}"

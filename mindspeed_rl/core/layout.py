@@ -18,6 +18,22 @@ def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def num_chunks(size: int) -> int:
+    """The number of chunks that a sequence is cut into by ``size`` context-parallel ranks."""
+    return 2 * size if size > 1 else 1
+
+
+def nested_sizes(size: int) -> tuple[int, ...]:
+    """The sizes 1 to ``size``, each a multiple of the one before: 1, 2, 4, 8, or 1, 3, 6, 12.
+
+    Every group of ``size`` ranks is made of whole groups of the next smaller size.
+    """
+    sizes = [size]
+    while (last := sizes[-1]) > 1:
+        sizes.append(last // next(n for n in range(2, last + 1) if last % n == 0))
+    return tuple(reversed(sizes))
+
+
 @dataclass(frozen=True, slots=True)
 class Coords:
     """Position of a rank along each axis of the dense grid."""
@@ -43,7 +59,8 @@ class ParallelLayout:
     """The sizes of the training layout.
 
     ``dp`` is what remains of the world: ``world / (tp cp pp)``; experts have a data parallelism of
-    ``world / (etp ep pp)``.
+    ``world / (etp ep pp)``. With ``hybrid_context`` a micro-batch has several rows, each shared by
+    some of its context-parallel ranks.
     """
 
     world: int
@@ -52,6 +69,7 @@ class ParallelLayout:
     cp: int = 1
     ep: int = 1
     etp: int = 1
+    hybrid_context: bool = False
 
     @classmethod
     def build(
@@ -63,6 +81,7 @@ class ParallelLayout:
         cp: int = 1,
         ep: int = 1,
         etp: int | None = None,
+        hybrid_context: bool = False,
     ) -> ParallelLayout:
         """Check the sizes and make the layout; ``etp`` is ``tp`` when it is not given.
 
@@ -92,7 +111,7 @@ class ParallelLayout:
                 f"{ep * etp} does not divide the {world // pp} ranks of a pipeline stage; lower "
                 "one of the two"
             )
-        return cls(world, stages, tp, cp, ep, etp)
+        return cls(world, stages, tp, cp, ep, etp, hybrid_context and cp > 1)
 
     @property
     def pp(self) -> int:
@@ -113,7 +132,21 @@ class ParallelLayout:
     @property
     def sequence_multiple(self) -> int:
         """Number of pieces into which context parallelism cuts every sequence."""
-        return 2 * self.cp if self.cp > 1 else 1
+        return num_chunks(self.cp)
+
+    @property
+    def context_sizes(self) -> tuple[int, ...]:
+        """Numbers of context-parallel ranks that may share a row, ascending; the last is ``cp``."""
+        return nested_sizes(self.cp) if self.hybrid_context else (self.cp,)
+
+    def context_blocks(self, size: int) -> list[tuple[int, ...]]:
+        """All groups of ``size`` neighbours along context parallelism, lowest ranks first.
+
+        Args:
+            size: One of :attr:`context_sizes`.
+        """
+        firsts = (r for r in range(self.world) if self.coords(r).cp % size == 0)
+        return [tuple(first + i * self.tp for i in range(size)) for first in firsts]
 
     def row_multiple(self, *, sequence_parallel: bool) -> int:
         """The number of tokens to whose multiples rows are padded, so that ranks share them.
@@ -132,6 +165,9 @@ class ParallelLayout:
         """
         sizes = f"tp {self.tp} x cp {self.cp} x pp {self.pp} x dp {self.dp}"
         parts = [f"{sizes} with sequence parallelism" if sequence_parallel else sizes]
+        if self.hybrid_context:
+            *fewer, most = map(str, self.context_sizes)
+            parts.append(f"rows on {', '.join(fewer)} or {most} context-parallel ranks")
         if experts:
             parts.append(f"experts: etp {self.etp} x ep {self.ep} x dp {self.expert_dp}")
         return "; ".join(filter(None, [*parts, self.stages.describe()]))

@@ -39,6 +39,14 @@ def attention_flops(spec: ModelSpec, mean_length: float) -> float:
     return sum(layer.attention.pair_flops for layer in spec.layers) * mean_length / 2
 
 
+def context_values(spec: ModelSpec) -> int:
+    """Number of elements of one token's keys and values, in all layers together.
+
+    So many travel to each other rank that shares the token's sequence.
+    """
+    return sum(layer.attention.context_values for layer in spec.layers)
+
+
 @cache
 def sequence_flops(spec: ModelSpec) -> tuple[float, float]:
     """Operations of a sequence's forward pass: per token, and per squared token (attention)."""

@@ -85,6 +85,11 @@ class GroupedQueryAttention:
         """
         return 1 / math.sqrt(self.head_dim) * rope.attention_factor**2
 
+    @property
+    def context_values(self) -> int:
+        """Elements of a token's keys and values, which ranks that share its sequence exchange."""
+        return 2 * self.kv_size
+
     def cached_values(self, tp: int) -> int:
         """Number of elements that an engine of ``tp`` ranks caches per token on each rank."""
         return 2 * max(1, self.num_kv_heads // tp) * self.head_dim
@@ -183,6 +188,11 @@ class LatentAttention:
     def softmax_scale(self, rope: RopeSpec) -> float:
         """Factor of attention scores before the softmax."""
         return 1 / math.sqrt(self.head_dim) * rope.softmax_mscale**2
+
+    @property
+    def context_values(self) -> int:
+        """Elements of a token's expanded keys and values, which ranks of its sequence exchange."""
+        return self.q_size + self.attention_size
 
     def cached_values(self, tp: int) -> int:
         """Elements cached per token on each rank: all of compressed key/value and rotary key."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.core.groups import context_group_name
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
 
@@ -105,6 +106,10 @@ class RunGroups:
             "dp_cp": _along(grid, "cp", "dp"),
             "pp": pipeline,
         }
+        for size in parallel.context_sizes[1:-1]:
+            split = {"tp": parallel.tp, "cp": size, "blocks": parallel.cp // size}
+            split |= {"dp": parallel.dp, "pp": parallel.pp}
+            groups[context_group_name(size)] = _along(split, "cp")
         if self.sharded_optimizer:
             groups["intra_dist_opt_instance"] = lambda _: everyone
         else:

@@ -5,59 +5,83 @@ Pure functions of the lengths, without torch and numpy: a run and its dry run pl
 
 from __future__ import annotations
 
-import heapq
 import random
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 
-from mindspeed_rl.config import TrainConfig
+from mindspeed_rl.config import ParallelConfig, TrainConfig
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.layout import ParallelLayout, round_up
-
-# Maximum number of steps of the search for the shortest row length into which everything fits.
-_ROW_SEARCH_STEPS = 10
+from mindspeed_rl.core.layout import ParallelLayout, num_chunks, round_up
+from mindspeed_rl.planning.bins import partition, rows_for_ranks
+from mindspeed_rl.planning.context_groups import ContextRules, MicroBatchRows, SharedRow
+from mindspeed_rl.planning.cost import SequenceCost
 
 Assignment = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceCost:
-    """Work of one sequence of n tokens: ``linear n + quadratic n^2``, in FLOPs or any unit.
+class RowPlace:
+    """Where a row is computed.
 
     Attributes:
-        linear: Work per token.
-        quadratic: Work of attention, per squared token.
+        micro_batch: Number of the micro-batch.
+        first: First of the context-parallel ranks that share the row.
+        size: Number of them; they are neighbours.
     """
 
-    linear: float = 1.0
-    quadratic: float = 0.0
+    micro_batch: int
+    first: int
+    size: int
 
-    def of(self, length: int) -> float:
-        """Return the work of one sequence of ``length`` tokens."""
-        return length * (self.linear + self.quadratic * length)
+    def has(self, cp_rank: int) -> bool:
+        """Whether a context-parallel rank shares the row."""
+        return self.first <= cp_rank < self.first + self.size
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchPlan:
-    """The samples of each micro-batch on each data-parallel rank.
+    """The samples of each row on each data-parallel rank.
 
     The same plan serves the reference, old-policy and update passes. Every rank has the same number
-    of micro-batches; each has its own length.
+    of micro-batches, and one row in each; rows have their own lengths.
 
     Attributes:
-        assignment: [dp][micro-batch] -> positions in the list of samples.
-        row_lengths: [dp][micro-batch] -> T, the tokens that travel, padding included.
+        assignment: [dp][row] -> positions in the list of samples.
+        row_lengths: [dp][row] -> T, the tokens that travel, padding included.
+        places: [dp][row] -> the micro-batch and the context-parallel ranks of the row; ``None``:
+            each micro-batch is one row, which all context-parallel ranks share.
     """
 
     assignment: Assignment
     row_lengths: tuple[tuple[int, ...], ...]
+    places: tuple[tuple[RowPlace, ...], ...] | None = None
 
     @property
     def num_micro_batches(self) -> int:
         """Number of micro-batches of each data-parallel rank."""
-        return len(self.assignment[0])
+        if self.places is None:
+            return len(self.assignment[0])
+        return 1 + max(place.micro_batch for place in self.places[0])
+
+    def rows_of(self, dp_rank: int, cp_rank: int) -> list[int]:
+        """Return the numbers of the rows that a rank computes, in the order of micro-batches."""
+        if self.places is None:
+            return list(range(len(self.assignment[dp_rank])))
+        places = self.places[dp_rank]
+        mine = [row for row, place in enumerate(places) if place.has(cp_rank)]
+        return sorted(mine, key=lambda row: places[row].micro_batch)
+
+    def shared_by(self, dp_rank: int, row: int) -> int | None:
+        """Return how many context-parallel ranks share a row; ``None``: all of them."""
+        return None if self.places is None else self.places[dp_rank][row].size
+
+    def tokens_of_rank(self, cp: int) -> int:
+        """Return the most tokens of a row on one of ``cp`` context-parallel ranks."""
+        return max(
+            -(-length // (self.shared_by(dp, row) or cp))
+            for dp, lengths in enumerate(self.row_lengths)
+            for row, length in enumerate(lengths)
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -93,6 +117,9 @@ class PackingRules:
             many samples: with fewer than there are pipeline stages, stages idle.
         equal_lengths: Whether all rows of an optimizer step are padded to the longest.
         cost: Work of a sequence; all ranks get equal amounts of work.
+        context_sizes: Numbers of context-parallel ranks that may share a row, ascending; several
+            make the plan hybrid, see :mod:`~mindspeed_rl.planning.context_groups`.
+        lockstep: Whether all ranks wait for each other in every micro-batch.
     """
 
     dp: int
@@ -104,9 +131,14 @@ class PackingRules:
     fewest: int = 1
     equal_lengths: bool = False
     cost: SequenceCost = field(default_factory=SequenceCost)
+    context_sizes: tuple[int, ...] = (1,)
+    lockstep: bool = False
 
     def assign(self, lengths: Sequence[int]) -> MicroBatchPlan:
         """Decide what trains together in one optimizer step, the same on all ranks. Pure.
+
+        A hybrid plan is taken where by its costs it ends before the plan in which all
+        context-parallel ranks share every row, and no more tokens travel.
 
         Args:
             lengths: Tokens of each sample.
@@ -119,7 +151,14 @@ class PackingRules:
                 f"--max-tokens-per-micro-batch {self.max_tokens} is smaller than a sample of "
                 f"{max(lengths)} tokens; raise it to at least the longest sequence"
             )
-        lengths = self.padded(lengths)
+        static = self._static(lengths)
+        if len(self.context_sizes) == 1 or not lengths:
+            return static
+        return self._hybrid(static, lengths)
+
+    def _static(self, lengths: Sequence[int]) -> MicroBatchPlan:
+        """Return the plan in which all context-parallel ranks share every row."""
+        lengths = [round_up(length, self.sequence_multiple) for length in lengths]
         work, multiple = [self.cost.of(n) for n in lengths], self.dp * self.count_multiple
         if self.max_tokens == 0:
             count = max(1, -(-len(work) // self.micro_batch_size))
@@ -134,8 +173,58 @@ class PackingRules:
         assignment = tuple(tuple(tuple(rows[r]) for r in mine) for mine in of_rank)
         return MicroBatchPlan(assignment, self._row_lengths(assignment, lengths))
 
-    def padded(self, lengths: Sequence[int]) -> list[int]:
-        """Return the tokens of each sample with the padding behind it."""
+    def _hybrid(self, static: MicroBatchPlan, lengths: Sequence[int]) -> MicroBatchPlan:
+        """Return the plan that ends first, of ``static`` and those with rows on fewer ranks."""
+        rules = self.context_rules(lengths)
+        whole = [[(SharedRow(row, 0, rules.cp),) for row in rows] for rows in static.assignment]
+        best, end = static, rules.finish(whole, lengths)
+        for rows in rules.plans(lengths):
+            if (found := rules.finish(rows, lengths)) < end:
+                plan = self._placed(rows, lengths)
+                if plan.num_tokens <= static.num_tokens:
+                    best, end = plan, found
+        return best
+
+    def context_rules(self, lengths: Sequence[int]) -> ContextRules:
+        """Return the rules of a hybrid plan for samples with these lengths."""
+        limit = self.max_tokens or self.micro_batch_size * max(lengths)
+        return ContextRules(
+            dp=self.dp,
+            sizes=self.context_sizes,
+            tokens=-(-limit // self.context_sizes[-1]),
+            cost=self.cost,
+            lockstep=self.lockstep,
+            fewest=min(self.fewest, max(1, len(lengths) // self.dp)),
+            multiple=self.count_multiple,
+        )
+
+    def _placed(
+        self, plan: Sequence[Sequence[MicroBatchRows]], lengths: Sequence[int]
+    ) -> MicroBatchPlan:
+        """Return [dp][micro-batch] of shared rows as a plan."""
+        rows = [
+            [(number, row) for number, micro in enumerate(micros) for row in micro]
+            for micros in plan
+        ]
+
+        def length(row: SharedRow) -> int:
+            chunks = num_chunks(row.size)
+            tokens = sum(round_up(lengths[i], chunks) for i in row.samples)
+            return round_up(max(1, tokens), chunks * self.row_multiple // self.sequence_multiple)
+
+        return MicroBatchPlan(
+            tuple(tuple(row.samples for _, row in mine) for mine in rows),
+            tuple(tuple(length(row) for _, row in mine) for mine in rows),
+            tuple(
+                tuple(RowPlace(number, row.first, row.size) for number, row in mine)
+                for mine in rows
+            ),
+        )
+
+    def exchangeable(self, lengths: Sequence[int]) -> list[int]:
+        """Return a number for each sample; samples of one number can change places in a plan."""
+        if len(self.context_sizes) > 1:  # each row pads its samples to a multiple of its own
+            return list(lengths)
         return [round_up(length, self.sequence_multiple) for length in lengths]
 
     def _row_lengths(
@@ -149,6 +238,54 @@ class PackingRules:
             longest = max(map(max, found))
             found = tuple(tuple(longest for _ in rows) for rows in found)
         return found
+
+
+def token_limit(train: TrainConfig, parallel: ParallelConfig) -> int | None:
+    """Return the tokens of a micro-batch on all its ranks, as the flags say.
+
+    0 packs by number, and ``None`` stands for those of ``--micro-batch-size`` longest sequences.
+    """
+    if parallel.max_seqlen_per_dp_cp_rank is not None:
+        return parallel.max_seqlen_per_dp_cp_rank * parallel.context_parallel_size
+    return train.max_tokens_per_micro_batch
+
+
+def check_hybrid_context(train: TrainConfig, parallel: ParallelConfig, *, gathers: bool) -> None:
+    """Check the flags that have to do with rows on several numbers of ranks. Pure.
+
+    Args:
+        train: Flags of the micro-batches.
+        parallel: Flags of the layout.
+        gathers: Whether the dispatcher of experts takes equally many tokens from all ranks.
+
+    Raises:
+        UsageError: Flags exclude each other.
+    """
+    if not parallel.hybrid_context_parallel:
+        return
+    flag = "--hybrid-context-parallel"
+    for other, given in (
+        ("--equal-micro-batch-lengths", train.equal_micro_batch_lengths),
+        ("--moe-token-dispatcher-type allgather", gathers),
+    ):
+        if given:
+            raise UsageError(
+                f"{flag} gives every rank a row of its own length, which {other} forbids; remove "
+                "one of them"
+            )
+    tokens, limit = parallel.max_seqlen_per_dp_cp_rank, train.max_tokens_per_micro_batch
+    if tokens is None and limit == 0:
+        raise UsageError(
+            f"{flag} needs to know how many tokens a rank has room for, and "
+            "--max-tokens-per-micro-batch 0 packs by number; remove the latter, or give "
+            "--max-seqlen-per-dp-cp-rank"
+        )
+    if tokens is not None and limit and limit != tokens * parallel.context_parallel_size:
+        raise UsageError(
+            f"--max-seqlen-per-dp-cp-rank {tokens} x --context-parallel-size "
+            f"{parallel.context_parallel_size} is not --max-tokens-per-micro-batch {limit}; give "
+            "one of them"
+        )
 
 
 SIGMA = 0.9
@@ -220,6 +357,8 @@ def packing_rules(
     sequence_parallel: bool,
     equal_lengths: bool = False,
     cost: SequenceCost | None = None,
+    lockstep: bool = False,
+    tokens_per_rank: int | None = None,
 ) -> PackingRules:
     """Return the rules that follow from the flags. Pure.
 
@@ -230,8 +369,22 @@ def packing_rules(
         sequence_parallel: Whether activations are sharded along the sequence.
         equal_lengths: Whether rows need one length, whatever the flags say.
         cost: Work of a sequence; by default its tokens.
+        lockstep: Whether all ranks wait for each other in every micro-batch.
+        tokens_per_rank: Tokens that a context-parallel rank has room for in a micro-batch; ``None``
+            follows from the flags of the micro-batches.
+
+    Raises:
+        UsageError: The longest sequence does not fit all context-parallel ranks together.
     """
     max_tokens = train.max_tokens_per_micro_batch
+    if tokens_per_rank is not None:
+        max_tokens = tokens_per_rank * parallel.cp
+        if longest > max_tokens:
+            raise UsageError(
+                f"--max-seqlen-per-dp-cp-rank {tokens_per_rank} x --context-parallel-size "
+                f"{parallel.cp} = {max_tokens} tokens; the longest sequence of the run has "
+                f"{longest}; give at least {-(-longest // parallel.cp)}"
+            )
     if max_tokens is None and longest:
         max_tokens = train.micro_batch_size * round_up(longest, parallel.sequence_multiple)
     return PackingRules(
@@ -244,132 +397,6 @@ def packing_rules(
         fewest=parallel.pp,
         equal_lengths=train.equal_micro_batch_lengths or equal_lengths,
         cost=cost or SequenceCost(),
+        context_sizes=parallel.context_sizes,
+        lockstep=lockstep,
     )
-
-
-def partition(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Split items into parts of nearly equal cost; their numbers of items differ by at most one.
-
-    The largest differencing method (Karmarkar and Karp 1982, "The differencing method of set
-    partitioning", UCB/CSD 82/113), with parts of equal number (Michiels et al. 2012): items are
-    dealt in sorted blocks of ``num_parts``; then the two least even splits are merged repeatedly,
-    the heaviest part of one with the lightest of the other.
-
-    Args:
-        costs: Cost of each item, not negative.
-        num_parts: Number of parts, at least 1.
-
-    Returns:
-        [num_parts] lists of indices in ascending order, the parts with more items first; among
-        parts of equal number the one with the smallest index first.
-    """
-    if num_parts == 1:
-        return [list(range(len(costs)))]
-    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    splits: list[_Split] = []
-    for start in range(0, len(order), num_parts):
-        block = order[start : start + num_parts]
-        parts: list[_Part] = [(costs[i], [i]) for i in block]
-        parts += [(0.0, []) for _ in range(num_parts - len(block))]
-        splits.append(_split(parts, start))
-    heapq.heapify(splits)
-    while len(splits) > 1:
-        first = heapq.heappop(splits)
-        if splits[0][0] == 0:  # All other splits are even, too: merging them moves no cost.
-            for _, _, parts in sorted(splits):
-                for (_, mine), (_, other) in zip(first[2], reversed(parts), strict=True):
-                    mine += other
-            splits = [first]
-            break
-        second = heapq.heappop(splits)
-        merged = [
-            (a + b, _joined(mine, other))
-            for (a, mine), (b, other) in zip(first[2], reversed(second[2]), strict=True)
-        ]
-        merged.sort(key=_cost, reverse=True)
-        heapq.heappush(splits, _split(merged, min(first[1], second[1])))
-    found = (
-        [sorted(items) for _, items in splits[0][2]] if splits else [[] for _ in range(num_parts)]
-    )
-    return sorted(found, key=lambda items: (-len(items), items))
-
-
-_Part = tuple[float, list[int]]  # The cost and the items.
-_Split = tuple[float, int, list[_Part]]  # The least even sorts first; the number is unique.
-
-
-def _split(parts: list[_Part], number: int) -> _Split:
-    """Make a split of ``parts``, which are sorted by falling cost."""
-    return parts[-1][0] - parts[0][0], number, parts
-
-
-def _joined(some: list[int], more: list[int]) -> list[int]:
-    """Join two lists in the longer one; neither list is used again by the caller."""
-    if len(some) < len(more):
-        some, more = more, some
-    some.extend(more)
-    return some
-
-
-_cost = itemgetter(0)
-
-
-def fill_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put sequences into as few rows as best-fit decreasing finds.
-
-    It needs at most 11/9 of the least number of rows, plus one (Johnson 1974), and much less where
-    lengths vary.
-
-    Args:
-        lengths: Tokens of each sequence, none above ``capacity``.
-        capacity: Tokens of a row.
-
-    Returns:
-        Indices of each row in ascending order, rows by their smallest index.
-    """
-    rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # Pairs of (tokens left, row), sorted.
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        place = bisect_left(room, (lengths[i], 0))
-        if place == len(room):
-            rows.append([i])
-            insort(room, (capacity - lengths[i], len(rows) - 1))
-        else:
-            left, row = room.pop(place)
-            rows[row].append(i)
-            insort(room, (left - lengths[i], row))
-    return sorted(sorted(row) for row in rows)
-
-
-def rows_for_ranks(
-    lengths: Sequence[int], max_tokens: int, multiple: int, fewest: int = 1
-) -> list[list[int]]:
-    """Make rows of at most ``max_tokens`` tokens, in a number that ranks can divide equally.
-
-    Packing all sequences of a step at once and dealing rows to ranks afterwards wastes less than
-    packing on every rank. A step takes as long as its longest rows, so a number of rows that must
-    be rounded up anyway is used to shorten them.
-
-    Args:
-        lengths: Tokens of each sequence, none above ``max_tokens``.
-        max_tokens: Tokens of a row.
-        multiple: Divisor of the number of rows.
-        fewest: Least number of rows.
-
-    Returns:
-        Indices of each row; empty rows at the end.
-    """
-    best = fill_rows(lengths, max_tokens)
-    count = round_up(max(1, fewest, len(best)), multiple)
-    low = max(max(lengths, default=0), -(-sum(lengths) // count)) - 1  # This length is too short.
-    high = max((sum(lengths[i] for i in row) for row in best), default=0)
-    for _ in range(_ROW_SEARCH_STEPS):
-        if high - low <= 1:
-            break
-        middle = (low + high) // 2
-        rows = fill_rows(lengths, middle)
-        if len(rows) <= count:
-            best, high = rows, middle
-        else:
-            low = middle
-    return best + [[] for _ in range(count - len(best))]

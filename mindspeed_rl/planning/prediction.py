@@ -17,6 +17,7 @@ from mindspeed_rl.planning.activations import TrainingMemory, TrainPeak, Workloa
 from mindspeed_rl.planning.communicators import GroupsOfRank, RunGroups
 from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.hccl_buffers import HcclBuffers, needed_mb
+from mindspeed_rl.planning.micro_batches import token_limit
 from mindspeed_rl.planning.model_state import ModelState, model_state
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
 from mindspeed_rl.rollout.graph_sizes import AUTO, num_default_sizes
@@ -222,8 +223,8 @@ class MemoryPrediction:
             per_update, prepared, entropy = train.global_batch_size, 1, False
         samples = max(1, per_update // parallel.dp)
         sequences, padded = train.micro_batch_size, round_up(longest, parallel.sequence_multiple)
-        if train.max_tokens_per_micro_batch:  # otherwise as many as --micro-batch-size says
-            sequences = max(1, train.max_tokens_per_micro_batch // padded)
+        if limit := token_limit(train, config.parallel):  # otherwise as --micro-batch-size says
+            sequences = max(1, limit // padded)
         sequences = min(sequences, samples)
         multiple = parallel.row_multiple(sequence_parallel=config.parallel.shards_sequence)
         return Workload(

@@ -30,11 +30,15 @@ from mindspeed_rl.config.training import CheckpointConfig, TrainConfig, check_re
 from mindspeed_rl.core.data_source import ALLOWED, DataSource
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
-from mindspeed_rl.models.flops import sequence_flops
 from mindspeed_rl.models.hf_files import check_tokenizer_files, find_weights
 from mindspeed_rl.models.registry import spec_from_hf_config, value_spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.planning.micro_batches import PackingRules, SequenceCost, packing_rules
+from mindspeed_rl.planning.cost import SequenceCost
+from mindspeed_rl.planning.micro_batches import (
+    PackingRules,
+    check_hybrid_context,
+    packing_rules,
+)
 from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout
@@ -133,7 +137,9 @@ def run_packing(config: TrainingRunConfig | ScoreRunConfig, plan: RunPlan) -> Pa
         longest_sequence(config, plan),
         sequence_parallel=config.parallel.shards_sequence,
         equal_lengths=needs_equal_lengths(config, plan),
-        cost=SequenceCost(*sequence_flops(plan.spec)),
+        cost=SequenceCost.of_model(plan.spec),
+        lockstep=plan.spec.moe is not None and plan.parallel.ep > 1,
+        tokens_per_rank=config.parallel.max_seqlen_per_dp_cp_rank,
     )
 
 
@@ -409,6 +415,8 @@ def plan_training(
     if files:
         find_weights(checkpoint)
     check_architecture(model, spec, parallel.tensor_model_parallel_size)
+    gathers = spec.moe is not None and config.kernels.moe_token_dispatcher_type == "allgather"
+    check_hybrid_context(train, parallel, gathers=gathers)
     megatron = _megatron_layout(model, parallel, spec, world)
     return RunPlan(spec, megatron.parallel, megatron)
 

@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -140,10 +141,10 @@ class _Tokens:
     def rewards(
         self, of_sample: torch.Tensor, penalties: Sequence[torch.Tensor] | None
     ) -> list[torch.Tensor]:
-        """Return rewards of all trained tokens of each whole row, equal on context-parallel ranks.
+        """Return rewards of all trained tokens of each whole row, equal on ranks that share it.
 
         The reward of a sample is at its last token; the KL of each token is subtracted. Sums over
-        the tokens of a sample need all of them, so penalties are gathered over context parallelism.
+        the tokens of a sample need all of them, so penalties are gathered from those ranks.
         """
         values = of_sample.to(self.device)
         rows = []
@@ -156,7 +157,7 @@ class _Tokens:
                 own = torch.zeros_like(row).index_copy_(
                     0, m.trained_index.long(), penalties[number]
                 )
-                row = row - self.policy.all_reduce_cp(own)
+                row = row - self.policy.all_reduce_row(m, own)
             rows.append(row)
         return rows
 
@@ -172,7 +173,7 @@ class _Tokens:
         for m, row in zip(self.micro, rows, strict=True):
             values = None
             if estimator.needs_critic:
-                values = values_of_rows(m, self.policy.all_reduce_cp)
+                values = values_of_rows(m, partial(self.policy.all_reduce_row, m))
             whole = estimator.of_tokens(TokenRewards(row, m.num_trained, values), settings)
             own = m.trained_index
             found.append(ValueTargets(whole.advantages[own], whole.returns[own]))

@@ -145,8 +145,8 @@ def initialize_parallel(job: Job[Any, RunPlan]) -> None:
 
 def batch_rules(job: Job[Any, RunPlan]) -> BatchRules:
     """Return the rules that make the micro-batches of this rank out of samples. Local."""
-    dp_rank = job.plan.parallel.coords(job.world.rank).dp
-    return BatchRules(run_packing(job.config, job.plan), dp_rank)
+    at = job.plan.parallel.coords(job.world.rank)
+    return BatchRules(run_packing(job.config, job.plan), at.dp, at.cp)
 
 
 def build_critic(job: Job[RLRunConfig, RLPlan]) -> TrainEngine | None:

@@ -42,6 +42,7 @@ class MicroBatch:
         sequence_of: [N] int32, which of the S sequences a trained token belongs to.
         num_trained: Number of trained tokens of each of the S whole sequences.
         trained_index: [N] int32, which of the trained tokens of the whole row each one is.
+        shared_by: Number of context-parallel ranks that share the row; ``None``: all of them.
         columns: [N, ...] by name, at the masked positions in order: see ``samples/columns.py``.
         attention: Borders between sequences, in the form that the trainer's attention needs.
         routes: Experts of the first pass, where routing is replayed.
@@ -58,6 +59,7 @@ class MicroBatch:
     sequence_of: torch.Tensor
     num_trained: tuple[int, ...]
     trained_index: torch.Tensor
+    shared_by: int | None = None
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     attention: Any = None
     routes: Any = None
@@ -105,12 +107,16 @@ _ROW_TENSORS = (
 
 
 def pack(
-    samples: Sequence[TrainSample], padded_length: int, sequence_multiple: int = 1
+    samples: Sequence[TrainSample],
+    padded_length: int,
+    sequence_multiple: int = 1,
+    shared_by: int | None = None,
 ) -> MicroBatch:
     """Pack samples into one row of ``padded_length`` tokens, on the device of the samples. Local.
 
     Each sample is padded to a multiple of ``sequence_multiple``. An empty list gives a well-formed
-    micro-batch that trains on nothing.
+    micro-batch that trains on nothing. ``shared_by`` context-parallel ranks share the row;
+    ``None``: all of them.
     """
     lengths = tuple(round_up(s.length, sequence_multiple) for s in samples)
     total = sum(lengths)
@@ -162,6 +168,7 @@ def pack(
         sequence_of=sequence_of.int(),
         num_trained=num_trained,
         trained_index=torch.arange(sequence_of.numel(), device=device, dtype=torch.int32),
+        shared_by=shared_by,
         columns=_columns_of(samples, num_trained),
     )
 

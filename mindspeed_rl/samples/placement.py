@@ -8,11 +8,12 @@ rank computes the same placement by itself.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 
+from mindspeed_rl.core.layout import num_chunks
 from mindspeed_rl.core.types import TrainSample
 from mindspeed_rl.planning.micro_batches import Assignment, MicroBatchPlan, PackingRules
 from mindspeed_rl.samples.exchange import Ints
@@ -30,10 +31,12 @@ class BatchRules:
     Attributes:
         packing: Rules by which samples become micro-batches.
         dp_rank: Data-parallel rank of this process.
+        cp_rank: Context-parallel rank of this process.
     """
 
     packing: PackingRules
     dp_rank: int
+    cp_rank: int = 0
 
     def plan(self, lengths: Sequence[int], moved: Ints | None = None) -> MicroBatchPlan:
         """Decide which rank trains on what in one optimizer step, the same on all ranks. Pure.
@@ -49,11 +52,12 @@ class BatchRules:
         plan = self.packing.assign(lengths)
         if moved is None:
             return plan
-        return minimize_moves(plan, self.packing.padded(lengths), moved)
+        return minimize_moves(plan, self.packing.exchangeable(lengths), moved)
 
     def mine(self, plan: MicroBatchPlan) -> list[int]:
         """Return positions of this rank's samples, in the order of its micro-batches."""
-        return [i for micro in plan.assignment[self.dp_rank] for i in micro]
+        rows = plan.assignment[self.dp_rank]
+        return [i for row in plan.rows_of(self.dp_rank, self.cp_rank) for i in rows[row]]
 
     def pack(self, plan: MicroBatchPlan, samples: Mapping[int, TrainSample]) -> list[MicroBatch]:
         """Pack the micro-batches of this rank. Local.
@@ -62,11 +66,13 @@ class BatchRules:
             plan: Plan of one optimizer step.
             samples: Samples by position in the plan; at least those of this rank.
         """
-        rank = self.dp_rank
-        return [
-            pack([samples[i] for i in micro], length, self.packing.sequence_multiple)
-            for micro, length in zip(plan.assignment[rank], plan.row_lengths[rank], strict=True)
-        ]
+        dp, found = self.dp_rank, []
+        for row in plan.rows_of(dp, self.cp_rank):
+            size = plan.shared_by(dp, row)
+            multiple = self.packing.sequence_multiple if size is None else num_chunks(size)
+            mine = [samples[i] for i in plan.assignment[dp][row]]
+            found.append(pack(mine, plan.row_lengths[dp][row], multiple, size))
+        return found
 
     def pack_own(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
         """Pack this rank's micro-batches of samples that all ranks have in one order. Local."""
@@ -90,16 +96,17 @@ def minimize_moves(plan: MicroBatchPlan, lengths: Sequence[int], moved: Ints) ->
         return plan
     classes = np.unique(np.asarray(lengths, dtype=np.int64), return_inverse=True)[1].reshape(-1)
     savings = _savings(classes, saved)
-    parts, row_lengths = plan.assignment, plan.row_lengths
+    parts, row_lengths, places = plan.assignment, plan.row_lengths, plan.places
     if len(parts) <= _MOST_PARTS:
         gain = _reachable(savings, _counts(parts, classes))
         order = best_assignment(gain)
         parts = tuple(parts[number] for number in order)
         row_lengths = tuple(row_lengths[number] for number in order)
+        places = None if places is None else tuple(places[number] for number in order)
     parts = _swap_equals(parts, classes, savings)
     if bytes_moved(parts, moved) >= bytes_moved(plan.assignment, moved):
         return plan
-    return replace(plan, assignment=parts, row_lengths=row_lengths)
+    return MicroBatchPlan(parts, row_lengths, places)
 
 
 def bytes_moved(assignment: Assignment, moved: Ints) -> int:

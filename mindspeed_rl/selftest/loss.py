@@ -400,7 +400,7 @@ def _outcome(
     counts = Denominators.of(s.num_trained for s in samples)
     if case.loss == VALUE:
         critic = models.critic
-        batches = _with_targets(critic, batches, reduce or critic.all_reduce_cp)
+        batches = _with_targets(critic, batches)
         critic_loss = partial(
             value_loss,
             denominators=counts,
@@ -437,9 +437,7 @@ def _annotated(micro: MicroBatch) -> MicroBatch:
     return micro.with_column("ref_logprobs", known - 0.1)
 
 
-def _with_targets(
-    engine: TrainEngine, batches: Sequence[MicroBatch], reduce: SumOverRanks
-) -> list[MicroBatch]:
+def _with_targets(engine: TrainEngine, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Add a pass's values, moved a little, and GAE's returns; one sample has no reward."""
     result = []
     for micro, values in zip(batches, engine.values(batches), strict=True):
@@ -451,7 +449,7 @@ def _with_targets(
         annotated = micro.with_column("old_values", values)
         targets = generalized_advantages(
             rewards_to_tokens(ids.float().cos(), micro.num_trained),
-            values_of_rows(annotated, reduce),
+            values_of_rows(annotated, partial(engine.all_reduce_row, micro)),
             micro.num_trained,
             discount=0.98,
             trace_decay=0.9,

@@ -10,13 +10,18 @@ from types import ModuleType
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from mindspeed_rl.core.groups import context_group_name
 from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.parallel.groups import check_group
+
+#: By size: this rank's groups of neighbours along context parallelism, where a layout has several.
+_context_groups: dict[int, dist.ProcessGroup] = {}
 
 
 def forget() -> None:
     """Destroy megatron-core's groups, so that another layout can be initialized. Local."""
     parallel_state.destroy_model_parallel()
+    _context_groups.clear()
 
 
 def initialize(layout: ParallelLayout, seed: int) -> None:
@@ -38,7 +43,30 @@ def initialize(layout: ParallelLayout, seed: int) -> None:
     check_group(layout, "ep", parallel_state.get_expert_model_parallel_group())
     check_group(layout, "etp", parallel_state.get_expert_tensor_parallel_group())
     check_group(layout, "edp", parallel_state.get_expert_data_parallel_group())
+    _create_context_groups(layout)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _create_context_groups(layout: ParallelLayout) -> None:
+    """Create the groups of neighbours that may share a row. Collective: the world.
+
+    All ranks create all groups in one order. A row of one rank needs no group, and one of all ranks
+    has megatron-core's.
+    """
+    rank = dist.get_rank()
+    for size in layout.context_sizes[1:-1]:
+        for ranks in layout.context_blocks(size):
+            group = dist.new_group(list(ranks), group_desc=context_group_name(size).upper())
+            if rank in ranks:
+                _context_groups[size] = group
+
+
+def context_process_group(size: int) -> dist.ProcessGroup | None:
+    """Return this rank's group of ``size`` neighbours that share a row; ``None``: it is alone."""
+    if size == 1:
+        return None
+    whole: dist.ProcessGroup = parallel_state.get_context_parallel_group()
+    return whole if size == whole.size() else _context_groups[size]
 
 
 def group_along(axis: str) -> dist.ProcessGroup | None:

@@ -38,6 +38,7 @@ from mindspeed_rl.trainer.heads import Outputs, make_head, policy_inputs, value_
 from mindspeed_rl.trainer.model import build_model, mixed_precision
 from mindspeed_rl.trainer.model_config import build_transformer_config
 from mindspeed_rl.trainer.optimizer import LearningRateSchedule, build_optimizer
+from mindspeed_rl.trainer.parallel_state import context_process_group
 from mindspeed_rl.trainer.pipeline import planned_messages
 from mindspeed_rl.trainer.routing_replay import RoutingReplay, router_places, routes_of
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout, chunk_prefix
@@ -100,7 +101,7 @@ class TrainEngine:
         config = build_transformer_config(layout, model, parallel, train, kernels, features)
         config.finalize_model_grads_func = _finalize_sums
         self._config = config
-        self._context = _context_of(layout, parallel)
+        self._context_parallelism = context_parallelism(parallel)
         self._plan_attention = planner(
             features.packed_attention, config.params_dtype, config.attention_dropout
         )
@@ -185,20 +186,26 @@ class TrainEngine:
 
         Local.
         """
-        device = self.platform.device
-        context, layers = self._context, len(self.spec.expert_layers)
-        cp, cp_rank = context.size, context.rank
+        device, layers = self.platform.device, len(self.spec.expert_layers)
         prepared = []
         for batch in batches:
-            share = split_context(batch, cp, cp_rank).to(device)
+            context = self._context_of(batch)
+            share = split_context(batch, context.size, context.rank).to(device)
             row = make_packed_row(share.lengths, share.positions, context, self._plan_attention)
             routes = None
             if self._replay is not None:
-                padding = padding_mask(batch, cp, cp_rank)
+                padding = padding_mask(batch, context.size, context.rank)
                 mine = None if padding is None else self._tokens_of_rank(torch.from_numpy(padding))
                 routes = routes_of(share, self._tokens_of_rank, layers, mine)
             prepared.append(replace(share, attention=row.to(device), routes=routes))
         return prepared
+
+    def _context_of(self, batch: MicroBatch) -> ContextGroup:
+        """Return the ranks that share a row: as many neighbours as the plan has given it."""
+        size = batch.shared_by or self.layout.parallel.cp
+        rank = self.layout.parallel.coords(dist.get_rank()).cp % size
+        chosen, group = self._context_parallelism, context_process_group(size)
+        return context_group(chosen.kind, size, rank, chosen.ulysses, group)
 
     def _tokens_of_rank(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a [T] tensor under sequence parallelism, else all of it."""
@@ -249,7 +256,8 @@ class TrainEngine:
         self.optimizer.zero_grad()
 
         def loss(batch: MicroBatch, outputs: Outputs) -> tuple[torch.Tensor, LossOutputs]:
-            inputs = loss_inputs(batch, outputs, self.all_reduce_cp)
+            reduce = functools.partial(self.all_reduce_row, batch)
+            inputs = loss_inputs(batch, outputs, reduce)
             found = loss_function(inputs)
             return found.loss, replace(found, loss=found.loss.detach())
 
@@ -263,13 +271,14 @@ class TrainEngine:
         """Whether this rank reports metrics of tokens that all tensor-parallel ranks share."""
         return bool(self.is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0)
 
-    def all_reduce_cp(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce_row(self, batch: MicroBatch, values: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks that share each sequence of a micro-batch, without gradient.
 
-        Collective: the context-parallel group.
+        Collective: the ranks that share its row.
         """
-        if self.layout.parallel.cp > 1:
-            dist.all_reduce(values, group=parallel_state.get_context_parallel_group())
+        context = self._context_of(batch)
+        if context.group is not None:
+            dist.all_reduce(values, group=context.group)
         return values
 
     def all_reduce_dp_cp(self, values: torch.Tensor) -> torch.Tensor:
@@ -358,16 +367,6 @@ def _routing(modules: Sequence[Any], layout: MegatronLayout, routing: str) -> Ro
         records=routing != "free",
         first=rank * layout.spec.moe.top_k,
     )
-
-
-def _context_of(layout: MegatronLayout, parallel: ParallelConfig) -> ContextGroup:
-    """Return the ranks that share the rows of this rank, and how they attend to them."""
-    size, rank = layout.parallel.cp, layout.parallel.coords(dist.get_rank()).cp
-    if size == 1:
-        return ContextGroup()
-    chosen = context_parallelism(parallel)
-    group = parallel_state.get_context_parallel_group()
-    return context_group(chosen.kind, size, rank, chosen.ulysses, group)
 
 
 def _finalize_sums(model: list[Any], num_tokens: Any = None, *args: Any, **kwargs: Any) -> None:

@@ -87,7 +87,7 @@ def _doubled(original: Any) -> Any:
 
 
 def _of_one_rank(_: Any) -> Any:
-    return lambda self, values: values
+    return lambda *given: given[-1]
 
 
 def _summed(original: Any) -> Any:
@@ -101,7 +101,7 @@ FAULTS: dict[str, tuple[Shape, str, str, Callable[[Any], Any]]] = {
         (1, 1, 1, False), "ppo", "mindspeed_rl.algorithms.losses.token_weights", _own_tokens
     ),
     "doubled-cp-scale": ((1, 1, 2, False), "ppo", _ENGINE + "forward_backward", _doubled),
-    "sequences-of-one-rank": ((1, 1, 2, False), "gspo", _ENGINE + "all_reduce_cp", _of_one_rank),
+    "sequences-of-one-rank": ((1, 1, 2, False), "gspo", _ENGINE + "all_reduce_row", _of_one_rank),
     "selection-of-one-rank": (
         (1, 1, 1, False), "kl_cov", _ENGINE + "all_reduce_dp_cp", _of_one_rank
     ),
@@ -109,7 +109,7 @@ FAULTS: dict[str, tuple[Shape, str, str, Callable[[Any], Any]]] = {
         (1, 1, 1, False), "value", "mindspeed_rl.algorithms.value_loss.token_weights", _own_tokens
     ),
     "critic-values-of-one-rank": (
-        (1, 1, 2, False), "value", _ENGINE + "all_reduce_cp", _of_one_rank
+        (1, 1, 2, False), "value", _ENGINE + "all_reduce_row", _of_one_rank
     ),
     "critic-rows-summed": (
         (2, 1, 1, True), "value",

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -60,7 +61,7 @@ from mindspeed_rl.samples.packing import MicroBatch
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import ResponseTensors
 from mindspeed_rl.trainer.heads import policy_inputs, value_inputs
-from mindspeed_rl.trainer.packed_attention import make_packed_row
+from mindspeed_rl.attention.rows import make_packed_row
 from mindspeed_rl.trainer.train_engine import UpdateStats, collect_metrics
 from mindspeed_rl.weights.sync import WeightSync
 
@@ -146,9 +147,9 @@ class TablePolicy:
     def _loss_inputs(self, micro: MicroBatch) -> Any:
         logprobs = self._logprobs(micro)
         entropy = torch.zeros_like(logprobs)
-        return policy_inputs(micro, (logprobs, entropy), self.all_reduce_cp)
+        return policy_inputs(micro, (logprobs, entropy), partial(self.all_reduce_row, micro))
 
-    def all_reduce_cp(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce_row(self, micro: MicroBatch, values: torch.Tensor) -> torch.Tensor:
         """One rank."""
         return values
 
@@ -173,7 +174,7 @@ class TableCritic(TablePolicy):
         return self.logprobs(batches)
 
     def _loss_inputs(self, micro: MicroBatch) -> Any:
-        return value_inputs(micro, (self._logprobs(micro),), self.all_reduce_cp)
+        return value_inputs(micro, (self._logprobs(micro),), partial(self.all_reduce_row, micro))
 
 
 class TableScorer(TablePolicy):

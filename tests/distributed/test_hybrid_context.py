@@ -1,0 +1,107 @@
+"""Rows on some of the context-parallel ranks train as rows on all of them, and as on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from support.spawn import run_ranks
+from support.tiers import slow_but
+
+from mindspeed_rl.launch.bootstrap import World
+
+if TYPE_CHECKING:
+    from support.training_worlds import CaseResult
+
+    from mindspeed_rl.core.types import TrainSample
+
+pytestmark = pytest.mark.distributed
+
+TOLERANCE = 1e-6  # only the order of sums differs, and the padding that experts see
+COMMON = ("--make-vocab-size-divisible-by", "8", "--max-prompt-length", "12",
+          "--rollout-max-response-length", "20")  # fmt: skip
+_CP2, _CP4 = ("--context-parallel-size", "2"), ("--context-parallel-size", "4")
+_TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+_PP2 = ("--pipeline-model-parallel-size", "2")
+_EP4 = ("--expert-model-parallel-size", "4")
+_EP2 = ("--expert-model-parallel-size", "2")
+EXPERTS = ("qwen3-moe", "deepseek")
+# ranks, layout, tokens of a rank, models
+LAYOUTS = {
+    "cp4": (4, _CP4, 10, ("qwen3", *EXPERTS)),
+    "cp4-ep4": (4, (*_CP4, *_EP4), 10, EXPERTS),
+    "cp2-ep2": (2, (*_CP2, *_EP2), 16, EXPERTS),
+    "cp2-pp2": (4, (*_CP2, *_PP2), 16, ("qwen3", *EXPERTS)),
+    "cp2-tp2": (4, (*_CP2, *_TP2), 16, ("qwen2-tied", *EXPERTS)),
+    "cp2-dp2": (4, (*_CP2, *_EP4), 16, ("qwen3-moe",)),
+}
+QUICK = ("cp4-ep4",)
+Results = dict[str, tuple["CaseResult", list[int]]]
+
+
+def both_ways(
+    world: World,
+    layout: Sequence[str],
+    tokens: int,
+    models: dict[str, str],
+    samples: Sequence[TrainSample],
+) -> Results:
+    """Rank function: each model with rows on some ranks and on all; and the sizes of groups."""
+    from support.training_worlds import Case, run_case, start_job
+
+    from mindspeed_rl.rl.build_models import batch_rules, build_engine
+
+    hybrid = ("--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank", str(tokens))
+    found: Results = {}
+    for name, model in models.items():
+        for kind, flags in (("hybrid", hybrid), ("static", ())):
+            job = start_job(world, model, [*COMMON, *layout, *flags])
+            engine = build_engine(job, "policy", 1, job.config.rl.rl_default_temperature)
+            plan = batch_rules(job).plan([s.length for s in samples])
+            sizes = {place.size for places in plan.places or () for place in places}
+            result = run_case(job, engine, Case(kind, num_steps=1), samples)
+            found[f"{name}/{kind}"] = (result, sorted(sizes))
+    return found if world.rank == 0 else {}
+
+
+@pytest.fixture(scope="session")
+def worlds(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Results]:
+    from support.family_models import VOCAB
+    from support.training_worlds import make_samples
+
+    @cache
+    def run(name: str) -> Results:
+        ranks, flags, tokens, names = LAYOUTS[name]
+        paths = {model: str(models[model]) for model in names}
+        args = (flags, tokens, paths, make_samples(VOCAB))
+        folder = tmp_path_factory.mktemp(f"hybrid-{name}")
+        result: Results = run_ranks(both_ways, ranks, work_dir=folder, args=args)[0]
+        return result
+
+    return run
+
+
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, QUICK))
+def test_rows_on_some_ranks_train_as_rows_on_all(
+    layout: str, worlds: Callable[[str], Results]
+) -> None:
+    from support.training_worlds import relative_errors
+
+    found = worlds(layout)
+    _, flags, _, names = LAYOUTS[layout]
+    for model in names:
+        (hybrid, sizes), (static, none) = found[f"{model}/hybrid"], found[f"{model}/static"]
+        assert none == [] and {1, 4 if _CP4[1] in flags else 2} <= set(sizes), model
+        for part in ("logprobs", "entropies", "annotated"):
+            for a, b in zip(getattr(hybrid, part), getattr(static, part), strict=True):
+                assert float((a - b).abs().max()) <= TOLERANCE, (model, part)
+        for part in ("gradients", "weights"):
+            errors = relative_errors(getattr(hybrid, part), getattr(static, part))
+            worst = max((error, name) for name, error in errors.items())
+            assert worst[0] <= TOLERANCE, (model, part, worst)
+        assert hybrid.metrics == pytest.approx(static.metrics, rel=TOLERANCE, abs=TOLERANCE), model

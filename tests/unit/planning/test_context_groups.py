@@ -1,0 +1,231 @@
+"""Plans in which short rows are on few context-parallel ranks and long ones on many."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_rl.config import ParallelConfig, TrainConfig
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.layout import nested_sizes
+from mindspeed_rl.planning.context_groups import SharedRow
+from mindspeed_rl.planning.cost import SequenceCost
+from mindspeed_rl.planning.micro_batches import (
+    MicroBatchPlan,
+    PackingRules,
+    check_hybrid_context,
+    drawn_lengths,
+    token_limit,
+)
+
+COST = SequenceCost(linear=3.0, quadratic=0.25, exchanged=0.5)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[PackingRules, list[int]]:
+    """Rules of a hybrid plan, and lengths that fit all ranks together."""
+    cp = draw(st.sampled_from([2, 3, 4, 6, 8]))
+    tp = draw(st.sampled_from([1, 2]))
+    room = draw(st.integers(1, 12))
+    rules = PackingRules(
+        dp=draw(st.sampled_from([1, 2, 3])),
+        micro_batch_size=draw(st.sampled_from([1, 3])),
+        max_tokens=draw(st.sampled_from([cp * room, None])),
+        row_multiple=2 * cp * tp,
+        sequence_multiple=2 * cp,
+        count_multiple=draw(st.sampled_from([1, 2])),
+        fewest=draw(st.sampled_from([1, 4])),
+        cost=COST,
+        context_sizes=nested_sizes(cp),
+        lockstep=draw(st.booleans()),
+    )
+    return rules, draw(st.lists(st.integers(1, cp * room), min_size=1, max_size=40))
+
+
+def static(rules: PackingRules, lengths: list[int]) -> MicroBatchPlan:
+    return replace(rules, context_sizes=(rules.context_sizes[-1],)).assign(lengths)
+
+
+def padded(lengths: list[int], multiple: int) -> list[int]:
+    return [-(-n // multiple) * multiple for n in lengths]
+
+
+def by_rank(plan: MicroBatchPlan, rules: PackingRules) -> dict[tuple[int, int], list[int]]:
+    """Numbers of the rows of each (dp, cp) rank."""
+    return {
+        (dp, cp): plan.rows_of(dp, cp)
+        for dp in range(rules.dp)
+        for cp in range(rules.context_sizes[-1])
+    }
+
+
+@given(steps())
+@settings(deadline=None)
+def test_every_plan_of_rows_on_some_ranks_is_whole(step: tuple[PackingRules, list[int]]) -> None:
+    """Also those that are not taken: each sample once, rows fit, every rank has a row."""
+    rules, lengths = step
+    context, cp = rules.context_rules(lengths), rules.context_sizes[-1]
+    seen = []
+    for rows in context.plans(lengths):
+        plan = rules._placed(rows, lengths)
+        seen.append(plan)
+        assert sorted(i for mine in plan.assignment for row in mine for i in row) == list(
+            range(len(lengths))
+        )
+        assert {len(own) for own in by_rank(plan, rules).values()} == {plan.num_micro_batches}
+        assert plan.num_micro_batches % rules.count_multiple == 0
+        assert plan.places is not None
+        for dp, places in enumerate(plan.places):
+            for row, place in enumerate(places):
+                assert place.size in rules.context_sizes and place.first % place.size == 0
+                chunks = 2 * place.size if place.size > 1 else 1
+                tokens = padded([lengths[i] for i in plan.assignment[dp][row]], chunks)
+                length = plan.row_lengths[dp][row]
+                assert sum(tokens) <= length and length % chunks == 0
+                # With its padding a sample may be longer than all ranks have room for.
+                room = max(place.size * context.tokens, *padded(lengths, 2 * cp))
+                assert sum(tokens) <= (place.size * context.tokens if place.size < cp else room)
+        for (dp, _), own in by_rank(plan, rules).items():
+            assert [plan.places[dp][row].micro_batch for row in own] == list(range(len(own)))
+    assert seen
+
+
+@given(steps())
+@settings(deadline=None)
+def test_a_hybrid_plan_is_taken_only_where_it_is_better(
+    step: tuple[PackingRules, list[int]],
+) -> None:
+    """No more tokens travel, no rank has more of them at a time, and the last rank ends earlier."""
+    rules, lengths = step
+    plan, plain = rules.assign(lengths), static(rules, lengths)
+    assert plan.num_tokens <= plain.num_tokens
+    context, cp = rules.context_rules(lengths), rules.context_sizes[-1]
+    most = max(context.tokens, -(-max(padded(lengths, 2 * cp)) // cp))
+    multiple = rules.row_multiple // cp
+    assert plan.tokens_of_rank(cp) <= -(-most // multiple) * multiple
+    assert work_of_busiest(plan, rules, lengths) <= work_of_busiest(plain, rules, lengths) + 1e-9
+
+
+def work_of_busiest(plan: MicroBatchPlan, rules: PackingRules, lengths: list[int]) -> float:
+    """By definition: each rank's clock, and who waits for whom."""
+    cp = rules.context_sizes[-1]
+    clock = dict.fromkeys(by_rank(plan, rules), 0.0)
+    for micro in range(plan.num_micro_batches):
+        for dp in range(rules.dp):
+            for row in {plan.rows_of(dp, rank)[micro] for rank in range(cp)}:
+                size = plan.shared_by(dp, row) or cp
+                first = 0 if plan.places is None else plan.places[dp][row].first
+                chunks = 2 * size if size > 1 else 1
+                work = 0.0
+                for i in plan.assignment[dp][row]:
+                    n = -(-lengths[i] // chunks) * chunks
+                    work += (3 * n + 0.25 * n * n + 0.5 * n * (size - 1)) / size
+                ranks = [(dp, first + at) for at in range(size)]
+                begin = max(clock[rank] for rank in ranks)
+                clock |= dict.fromkeys(ranks, begin + work)
+        if rules.lockstep:
+            clock = dict.fromkeys(clock, max(clock.values()))
+    return max(clock.values())
+
+
+def test_short_samples_are_on_one_rank_and_long_ones_on_many() -> None:
+    """Room for 10 tokens a rank: 40 tokens need four ranks, 17 two, the others one."""
+    rules = PackingRules(
+        dp=1,
+        micro_batch_size=1,
+        max_tokens=40,
+        row_multiple=8,
+        sequence_multiple=8,
+        cost=SequenceCost(exchanged=1.0),
+        context_sizes=(1, 2, 4),
+    )
+    lengths = [17, 5, 40, 3, 10, 18, 4, 9, 10, 7, 9, 10]
+    plan = rules.assign(lengths)
+    assert plan.places is not None
+    size = {
+        i: place.size
+        for row, place in zip(plan.assignment[0], plan.places[0], strict=True)
+        for i in row
+    }
+    assert [size[i] for i in range(len(lengths))] == [2, 1, 4, 1, 1, 2, 1, 1, 1, 1, 1, 1]
+    assert plan.num_tokens < static(rules, lengths).num_tokens
+    assert plan.tokens_of_rank(4) == 10
+
+
+def test_a_heavy_sample_is_shared_by_more_ranks_than_its_length_needs() -> None:
+    """One of four ranks would have nearly all the work of the step."""
+    rules = PackingRules(
+        dp=1,
+        micro_batch_size=1,
+        max_tokens=400,
+        row_multiple=8,
+        sequence_multiple=8,
+        cost=SequenceCost(1.0, 1.0),
+        context_sizes=(1, 2, 4),
+    )
+    plan = rules.assign([96, 5, 6, 5, 7])
+    assert plan.tokens_of_rank(4) < 40
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_work_is_spread_evenly_over_ranks(seed: int) -> None:
+    """512 drawn samples on 2 x 8 ranks: the busiest rank has at most 1 % more than the mean."""
+    rules = PackingRules(
+        dp=2,
+        micro_batch_size=1,
+        max_tokens=32768,
+        row_multiple=16,
+        sequence_multiple=16,
+        cost=SequenceCost(2e10, 1e5, 5e8),
+        context_sizes=(1, 2, 4, 8),
+    )
+    lengths = drawn_lengths(512, 5000, 32768, seed)
+    plan = rules.assign(lengths)
+    assert plan.places is not None
+    work = dict.fromkeys(by_rank(plan, rules), 0.0)
+    for rank, rows in by_rank(plan, rules).items():
+        for row in rows:
+            size = plan.places[rank[0]][row].size
+            work[rank] += sum(
+                rules.cost.share(lengths[i], size) for i in plan.assignment[rank[0]][row]
+            )
+    assert max(work.values()) <= 1.01 * sum(work.values()) / len(work)
+
+
+def test_finish_waits_for_the_ranks_of_a_row() -> None:
+    """Work by tokens: rank 1 waits in the second micro-batch for rank 0, and ranks 2, 3 do not."""
+    rules = PackingRules(
+        dp=1, micro_batch_size=1, max_tokens=80, sequence_multiple=8, row_multiple=8,
+        context_sizes=(1, 2, 4),
+    )  # fmt: skip
+    lengths = [10, 2, 3, 4, 8, 20]
+    rows = [
+        [
+            tuple(SharedRow((i,), i, 1) for i in range(4)),
+            (SharedRow((4,), 0, 2), SharedRow((5,), 2, 1), SharedRow((), 3, 1)),
+        ]
+    ]
+    assert rules.context_rules(lengths).finish(rows, lengths) == 3 + 20
+    lockstep = replace(rules, lockstep=True).context_rules(lengths)
+    assert lockstep.finish(rows, lengths) == 10 + 20
+
+
+def test_flags_that_exclude_each_other() -> None:
+    parallel = ParallelConfig(context_parallel_size=4, hybrid_context_parallel=True)
+    train = TrainConfig(train_iters=1)
+    check_hybrid_context(train, parallel, gathers=False)
+    for wrong, gathers in (
+        (replace(train, equal_micro_batch_lengths=True), False),
+        (train, True),
+        (replace(train, max_tokens_per_micro_batch=0), False),
+    ):
+        with pytest.raises(UsageError, match="--hybrid-context-parallel"):
+            check_hybrid_context(wrong, parallel, gathers=gathers)
+    sized = replace(parallel, max_seqlen_per_dp_cp_rank=100)
+    assert token_limit(train, sized) == 400
+    check_hybrid_context(replace(train, max_tokens_per_micro_batch=400), sized, gathers=False)
+    with pytest.raises(UsageError, match="--max-seqlen-per-dp-cp-rank"):
+        check_hybrid_context(replace(train, max_tokens_per_micro_batch=300), sized, gathers=False)
