@@ -115,9 +115,11 @@ class TrainConfig:
         nargs="+",
     )
     logprob_chunk_tokens: int = flag(
-        1024,
-        "Response tokens whose logits exist at one time; memory is this x vocabulary / TP x 4 B.",
-        minimum=1,
+        0,
+        "Response tokens whose logits over the whole vocabulary exist at one time: this x "
+        "vocabulary / TP x 4 B. 0 chooses blocks of tokens and ids by memory: 1 GiB, on a CPU as "
+        "much as its caches hold.",
+        minimum=0,
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mindspeed_rl.config import TrainConfig
+from mindspeed_rl.config.logit_tiles import LogitTile, logit_tile
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
@@ -55,12 +56,16 @@ class TrainPeak:
 
 @dataclass(frozen=True, slots=True)
 class TrainingMemory:
-    """A training layout with the flags and the expert imbalance that decide its activations."""
+    """A training layout with the flags and the expert imbalance that decide its activations.
+
+    ``on_host``: Whether a CPU computes.
+    """
 
     layout: MegatronLayout
     train: TrainConfig
     shards_sequence: bool
     imbalance: float = 1.0
+    on_host: bool = False
 
     def peak(self, rank: int, work: Workload) -> TrainPeak:
         """Return the bytes at the fullest moment of an optimizer step of a rank. Pure.
@@ -149,21 +154,23 @@ class TrainingMemory:
         return working
 
     def _head(self, work: Workload) -> int:
-        """Return the bytes of the head: chunks of logits, gradients of weight and hidden states."""
+        """Return the bytes of the head: blocks of logits, gradients of weight and hidden states."""
         spec = self.layout.spec
         states = self._trained(work) * spec.hidden_size * _FP32
         if spec.value_head:
             return 2 * states
-        weight = self._vocab_rows * spec.hidden_size
-        matrices = 5 if work.entropy_gradient else 3
+        # The gradient of the ids of a block; those of all ids are added up in the model's state.
+        weight = self._tile(work).columns * spec.hidden_size
+        matrices = 4 if work.entropy_gradient else 3
         return matrices * self._logits(work) + weight * (_FP32 + self._item) + 2 * states
 
     def _logits(self, work: Workload) -> int:
-        """Return the bytes of one chunk of logits in fp32; a value head has none."""
-        if self.layout.spec.value_head:
-            return 0
-        rows = min(self.train.logprob_chunk_tokens, self._trained(work))
-        return rows * self._vocab_rows * _FP32
+        """Return the bytes of one block of logits in fp32; a value head has none."""
+        return 0 if self.layout.spec.value_head else self._tile(work).num_bytes
+
+    def _tile(self, work: Workload) -> LogitTile:
+        chunk, trained = self.train.logprob_chunk_tokens, self._trained(work)
+        return logit_tile(chunk, trained, self._vocab_rows, on_host=self.on_host)
 
     @property
     def _vocab_rows(self) -> int:

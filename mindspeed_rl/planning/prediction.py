@@ -205,8 +205,13 @@ class MemoryPrediction:
 
     @cached_property
     def training(self) -> TrainingMemory:
-        sharded = self.config.parallel.shards_sequence
-        return TrainingMemory(self.plan.megatron, self.config.train, sharded, self.imbalance)
+        return TrainingMemory(
+            self.plan.megatron,
+            self.config.train,
+            self.config.parallel.shards_sequence,
+            self.imbalance,
+            on_host=self.machine.platform == "cpu",
+        )
 
     @cached_property
     def workload(self) -> Workload:

@@ -71,7 +71,7 @@ def _changes(config: TrainingRunConfig, plan: RunPlan) -> list[tuple[str, str, d
         name, fewer = "max_tokens_per_micro_batch", tokens // 2
     else:
         name, fewer = "micro_batch_size", max(1, train.micro_batch_size // 2)
-    chunk = max(1, config.train.logprob_chunk_tokens // 4)
+    chunk = max(1, (config.train.logprob_chunk_tokens or 1024) // 4)
     changes: list[tuple[str, str, dict[str, Any]]] = [
         ("--use-distributed-optimizer", "parallel", {"use_distributed_optimizer": True}),
         ("--sequence-parallel", "parallel", {"sequence_parallel": True}),

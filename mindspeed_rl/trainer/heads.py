@@ -21,6 +21,7 @@ from mindspeed_rl.algorithms.types import LossInputs, Sequences, SumOverRanks, V
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.samples.packing import MicroBatch
 from mindspeed_rl.trainer.logprobs import selected_logprobs
+from mindspeed_rl.trainer.weight_gradient import WeightGradient
 
 Outputs = tuple[torch.Tensor, ...]
 Head = Callable[[MicroBatch, torch.Tensor], Outputs]
@@ -34,14 +35,19 @@ class LogProbHead:
         module: Last chunk of the model.
         spec: Architecture of the model.
         temperature: Divisor of the logits.
-        chunk: Number of positions whose logits exist at a time.
+        chunk: Number of positions whose logits exist at a time; 0 chooses by memory.
+        overlaps: Whether gradients are reduced during the backward pass.
     """
 
-    def __init__(self, module: Any, spec: ModelSpec, temperature: float, chunk: int) -> None:
+    def __init__(
+        self, module: Any, spec: ModelSpec, temperature: float, chunk: int, overlaps: bool
+    ) -> None:
         self._module = module
         self._spec = spec
         self.temperature = temperature
         self._chunk = chunk
+        fused = module.config.gradient_accumulation_fusion
+        self._into = WeightGradient(fused=fused, overlaps=overlaps)
 
     def __call__(self, micro: MicroBatch, hidden: torch.Tensor) -> Outputs:
         rows = hidden[0]
@@ -59,6 +65,7 @@ class LogProbHead:
             tp_rank=group.rank(),
             group=group if group.size() > 1 else None,
             chunk=self._chunk,
+            into=self._into,
         )
 
     def _weight(self) -> torch.Tensor:
@@ -129,8 +136,8 @@ def _sequences(micro: MicroBatch, reduce: SumOverRanks) -> Sequences:
     return Sequences(micro.sequence_of.long(), num_trained, reduce)
 
 
-def make_head(module: Any, spec: ModelSpec, temperature: float, chunk: int) -> Head:
+def make_head(module: Any, spec: ModelSpec, temperature: float, chunk: int, overlaps: bool) -> Head:
     """Build the head that the spec names. Local."""
     if spec.value_head:
         return ValueOutputHead(module)
-    return LogProbHead(module, spec, temperature, chunk)
+    return LogProbHead(module, spec, temperature, chunk, overlaps)

@@ -116,13 +116,15 @@ class TrainEngine:
         #: How many times parameters were written from outside.
         self.num_writes = 0
         check_weights(self.named_parameters(), layout.local_shapes(dist.get_rank()))
-        self._head = make_head(self.modules[-1], self.spec, temperature, train.logprob_chunk_tokens)
+        overlaps = kernels.overlap_grad_reduce and role in TRAINED_ROLES
+        overlaps &= platform.transformer_features().overlaps_reduction
+        self._head = make_head(
+            self.modules[-1], self.spec, temperature, train.logprob_chunk_tokens, overlaps
+        )
         wrapped = [mixed_precision(module, config) for module in self.modules]
         self.optimizer: Any = None
         self.models: list[Any] = wrapped
         if role in TRAINED_ROLES:
-            overlaps = kernels.overlap_grad_reduce
-            overlaps &= features.overlaps_reduction
             ddp = _ddp_config(parallel, train, overlaps)
             self.models = [
                 DistributedDataParallel(config, ddp, module, disable_bucketing=chunk > 0)

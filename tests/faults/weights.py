@@ -13,6 +13,7 @@ _ARRIVES = _PLANNER + "test_every_element_arrives_where_vllm_keeps_it"
 _ONE_RANK = "tests/distributed/test_parity.py::test_selection_equals_full_softmax_on_one_rank"
 _TWO_RANKS = "tests/distributed/test_parity.py::test_selection_equals_full_softmax_on_two_ranks"
 _TRAINING = "tests/distributed/test_training.py::"
+_HEAD = "tests/unit/trainer/test_head_gradient.py::"
 _PHASES = "tests/unit/colocation/test_scheduler.py::"
 
 
@@ -134,6 +135,27 @@ WEIGHTS = (
     Fault("padded-vocabulary-has-probability", "mindspeed_rl.trainer.logprobs:selected_logprobs",
           takes(vocab_size=lambda _: 1 << 30), _ONE_RANK,
           "Rows that no token has would take probability from all others."),
+    Fault("gradient-of-the-output-projection-added-twice",
+          "mindspeed_rl.trainer.weight_gradient:WeightGradient.end",
+          lambda original: lambda self, weight, total: total.clone(),
+          _HEAD + "test_the_buffer_gets_the_gradient_of_every_micro_batch_once",
+          "What is in the buffer already would be added to it by the hook as well."),
+    Fault("gradient-of-the-output-projection-lost",
+          "mindspeed_rl.trainer.weight_gradient:WeightGradient.begin",
+          gives(lambda total: total.clone()),
+          _HEAD + "test_the_buffer_gets_the_gradient_of_every_micro_batch_once",
+          "The output projection would learn nothing: its gradient is in no buffer."),
+    Fault("gradient-of-a-tied-embedding-lost",
+          "mindspeed_rl.trainer.weight_gradient:WeightGradient.end",
+          then(lambda self, weight, total: (
+              setattr(weight, "grad_added_to_main_grad", True),
+              setattr(weight, "zero_out_wgrad", False))),
+          _HEAD + "test_the_buffer_gets_the_gradient_of_every_micro_batch_once",
+          "The hook would take the embedding's gradient for one that is in the buffer."),
+    Fault("blocks-of-ids-not-joined", "mindspeed_rl.trainer.logprobs:_statistics",
+          takes(rows=lambda rows: rows[:32]),
+          _HEAD + "test_the_buffer_gets_the_gradient_of_every_micro_batch_once",
+          "Log-probs would be over the first block of the vocabulary."),
     Fault("tensor-parallel-gradient-not-summed",
           "mindspeed_rl.trainer.heads:copy_to_tensor_model_parallel_region",
           lambda original: lambda rows: rows * 1,
