@@ -117,7 +117,7 @@ class TrainEngine:
         self.num_writes = 0
         check_weights(self.named_parameters(), layout.local_shapes(dist.get_rank()))
         overlaps = kernels.overlap_grad_reduce and role in TRAINED_ROLES
-        overlaps &= platform.transformer_features().overlaps_reduction
+        overlaps &= features.overlaps_reduction
         self._head = make_head(
             self.modules[-1], self.spec, temperature, train.logprob_chunk_tokens, overlaps
         )
