@@ -85,8 +85,10 @@ def module_names(model: ModelConfig, platform: str) -> ParamNames:
 def check_expert_modules(modules: ParamNames, platform: str, tp: int, has_experts: bool) -> None:
     """Refuse MindSpeed's linear layers for single experts under tensor parallelism.
 
-    Those of core_r0.16.0 gather and scatter tokens in the tensor-parallel group wherever there is
-    sequence parallelism, also inside an expert, whose tokens were exchanged before.
+    Each rank has other tokens inside an expert. With expert tensor parallelism the first layer
+    gathers them once more, which fails; without it, its backward sums the gradients of different
+    tokens over the tensor-parallel group, which fails or is silently wrong
+    (``mindspeed/te/pytorch/module/linear.py`` of core_r0.16.0, ``ColumnParallelNoSeq``).
 
     Raises:
         UsageError: Experts are such layers; the fix is the flag that groups them.
@@ -95,8 +97,8 @@ def check_expert_modules(modules: ParamNames, platform: str, tp: int, has_expert
     if mindspeed and has_experts and tp > 1:
         raise UsageError(
             f"--tensor-model-parallel-size {tp} with experts that are computed one by one: "
-            "MindSpeed's linear layers exchange the tokens of an expert a second time; add "
-            "--moe-grouped-gemm"
+            "MindSpeed's linear layers exchange the tokens of an expert a second time, or sum the "
+            "gradients of different tokens; add --moe-grouped-gemm"
         )
 
 
