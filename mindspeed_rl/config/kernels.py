@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from mindspeed_rl.config.model import ModelConfig
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flag import flag, flag_names
 from mindspeed_rl.core.installed import has_transformer_engine, resolve_platform
 from mindspeed_rl.models.param_names import GROUPED, LOCAL, TRANSFORMER_ENGINE, ParamNames
@@ -79,6 +80,26 @@ def module_names(model: ModelConfig, platform: str) -> ParamNames:
     if asked != "transformer_engine" or not has_transformer_engine(platform):
         return LOCAL
     return GROUPED if model.moe_grouped_gemm else TRANSFORMER_ENGINE
+
+
+def check_expert_modules(modules: ParamNames, platform: str, tp: int, has_experts: bool) -> None:
+    """Refuse MindSpeed's linear layers for single experts under tensor parallelism.
+
+    Each rank has other tokens inside an expert. With expert tensor parallelism the first layer
+    gathers them once more, which fails; without it, its backward sums the gradients of different
+    tokens over the tensor-parallel group, which fails or is silently wrong
+    (``mindspeed/te/pytorch/module/linear.py`` of core_r0.16.0, ``ColumnParallelNoSeq``).
+
+    Raises:
+        UsageError: Experts are such layers; the fix is the flag that groups them.
+    """
+    mindspeed = resolve_platform(platform) == "npu" and modules == TRANSFORMER_ENGINE
+    if mindspeed and has_experts and tp > 1:
+        raise UsageError(
+            f"--tensor-model-parallel-size {tp} with experts that are computed one by one: "
+            "MindSpeed's linear layers exchange the tokens of an expert a second time, or sum the "
+            "gradients of different tokens; add --moe-grouped-gemm"
+        )
 
 
 def experts_note(model: ModelConfig, platform: str) -> list[str]:

@@ -17,7 +17,7 @@ from mindspeed_rl.config.architecture import check_architecture, model_config
 from mindspeed_rl.config.check_algorithms import check_algorithms
 from mindspeed_rl.config.diagnostics import check_profiler, check_trackers
 from mindspeed_rl.config.environment import BUILT_IN_ENVIRONMENTS
-from mindspeed_rl.config.kernels import module_names
+from mindspeed_rl.config.kernels import check_expert_modules, module_names
 from mindspeed_rl.config.layouts import engine_layout, training_layout
 from mindspeed_rl.config.needs import check_needs
 from mindspeed_rl.config.outputs import check_output_file, check_paths
@@ -29,6 +29,7 @@ from mindspeed_rl.config.supervised import check_indexed_data
 from mindspeed_rl.config.training import CheckpointConfig, TrainConfig, check_recompute
 from mindspeed_rl.core.data_source import ALLOWED, DataSource
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.installed import resolve_platform
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.models.hf_files import check_tokenizer_files, find_weights
 from mindspeed_rl.models.registry import spec_from_hf_config, value_spec_from_hf_config
@@ -172,6 +173,9 @@ def plan_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
 def _check_rl_flags(config: RLRunConfig, world: int, files: bool) -> None:
     """Check what flags alone say, and with ``files`` the files that they name."""
     engine_provider().check_options(config.engine_options)
+    platform = resolve_platform(config.parallel.platform)
+    if platform != "auto":  # else only torch can tell: it is checked when the engine is built
+        engine_provider().check_run(config, platform)
     check_algorithms(config)
     _check_sampling(config)
     if files:
@@ -426,6 +430,7 @@ def _megatron_layout(
 ) -> MegatronLayout:
     layout = training_layout(model, parallel, spec, world)
     modules = module_names(model, parallel.platform)
+    check_expert_modules(modules, parallel.platform, layout.tp, spec.moe is not None)
     return MegatronLayout(spec, layout, model.make_vocab_size_divisible_by, modules)
 
 

@@ -51,3 +51,22 @@ def take_memory(storage: torch.UntypedStorage, size: int) -> None:
     storage.resize_(size)
     if storage.device.type == "cpu":
         advise_large_pages(storage.data_ptr(), size)
+
+
+def outside(whole: range, spans: Iterable[range]) -> list[range]:
+    """Return the parts of ``whole``, ascending, in none of ``spans``, which may overlap. Pure."""
+    found, at = [], whole.start
+    for span in (*sorted(spans, key=lambda span: span.start), range(whole.stop, whole.stop)):
+        start = min(span.start, whole.stop)
+        if at < start:
+            found.append(range(at, start))
+        at = max(at, span.stop)
+    return found
+
+
+def span_of(tensor: torch.Tensor) -> range | None:
+    """Return the addresses of a tensor; ``None`` if it is empty, or has gaps for other tensors."""
+    reach = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if not tensor.numel() or reach != tensor.numel():
+        return None
+    return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)

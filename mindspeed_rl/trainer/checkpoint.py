@@ -157,8 +157,8 @@ def load_checkpoint(
 
     Raises:
         UsageError: The folder does not exist, or the checkpoint is of another model, lacks
-            requested parts, or has optimizer states of another kind; the message names the flag
-            that helps.
+            requested parts, or has optimizer states of another kind or division; the message names
+            the flag that helps.
     """
     found = _agree_on_latest(directory)
     notes = [f"ignored {directory}/{line}" for line in found.ignored]
@@ -175,6 +175,7 @@ def load_checkpoint(
     with_rng = not (options.finetune or options.no_load_rng)
     if with_optimizer:
         _check_optimizer(engine, record, found.path)
+        _check_optimizer_of_experts(_layout(engine)["ep"], record.layout["ep"], found.path)
     if with_rng and not record.has_rng:
         raise UsageError(f"{found.path} has no random states (--no-save-rng); add --no-load-rng")
     layout = _layout(engine)
@@ -413,6 +414,21 @@ def _check_optimizer(
         raise UsageError(
             f"{path} has the states of another optimizer ({record.optimizer}; this run: {mine}); "
             "set --use-distributed-optimizer and --bf16 as in the saved run, or add --no-load-optim"
+        )
+
+
+def _check_optimizer_of_experts(mine: int, saved: int, path: Path) -> None:
+    """Refuse to divide or join optimizers.
+
+    With expert parallelism megatron-core has one optimizer for experts and one for the rest, whose
+    groups of parameters and names of tensors in a checkpoint differ from those of a single one.
+    """
+    if (mine > 1) != (saved > 1):
+        raise UsageError(
+            f"{path} was saved with --expert-model-parallel-size {saved}, this run has {mine}: "
+            "above 1 experts have an optimizer of their own, and its state cannot be divided or "
+            f"joined; keep {'a size above 1' if saved > 1 else 'the size 1'}, or add "
+            "--no-load-optim"
         )
 
 

@@ -16,11 +16,11 @@ from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.models.registry import spec_from_hf_config
+from mindspeed_rl.platforms.process_state import preserved_environment
 from mindspeed_rl.platforms.registry import select_platform
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
-from mindspeed_rl.rollout.vllm.process_state import preserved_environment
 
 GIB = 2**30
 # Of the 61 GiB of a device; the engine is built beside it.
@@ -36,9 +36,10 @@ def trainer_memory() -> list[torch.Tensor]:
 
 
 def build(
-    folder: str, dtype: str, layout: EngineLayout, rank: int, max_num_batched_tokens: int = 256
-) -> Any:
-    """The engine of this rank, as the product builds it."""
+    folder: str, dtype: str, layout: EngineLayout, rank: int, max_num_batched_tokens: int = 256,
+    records: bool = False,
+) -> Any:  # fmt: skip
+    """The engine of this rank, as the product builds it; with ``records`` it tells its experts."""
     with preserved_environment():  # as when the product imports vLLM
         process.before_vllm()
         process.before_engine()
@@ -59,6 +60,7 @@ def build(
             "max_num_seqs": min(16, max_num_batched_tokens),
         },
         tuning=EngineTuningConfig(rollout_graph_mode="eager"),  # only a device captures graphs
+        recorded_layers=tuple(spec.expert_layers) if records else (),
     )  # fmt: skip
     return provider.build(settings, select_platform("npu"))
 
@@ -172,3 +174,27 @@ def whole_life(
     last = mine[-1]
     found["scored"] = engine.score([[*PROMPTS[last], *found["other"][last][0]]], 1.0, False, 3)
     return found
+
+
+Routes = Mapping[int, tuple[Sequence[int], bytes]]
+
+
+def recorded_life(world: World, folder: str) -> list[Routes]:
+    """Sample with the experts of every token, before and after the cache has left.
+
+    Prompts are read in parts of at most 4 tokens, beside others that are decoded.
+    """
+    mine = range(len(PROMPTS))
+    engine = build(folder, "float32", EngineLayout(1, 1), world.rank, 4, records=True)
+    load(engine, folder, 1)
+    found = [routes(engine, mine, 1)]
+    engine.free_cache()
+    engine.wake_cache()
+    return [*found, routes(engine, mine[::-1], 1)]
+
+
+def routes(engine: Any, mine: Sequence[int], version: int) -> Routes:
+    """Tokens and experts of some of the prompts."""
+    asked = [GenerationRequest(i, PROMPTS[i], 100 + i) for i in mine]
+    done = engine.generate(asked, SETTINGS, version)
+    return {i: (c.token_ids, c.experts) for i, c in done.items()}

@@ -164,3 +164,31 @@ def test_beside_the_real_adaptor_of_mindspeed(tmp_path: Path) -> None:
     assert_logprobs(folders[1], found["other"], TOLERANCES["qwen3_moe"])
     assert found["different"] == [] and found["freed"] == found["owned"]
     assert_restored(found)
+
+
+def experts_of(folder: str, tokens: Sequence[int]) -> torch.Tensor:
+    """What the routers of transformers' model choose: [tokens, layers with experts, k], sorted."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        scores = model(torch.tensor([tokens]), output_router_logits=True).router_logits
+    chosen = [each.topk(model.config.num_experts_per_tok).indices for each in scores]
+    return torch.stack(chosen, 1).sort(-1).values
+
+
+def test_it_tells_the_experts_that_predicted_each_token(tmp_path: Path) -> None:
+    """Those of transformers' routers for the same tokens."""
+    (folder, _) = write_models(tmp_path, "qwen3_moe")
+    ((first, again),) = run_npu_ranks(
+        engine_worlds.recorded_life, 1, work_dir=tmp_path / "ranks", args=(folder,)
+    )
+    assert first == again and set(first) == set(range(len(engine_worlds.PROMPTS)))
+    seen = set()
+    for number, (tokens, told) in first.items():
+        prompt = engine_worlds.PROMPTS[number]
+        expected = experts_of(folder, [*prompt, *tokens])[len(prompt) - 1 : -1]
+        found = torch.frombuffer(bytearray(told), dtype=torch.uint8).view(expected.shape)
+        assert torch.equal(found.sort(-1).values.long(), expected), number
+        seen |= set(map(tuple, expected.flatten(1).tolist()))
+    assert len(seen) > 8, "every token has the same experts"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ascend.npu_ranks import WITH_AND_WITHOUT, run_npu_ranks
+from ascend.npu_ranks import WITH_AND_WITHOUT, needs_mindspeed, run_npu_ranks
 from support.family_models import FAMILY_CASES, write_family_model
 from support.family_reshard import Rollout
 
@@ -24,11 +24,17 @@ LAYOUT = (
 )
 
 
-@pytest.mark.parametrize("features", WITH_AND_WITHOUT)
-def test_two_npus_reshard_every_bit_and_exchange_samples(features: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "flags", [pytest.param((), id="torch_npu"),
+              pytest.param(("--moe-grouped-gemm",), id="mindspeed", marks=needs_mindspeed)],
+)  # fmt: skip
+def test_two_npus_reshard_every_bit_and_exchange_samples(
+    flags: tuple[str, ...], tmp_path: Path
+) -> None:
     """Three syncs by all-to-all and by single messages; the trainer's weights double in between."""
     from ascend.worlds import movement_world
 
+    layout = (*LAYOUT, *flags)
     names = ("qwen3-moe", "deepseek")
     models = {n: str(write_family_model(FAMILY_CASES[n], tmp_path / n)) for n in names}
     ranks, samples = zip(
@@ -36,8 +42,8 @@ def test_two_npus_reshard_every_bit_and_exchange_samples(features: Any, tmp_path
             movement_world,
             2,
             work_dir=tmp_path / "ranks",
-            args=(models, LAYOUT, ROLLOUTS, 7),
-            features=features,
+            args=(models, layout, ROLLOUTS, 7),
+            features={"flags": layout} if flags else None,
         ),
         strict=True,
     )

@@ -238,6 +238,33 @@ def test_other_layouts_continue_the_run(tiny_model: Path, tmp_path: Path) -> Non
             assert error <= WEIGHT_TOLERANCE, (name, error)
 
 
+def resume_weights(world: World, flags: Sequence[str], model: str, folder: str) -> int:
+    """Rank function: a start from the weights of a checkpoint; the updates that are counted."""
+    from mindspeed_rl.trainer.checkpoint import load_checkpoint
+
+    _, engine = build(world, flags, model)
+    load_checkpoint(folder, engine, CheckpointConfig(no_load_optim=True, no_load_rng=True))
+    return engine.schedule.num_updates
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved_apart", [False, True])
+def test_the_optimizer_of_experts_is_neither_divided_nor_joined(
+    saved_apart: bool, tmp_path: Path
+) -> None:
+    """Refused by the flag in both directions; weights alone are taken."""
+    case = FAMILY_CASES["qwen3-moe"]
+    case = replace(case, changes={**case.changes, "vocab_size": 307})
+    model, folder = str(write_family_model(case, tmp_path / "model")), str(tmp_path / "save")
+    whole, apart = SHARDED, (*SHARDED, "--expert-model-parallel-size", "2")
+    before, after = (apart, whole) if saved_apart else (whole, apart)
+    run_ranks(train_whole_and_half, 2, work_dir=tmp_path, args=(before, model, folder))
+    with pytest.raises(RankError, match="--expert-model-parallel-size") as refused:
+        run_ranks(resume_and_train, 2, work_dir=tmp_path, args=(after, model, folder))
+    assert "--no-load-optim" in str(refused.value)
+    assert run_ranks(resume_weights, 2, work_dir=tmp_path, args=(after, model, folder)) == [2, 2]
+
+
 def die_in_second_save(world: World, model: str, folder: str) -> None:
     """Rank function: rank 1 is killed when the tensors of its second save are half written."""
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy

@@ -54,6 +54,13 @@ ENGINE = (
           lambda original: lambda self, call, _: original(self, call, self._version),
           _ENGINE + "test_weights_of_another_version_do_not_generate",
           "Samples of other weights would count as on-policy."),
+    Fault("experts-of-the-token-after",
+          "mindspeed_rl.rollout.vllm_ascend.routed_experts:ReturnedExperts.take",
+          lambda original: lambda self, name, output, first, count: original(
+              self, name, output, first + 1, count),
+          "tests/unit/samples/test_routed_experts.py::"
+          "test_what_vllm_ascend_returns_is_cut_to_the_response",
+          "The trainer would replay the experts of another token."),
     Fault("half-an-update-generates", "mindspeed_rl.rollout.vllm.engine:VllmEngine.begin_update",
           keeps("_version"), _ENGINE + "test_half_written_weights_do_not_generate",
           "After a failed sync the engine would sample from a mixture of two versions."),

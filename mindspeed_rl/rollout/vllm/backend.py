@@ -6,7 +6,7 @@ backend of its platform.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,6 +54,31 @@ class FreeableMemory(Protocol):
         ...
 
 
+class ExpertSource(Protocol):
+    """The experts that the routers of a built engine chose for the tokens of its requests."""
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        ...
+
+    def take(self, name: str, output: Any, first: int, count: int) -> bytes:
+        """Return the experts of ``count`` tokens of a finished request, which is then forgotten.
+
+        Args:
+            name: vLLM's name of the request.
+            output: vLLM's ``CompletionOutput`` of it.
+            first: Position in the sequence of the first of these tokens.
+            count: Number of tokens.
+
+        Returns:
+            [count, layers with experts, k], one byte each (two above 256 experts).
+
+        Raises:
+            RuntimeError: The engine does not know those of a token.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class EngineParts:
     """The parts of a built engine.
@@ -98,6 +123,10 @@ class Backend(Protocol):
 
     def parts(self, llm: Any) -> EngineParts:
         """Find the parts of a built engine. Collective: the world."""
+        ...
+
+    def experts(self, llm: Any, layers: Sequence[int]) -> ExpertSource:
+        """Return the record of the experts that a built engine chooses in some layers. Local."""
         ...
 
 

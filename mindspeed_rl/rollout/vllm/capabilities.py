@@ -31,7 +31,8 @@ class EngineCapabilities:
         streams: Whether a request's random stream can continue in another engine; see
             :mod:`~mindspeed_rl.rollout.vllm.patches.sampling_stream`.
         routed_experts: Whether the routing of a response can be recorded; see
-            :mod:`~mindspeed_rl.rollout.vllm.patches.routed_experts`.
+            :mod:`~mindspeed_rl.rollout.vllm.patches.routed_experts` and, for the builds and layouts
+            of NPUs, :mod:`~mindspeed_rl.rollout.vllm_ascend.routed_experts`.
         head_sizes: Channels per head that the attention kernels support; empty: not limited here.
         latent_sizes: Channels per token in the cache of latent attention that they support.
     """
@@ -64,6 +65,7 @@ CAPABILITIES: Mapping[str, EngineCapabilities] = {
         expert_module="mlp.experts",
         packed_sync=True,
         streams=True,
+        routed_experts=True,
     ),
 }
 

@@ -20,17 +20,16 @@ from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.platforms.base import Platform
+from mindspeed_rl.platforms.process_state import preserved_environment, preserved_rng
 from mindspeed_rl.rollout.engine import EngineState, OnStep
 from mindspeed_rl.rollout.graph_sizes import decode_batches
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.rebalance import Rebalancer
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, requests_digest
 from mindspeed_rl.rollout.stats import StepStats
-from mindspeed_rl.rollout.vllm.backend import Backend
+from mindspeed_rl.rollout.vllm.backend import Backend, ExpertSource
 from mindspeed_rl.rollout.vllm.patches import sampling_stream
 from mindspeed_rl.rollout.vllm.patches.derived_state import DERIVED_PARAMS
-from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
-from mindspeed_rl.rollout.vllm.process_state import preserved_environment, preserved_rng
 from mindspeed_rl.rollout.vllm.requests import OpenRequests, VllmPort, score_params, token_scores
 from mindspeed_rl.rollout.vllm.step_loop import run_steps
 
@@ -87,10 +86,9 @@ class VllmEngine:
             self._agreement = backend.prepare()
             self._llm = self._build(settings.model_dir, arguments)
             parts = backend.parts(self._llm)
-        self._experts: ExpertRecorder | None = None
+        self._experts: ExpertSource | None = None
         if settings.recorded_layers:
-            self._experts = ExpertRecorder(settings.recorded_layers)
-            self._experts.attach(self._llm)
+            self._experts = backend.experts(self._llm, settings.recorded_layers)
         self._interval = settings.tuning.rollout_dp_sync_interval
         self._engine: Any = self._llm.llm_engine
         self._model, self._derived = parts.model, parts.derived

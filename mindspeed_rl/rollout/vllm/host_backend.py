@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from mindspeed_rl.rollout.vllm.patches import (
     step_sync,
 )
 from mindspeed_rl.rollout.vllm.patches.derived_state import DerivedState
+from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.rollout.vllm.patches.step_sync import StepSync
 
 # Flags of the engine's execution that work on every platform.
@@ -95,6 +96,11 @@ class HostBackend:
             dist.barrier()
             shared_memory_names.unlink()
         return parts_by_storage(llm)
+
+    def experts(self, llm: Any, layers: Sequence[int]) -> ExpertRecorder:
+        recorder = ExpertRecorder(layers)
+        recorder.attach(llm)
+        return recorder
 
 
 def parts_by_storage(llm: Any) -> EngineParts:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.ascend_builds import check_dummy_batches, check_routed_experts
 from mindspeed_rl.config.engine_options import as_flag
 from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.errors import UsageError
@@ -19,7 +20,7 @@ from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.rollout.vllm.options import check_option_names, reserved_for
 from mindspeed_rl.rollout.vllm.tuning import check_tuning
 from mindspeed_rl.rollout.vllm_ascend.arguments import ENVIRONMENT as ASCEND_ENVIRONMENT
-from mindspeed_rl.rollout.vllm_ascend.arguments import check_dummy_batches, graph_tuning
+from mindspeed_rl.rollout.vllm_ascend.arguments import graph_tuning
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
 if TYPE_CHECKING:
@@ -118,11 +119,14 @@ class VllmProvider(EngineProvider):
                 f"--rollout-rebalance all: vLLM on {platform} cannot let the random stream of a "
                 "request go on in another engine; use waiting"
             )
-        if config.rl.rl_routing_replay == "rollout" and not row.routed_experts:
-            raise UsageError(
-                f"--rl-routing-replay rollout: the experts that vLLM on {platform} chooses cannot "
-                "be had from it; use trainer, or none"
-            )
+        if config.rl.rl_routing_replay == "rollout":
+            if not row.routed_experts:
+                raise UsageError(
+                    f"--rl-routing-replay rollout: the experts that vLLM on {platform} chooses "
+                    "cannot be had from it; use trainer, or none"
+                )
+            if platform == "npu":
+                check_routed_experts(config.rollout, config.engine)
 
     def installed_layout(
         self, layout: RolloutLayout, options: Mapping[str, object], platform: str

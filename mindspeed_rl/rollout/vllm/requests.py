@@ -14,7 +14,7 @@ from mindspeed_rl.rollout.rebalance import ExpectedLength
 from mindspeed_rl.rollout.rebalance_plan import Load
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
 from mindspeed_rl.rollout.stats import StepStats
-from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
+from mindspeed_rl.rollout.vllm.backend import ExpertSource
 from mindspeed_rl.rollout.vllm.patches.sampling_stream import STREAM, stream_of
 
 
@@ -114,11 +114,11 @@ class OpenRequests:
     Args:
         port: Adds requests to the engine and aborts them.
         max_tokens: Limit of a response whose request has no limit.
-        experts: Recorder of the experts to put into completions; requests must then not move.
+        experts: Record of the experts to put into completions; requests must then not move.
     """
 
     def __init__(
-        self, port: VllmPort, max_tokens: int, experts: ExpertRecorder | None = None
+        self, port: VllmPort, max_tokens: int, experts: ExpertSource | None = None
     ) -> None:
         self._port = port
         self._limit = max_tokens
@@ -166,7 +166,7 @@ class OpenRequests:
             if self._experts is not None:
                 assert not request.prefix_tokens, "experts of a request that was on other engines"
                 first = len(request.token_ids) - 1  # the position that predicts the first token
-                experts = self._experts.take(name, first, len(last.token_ids))
+                experts = self._experts.take(name, output.outputs[0], first, len(last.token_ids))
             found[sample_id] = replace(
                 last,
                 token_ids=(*request.prefix_tokens, *last.token_ids),

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from mindspeed_rl.config.ascend_builds import overwrites_cache
 from mindspeed_rl.config.rollout import EngineTuningConfig
-from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.rollout.graph_sizes import AUTO
 
 # Weights stay in the plain format ND; weight updates read this besides the key weight_nz_mode.
@@ -80,7 +79,7 @@ def graph_tuning(
     unused = " (so --rollout-graph-sizes is not used)" if tuning.rollout_graph_sizes else ""
     if environ.get("ASCEND_LAUNCH_BLOCKING", "0") == "1":
         return eager, f"ASCEND_LAUNCH_BLOCKING=1 excludes graphs{unused}"
-    if dp > 1 and _overwrites_cache():
+    if dp > 1 and overwrites_cache():
         return eager, (
             f"in vllm-ascend 0.23.0 graphs exclude --rollout-dp above 1{unused}; install "
             "0.23.0.post1"
@@ -88,28 +87,3 @@ def graph_tuning(
     sizes = tuning.rollout_graph_sizes or AUTO
     graphs = replace(tuning, rollout_graph_mode="full-decode", rollout_graph_sizes=sizes)
     return graphs, "the default on NPUs; --rollout-graph-mode eager for a first run"
-
-
-def _overwrites_cache() -> bool:
-    """Whether the installed build is 0.23.0, in which graphs overwrite live cache."""
-    try:
-        return version("vllm-ascend").partition("+")[0] == "0.23.0"
-    except PackageNotFoundError:
-        return False
-
-
-def check_dummy_batches(graph_mode: str) -> None:
-    """Refuse graphs of whole steps where the batches of idle ranks overwrite the cache.
-
-    In vLLM-Ascend 0.23.0 a graph reads the places of a dummy batch before they are made invalid;
-    0.23.0.post1 makes them invalid first.
-
-    Raises:
-        UsageError: The installed build is 0.23.0, and the graph mode captures whole steps.
-    """
-    if graph_mode.startswith("full") and _overwrites_cache():
-        raise UsageError(
-            f"--rollout-graph-mode {graph_mode} with --rollout-dp above 1: in vllm-ascend 0.23.0 a "
-            "rank without requests writes into the cache of live ones; install vllm-ascend "
-            "0.23.0.post1, or use piecewise or eager"
-        )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mindspeed_rl.config.ascend_builds import rl_config_problem
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.platforms.base import Platform
@@ -29,6 +30,7 @@ from mindspeed_rl.rollout.vllm.patches.step_sync import StepSync
 from mindspeed_rl.rollout.vllm_ascend.arguments import ENVIRONMENT, ascend_arguments
 from mindspeed_rl.rollout.vllm_ascend.experts import AscendWeights
 from mindspeed_rl.rollout.vllm_ascend.memory import PoolMemory
+from mindspeed_rl.rollout.vllm_ascend.routed_experts import ARGUMENTS, ReturnedExperts
 from mindspeed_rl.rollout.vllm_ascend.sampling import draw_in_batches, report_processed_logprobs
 
 _ADDITIONAL = "additional_config"
@@ -56,6 +58,8 @@ class AscendBackend:
             tp = settings.layout.engine.tp
             sizes = tuple(sorted({round_up(size, tp) for size in sizes}))
         self._arguments = ascend_arguments(tuning, sizes)
+        if settings.recorded_layers:
+            self._arguments |= ARGUMENTS
         check_updatable(Path(settings.model_dir))
 
     def settings(self, options: Mapping[str, object]) -> dict[str, Any]:
@@ -122,6 +126,9 @@ class AscendBackend:
         derived = AscendWeights(model, process)
         return EngineParts(model, derived, weights, cache, True, weight_format)
 
+    def experts(self, llm: Any, layers: Sequence[int]) -> ReturnedExperts:
+        return ReturnedExperts(llm, layers)
+
     def _processing(self, model: torch.nn.Module, vllm_config: Any) -> Callable[[], None]:
         import vllm.model_executor.model_loader.utils as loading
         from vllm.config import set_current_vllm_config
@@ -177,8 +184,6 @@ _REFUSED_KEYS: Mapping[str, str] = {
     "enable_reduce_sample": "its log-probs are not those of the whole vocabulary",
     "enable_balance_scheduling": "engines tell each other how busy they are in a process that is "
     "not there when they run in the trainer's, so it has no effect",
-    "rl_config": "vllm-ascend up to 0.26 does not know it and ignores it without a message; its "
-    "main branch reads it",
     "dynamic_eplb": "experts would move away from where the reshard writes them",
     "enable_async_exponential": "it draws the random numbers of a step before the model has run, "
     "on another stream; that a request keeps its own draws was never shown",
@@ -190,10 +195,9 @@ _REFUSED_KEYS: Mapping[str, str] = {
 def _refuse_keys(additional: object) -> None:
     """Refuse keys of ``--vllm-additional-config``, at any depth, that make rollouts wrong."""
     for key, value in additional.items() if isinstance(additional, dict) else ():
-        if value and key in _REFUSED_KEYS:
-            raise UsageError(
-                f"--vllm-additional-config {key}: {_REFUSED_KEYS[key]}; remove the key"
-            )
+        reason = rl_config_problem(value) if key == "rl_config" else _REFUSED_KEYS.get(key)
+        if value and reason:
+            raise UsageError(f"--vllm-additional-config {key}: {reason}; remove the key")
         _refuse_keys(value)
 
 

@@ -17,29 +17,11 @@ from typing import Any
 import torch
 
 from mindspeed_rl.platforms.base import Platform
+from mindspeed_rl.platforms.storages import outside, span_of
 
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 # No engine knows a tag with this suffix, so none maps an allocation that has it.
 _MAPPED_BY_US = " mapped by mindspeed_rl"
-
-
-def outside(whole: range, spans: Iterable[range]) -> list[range]:
-    """Return the parts of ``whole``, ascending, in none of ``spans``, which may overlap. Pure."""
-    found, at = [], whole.start
-    for span in (*sorted(spans, key=lambda span: span.start), range(whole.stop, whole.stop)):
-        start = min(span.start, whole.stop)
-        if at < start:
-            found.append(range(at, start))
-        at = max(at, span.stop)
-    return found
-
-
-def span_of(tensor: torch.Tensor) -> range | None:
-    """Return the addresses of a tensor; ``None`` if it is empty, or has gaps for other tensors."""
-    reach = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    if not tensor.numel() or reach != tensor.numel():
-        return None
-    return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
 
 
 class PoolMemory:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from megatron.core import parallel_state
+from support.planned_run import WORLD, expert_config
 from support.published import PUBLISHED
 
 from mindspeed_rl.compat.foreign_flags import Disposition, foreign_flags
@@ -22,6 +23,7 @@ from mindspeed_rl.core.groups import MEGATRON_GROUPS
 from mindspeed_rl.models.param_names import GROUPED, LOCAL, TRANSFORMER_ENGINE
 from mindspeed_rl.planning.budget import machine_on
 from mindspeed_rl.planning.prediction import MemoryPrediction
+from mindspeed_rl.planning.run_plan import plan_rl
 from mindspeed_rl.planning.suggestions import plan_of
 
 
@@ -148,3 +150,37 @@ def test_modules_follow_flags_and_what_is_installed(
 def test_experts_that_are_not_grouped_are_told(flags: str, platform: str, said: bool) -> None:
     config, _ = parsed(*flags.split())
     assert ["grouped" in line for line in experts_note(config.model, platform)] == [True] * said
+
+
+@pytest.mark.parametrize(
+    ("flags", "packages", "refused"),
+    [
+        ("--platform npu", ("torch_npu", "mindspeed"), True),
+        ("", ("torch_npu", "mindspeed"), True),
+        ("--platform npu --moe-grouped-gemm", ("torch_npu", "mindspeed"), False),
+        ("--platform npu --transformer-impl local", ("torch_npu", "mindspeed"), False),
+        ("--platform npu --tensor-model-parallel-size 1", ("torch_npu", "mindspeed"), False),
+        ("--platform npu", ("torch_npu",), False),
+        ("--platform cuda --transformer-impl transformer_engine", ("transformer_engine",), False),
+    ],
+)
+def test_single_experts_of_mindspeed_are_not_tensor_parallel(
+    flags: str, packages: tuple[str, ...], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan of a run says so, in a dry run too."""
+    monkeypatch.setattr(installed, "find_spec", lambda name: name if name in packages else None)
+    config = expert_config(*flags.split())
+    if not refused:
+        assert plan_rl(config, WORLD, files=False).parallel.tp in (1, 2)
+        return
+    with pytest.raises(UsageError, match=r"--tensor-model-parallel-size 2.*--moe-grouped-gemm"):
+        plan_rl(config, WORLD, files=False)
+
+
+def test_what_the_engine_lacks_on_npus_is_refused_by_the_plan() -> None:
+    """Ranks of an engine that exchange tokens do not tell the experts of all."""
+    asked = ("--platform", "npu", "--rl-routing-replay", "rollout")
+    with pytest.raises(UsageError, match="--rl-routing-replay rollout with --rollout-ep 16"):
+        plan_rl(expert_config(*asked), WORLD, files=False)
+    alone = expert_config(*asked, "--rollout-ep", "1", "--rollout-dp", "1")
+    assert plan_rl(alone, WORLD, files=False).engine.dp == 1

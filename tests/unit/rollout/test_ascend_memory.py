@@ -10,8 +10,9 @@ from support.fake_ascend import GARBAGE, FakePool
 from support.line_faults import Planted, fault_before_line
 
 from mindspeed_rl.platforms.cpu import CpuPlatform
+from mindspeed_rl.platforms.storages import outside, span_of
 from mindspeed_rl.rollout.vllm_ascend import memory
-from mindspeed_rl.rollout.vllm_ascend.memory import PoolMemory, outside, span_of
+from mindspeed_rl.rollout.vllm_ascend.memory import PoolMemory
 
 
 def test_what_is_outside_of_some_spans() -> None:

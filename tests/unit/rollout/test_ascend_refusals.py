@@ -11,13 +11,13 @@ from support.layout_cases import MOE, spec_of
 
 from mindspeed_rl.config import EngineTuningConfig, RLRunConfig
 from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.config.ascend_builds import check_dummy_batches
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.rollout.vllm.layout import VllmLayout
-from mindspeed_rl.rollout.vllm_ascend.arguments import check_dummy_batches
 from mindspeed_rl.rollout.vllm_ascend.backend import AscendBackend, check_updatable
 
 
@@ -65,7 +65,6 @@ def test_models_with_the_key_and_no_sparse_attention_pass(
     [
         "enable_reduce_sample",
         "enable_shared_expert_dp",
-        "rl_config",
         "dynamic_eplb",
         "enable_balance_scheduling",
         "enable_async_exponential",
@@ -130,7 +129,7 @@ def test_what_both_say_alike_and_what_is_new_is_merged(backend: AscendBackend) -
 def test_graphs_that_write_dummy_tokens_into_the_cache_are_refused(
     mode: str, version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mindspeed_rl.rollout.vllm_ascend.arguments.version", lambda name: version)
+    monkeypatch.setattr("mindspeed_rl.config.ascend_builds.version", lambda name: version)
     if refused:
         with pytest.raises(UsageError, match=f"--rollout-graph-mode {mode}"):
             check_dummy_batches(mode)
@@ -139,7 +138,7 @@ def test_graphs_that_write_dummy_tokens_into_the_cache_are_refused(
 
 
 def test_graphs_of_several_data_parallel_ranks_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mindspeed_rl.rollout.vllm_ascend.arguments.version", lambda name: "0.23.0")
+    monkeypatch.setattr("mindspeed_rl.config.ascend_builds.version", lambda name: "0.23.0")
     flags = "--rollout-graph-mode full-decode --rollout-dp"
     for dp in (1, 2):
         config = parse(RLRunConfig, f"{flags} {dp}".split(), "test").config
@@ -148,3 +147,25 @@ def test_graphs_of_several_data_parallel_ranks_are_checked(monkeypatch: pytest.M
             continue
         with pytest.raises(UsageError, match="--rollout-dp"):
             engine_provider().check_run(config, "npu")
+
+
+@pytest.mark.parametrize(
+    ("build", "value", "problem"),
+    [
+        ("0.23.0.post1", {"enabled": True}, "0.23.0.post1 ignores"),
+        ("0.26.0rc1", {"enabled": True}, "0.26.0rc1 ignores"),
+        ("0.27.1", {"enabled": True, "enable_batch_invariant": True}, ""),
+        ("0.27.1", {"enabled": True, "sleep_mode_extra_cleanup": True}, "sleep"),
+    ],
+)
+def test_rl_config_is_for_builds_that_read_it(
+    build: str, value: object, problem: str, backend: AscendBackend,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("mindspeed_rl.config.ascend_builds.version", lambda name: build)
+    given = {"additional_config": {"rl_config": value}}
+    if not problem:
+        assert backend.settings(given)["additional_config"]["rl_config"] == value
+        return
+    with pytest.raises(UsageError, match=f"--vllm-additional-config rl_config.*{problem}"):
+        backend.settings(given)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +15,14 @@ import pytest
 import torch
 from support.rl_run import make_run
 
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.types import Completion, Prompt, Rollout
 from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.rollout.requests import GenerationRequest
 from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.rollout.vllm.requests import OpenRequests
+from mindspeed_rl.rollout.vllm_ascend.routed_experts import ReturnedExperts
 from mindspeed_rl.samples.columns import experts_column, response_columns
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.exchange import Redistribution
@@ -95,13 +101,13 @@ def test_rows_belong_to_the_requests_of_a_step() -> None:
     engine.step(b=(5, 1), a=(3, 1), c=(0, 2))
     engine.step()
     engine.step(a=(4, 1))
-    assert engine.recorder.take("a", 2, 3) == wanted("a", 2, 3)
-    assert engine.recorder.take("b", 4, 2) == wanted("b", 4, 2)
+    assert engine.recorder.take("a", None, 2, 3) == wanted("a", 2, 3)
+    assert engine.recorder.take("b", None, 4, 2) == wanted("b", 4, 2)
     with pytest.raises(RuntimeError, match="request a"):
-        engine.recorder.take("a", 2, 3)
+        engine.recorder.take("a", None, 2, 3)
     engine.recorder.clear()
     with pytest.raises(RuntimeError, match="request c"):
-        engine.recorder.take("c", 1, 1)
+        engine.recorder.take("c", None, 1, 1)
 
 
 def test_a_request_that_was_put_off_is_computed_again() -> None:
@@ -112,7 +118,7 @@ def test_a_request_that_was_put_off_is_computed_again() -> None:
     with mock.patch(f"{__name__}.ord", lambda name: 3, create=True):
         engine.step(a=(1, 2))  # its first block was still there
     engine.step(a=(3, 2))
-    assert engine.recorder.take("a", 1, 4) == wanted("a", 1, 4)
+    assert engine.recorder.take("a", None, 1, 4) == wanted("a", 1, 4)
 
 
 def test_a_token_without_experts_is_told() -> None:
@@ -120,7 +126,7 @@ def test_a_token_without_experts_is_told() -> None:
     engine.step(a=(0, 2))
     engine.step(a=(3, 1))
     with pytest.raises(RuntimeError, match=r"request a .*\[1\]"):
-        engine.recorder.take("a", 1, 3)
+        engine.recorder.take("a", None, 1, 3)
 
 
 class Port:
@@ -194,10 +200,107 @@ def test_samples_keep_them(dtype: torch.dtype) -> None:
         assert dropped.num_trained == 0
 
 
-def test_an_engine_that_does_not_tell_is_refused(tmp_path: Path) -> None:
+def asked(tmp_path: Path, **engine: Any) -> RLRunConfig:
+    """A run that replays the engine's experts."""
     config = make_run(tmp_path).config
-    asked = replace(config, rl=replace(config.rl, rl_routing_replay="rollout"))
-    engine_provider().check_run(asked, "cpu")
-    with pytest.raises(ValueError, match="--rl-routing-replay rollout"):
-        engine_provider().check_run(asked, "npu")
-    engine_provider().check_run(config, "npu")
+    rollout = replace(
+        config.rollout,
+        rl_inference_expert_model_parallel_size=engine.pop("expert_parallel", 1),
+        rollout_dp=engine.pop("data_parallel", 1),
+    )
+    return replace(
+        config,
+        rl=replace(config.rl, rl_routing_replay="rollout"),
+        rollout=rollout,
+        engine=replace(config.engine, **engine),
+    )
+
+
+def install(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
+    """A build of vLLM-Ascend; none with an empty name."""
+
+    def version(name: str) -> str:
+        if not build:
+            raise PackageNotFoundError(name)
+        return build
+
+    monkeypatch.setattr("mindspeed_rl.config.ascend_builds.version", version)
+
+
+def test_an_engine_that_does_not_tell_is_refused(tmp_path: Path) -> None:
+    engine_provider().check_run(asked(tmp_path), "cpu")
+    with pytest.raises(UsageError, match="--rl-routing-replay rollout"):
+        engine_provider().check_run(asked(tmp_path), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("build", "known"),
+    [
+        *(("", True), ("0.23.0", True), ("0.23.0.post1", True), ("0.23.0.post1+a3", True)),
+        *(("0.22.1rc1", False), ("0.23.0rc1", False), ("0.23.0.post2", False)),
+        *(("0.24.0rc1", False), ("0.26.0", False)),
+    ],
+)
+def test_builds_of_vllm_ascend_that_tell(
+    build: str, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those whose sources were read; without one the answer is that of the pinned one."""
+    install(monkeypatch, build)
+    if known:
+        engine_provider().check_run(asked(tmp_path), "npu")
+        return
+    with pytest.raises(UsageError, match=f"--rl-routing-replay rollout.*{re.escape(build)}"):
+        engine_provider().check_run(asked(tmp_path), "npu")
+    engine_provider().check_run(make_run(tmp_path).config, "npu")
+
+
+@pytest.mark.parametrize(
+    ("engine", "flag"),
+    [({"expert_parallel": 2}, "--rollout-ep 2"), ({"data_parallel": 4}, "--rollout-dp 4"),
+     ({"rollout_flashcomm": True}, "--rollout-flashcomm")],
+)  # fmt: skip
+def test_ranks_of_vllm_ascend_that_exchange_tokens_do_not_tell(
+    engine: dict[str, Any], flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, "0.23.0.post1")
+    with pytest.raises(UsageError, match=flag):
+        engine_provider().check_run(asked(tmp_path, **engine), "npu")
+    engine_provider().check_run(asked(tmp_path, **engine), "cpu")
+
+
+def ascend_engine(layers: Sequence[int]) -> Any:
+    """An engine of vLLM-Ascend that records some layers."""
+    modules = {
+        f"layer {n}": SimpleNamespace(layer_id=n, _ascend_routed_experts_capturer=object())
+        for n in layers
+    }
+    others = {"attention": SimpleNamespace(), "silent": SimpleNamespace(
+        layer_id=0, _ascend_routed_experts_capturer=None)}  # fmt: skip
+    compilation = SimpleNamespace(static_forward_context=modules | others)
+    return SimpleNamespace(
+        llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=compilation))
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16])
+def test_what_vllm_ascend_returns_is_cut_to_the_response(dtype: torch.dtype) -> None:
+    """Rows from the one that predicts the first token on, of the layers with experts."""
+    rows = [[[expert(p, layer, s, 5) for s in range(TOP_K)] for layer in range(LAYERS)]
+            for p in range(7)]  # fmt: skip
+    output = SimpleNamespace(routed_experts=torch.tensor(rows, dtype=dtype).numpy())
+    found = ReturnedExperts(ascend_engine(EXPERT_LAYERS), EXPERT_LAYERS).take("a", output, 2, 4)
+    expected = torch.tensor(list(wanted("\x05", 2, 4)), dtype=dtype)
+    assert found == expected.numpy().tobytes()
+
+
+@pytest.mark.parametrize("known", [None, 5])
+def test_tokens_that_vllm_ascend_leaves_out_are_told(known: int | None) -> None:
+    rows = None if known is None else torch.zeros(known, LAYERS, TOP_K, dtype=torch.uint8).numpy()
+    returned = ReturnedExperts(ascend_engine(EXPERT_LAYERS), EXPERT_LAYERS)
+    with pytest.raises(RuntimeError, match="request a"):
+        returned.take("a", SimpleNamespace(routed_experts=rows), 2, 4)
+
+
+def test_layers_that_vllm_ascend_does_not_record_are_told() -> None:
+    with pytest.raises(RuntimeError, match=r"\[0, 3\]"):
+        ReturnedExperts(ascend_engine([1, 2]), [0, 1, 3])

@@ -72,11 +72,8 @@ class ExpertRecorder:
             row += count
         assert row == total, f"{total} tokens were scheduled, {row} are of known requests"
 
-    def take(self, name: str, first: int, count: int) -> bytes:
-        """Remove and return the experts of ``count`` tokens of a request from ``first`` on.
-
-        [count, layers with experts, k], one byte each (two above 256 experts). ``first`` is a
-        position in the sequence.
+    def take(self, name: str, output: Any, first: int, count: int) -> bytes:
+        """Remove and return the experts of a request; see ``backend.ExpertSource``.
 
         Raises:
             RuntimeError: A token was not computed by this engine since the request started.
