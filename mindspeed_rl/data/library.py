@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.core.data_source import DataSource
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.data.digest import file_digest
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -64,8 +65,7 @@ def _content_digest(source: DataSource, place: Path) -> str:
     for path in [place] if place.is_file() else sorted(place.rglob("*")):
         if not path.is_file():
             continue
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = file_digest(path)
         # A file's suffix says how to read it; the name of a single one does not matter else.
         name = path.suffix if path == place else path.relative_to(place).as_posix()
         whole.update(f"\n{name}:{digest}".encode())
