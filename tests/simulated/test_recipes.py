@@ -133,6 +133,8 @@ def test_a_start_keeps_its_exit_code_log_and_timeouts(recipe: str, tmp_path: Pat
     loaded = environ | {"ASCEND_TOOLKIT_HOME": "/cann", "ATB_HOME_PATH": "/atb"}
     if "--master-port" in words:
         loaded["MASTER_PORT"] = words[words.index("--master-port") + 1]
+    # Planned from the published config.json: the checkpoint is not there.
+    config = parse(RLRunConfig, recipe_flags(recipe), "test").config
     longest_phase_s = phase_limits(config, plan_of(config, started_ranks), "npu").longest
     set_defaults("npu", loaded, longest_phase_s)
     rows = environment_rows(
