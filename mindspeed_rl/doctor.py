@@ -29,6 +29,7 @@ from mindspeed_rl.launch import bootstrap, machine
 from mindspeed_rl.planning.budget import machine_on
 from mindspeed_rl.planning.communicators import RunGroups
 from mindspeed_rl.planning.hccl_buffers import VARIABLE, hccl_buffers
+from mindspeed_rl.planning.phase_limits import phase_limits
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.planning.suggestions import plan_of
@@ -76,9 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     platform = config.parallel.platform
     platform = guess_platform() if platform == "auto" else platform
-    rows = list(local_rows(config, platform, world))
     plan, layout = layout_rows(config, platform, world)
-    rows += layout
+    rows = [*local_rows(config, platform, world, plan), *layout]
     if "RANK" in os.environ and world.size > 1:
         rows += collective_rows(config, platform, world, plan, rows, own.preflight_timeout_s)
     if world.rank != 0:
@@ -91,17 +91,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(row.status is Status.RED for row in rows))
 
 
-def local_rows(config: RLRunConfig, platform: str, world: bootstrap.World) -> Iterator[DoctorRow]:
+def local_rows(
+    config: RLRunConfig, platform: str, world: bootstrap.World, plan: RLPlan | None
+) -> Iterator[DoctorRow]:
     """Check what can be seen on this node alone. Local."""
+    longest_phase_s = config.logging.phase_limit_s
+    if plan is not None:
+        longest_phase_s = phase_limits(config, plan, platform).longest
     environ = dict(os.environ)
-    bootstrap.set_defaults(platform, environ)
+    bootstrap.set_defaults(platform, environ, longest_phase_s)
     facts = gather(platform, environ, ask_devices=world.local_rank == 0)
     matrix = versions.read_matrix()
     yield from package_rows(facts, platform, matrix)
     yield from environment_rows(
         facts,
         platform,
-        longest_phase_s=config.logging.phase_timeout_s,
+        longest_phase_s=longest_phase_s,
         several_nodes=world.local_size < world.size,
     )
     yield from device_rows(facts, platform, matrix)

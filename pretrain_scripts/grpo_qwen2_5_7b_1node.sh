@@ -23,8 +23,7 @@ HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$HERE/launch.sh"
 source "$HERE/models/qwen2_5_7b.sh"
 
-PHASE_TIMEOUT_S="${PHASE_TIMEOUT_S:-3600}"
-npu_environment "$PHASE_TIMEOUT_S"
+npu_environment
 
 CKPT_LOAD_DIR="${CKPT_LOAD_DIR:-$ROOT/models/Qwen2.5-7B-Instruct}"
 OUTPUT_DIR="${OUTPUT_DIR:-$ROOT/outputs/qwen2_5_7b}"
@@ -41,7 +40,7 @@ ROLLOUT_TP="${ROLLOUT_TP:-2}"
 
 MODEL_PARALLEL_ARGS=(
     --tensor-model-parallel-size "$TP" --sequence-parallel
-    --use-distributed-optimizer --distributed-timeout-minutes "$(( PHASE_TIMEOUT_S / 60 ))"
+    --use-distributed-optimizer
 )
 MEMORY_ARGS=(--rl-offload all --recompute-granularity selective --recompute-modules core_attn)
 TRAIN_ARGS=(
@@ -63,7 +62,7 @@ ROLLOUT_ARGS=(
 )
 OUTPUT_ARGS=(
     --output-dir "$OUTPUT_DIR" --save "$CKPT_SAVE_DIR" --save-interval 50 --log-interval 1
-    --phase-timeout-s "$PHASE_TIMEOUT_S" --rl-dry-run-machine "$MACHINE"
+    --rl-dry-run-machine "$MACHINE"
 )
 
 launch mindspeed_rl.train_rl \

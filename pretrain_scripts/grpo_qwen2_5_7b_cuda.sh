@@ -17,7 +17,6 @@ HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$HERE/launch.sh"
 source "$HERE/models/qwen2_5_7b.sh"
 
-PHASE_TIMEOUT_S="${PHASE_TIMEOUT_S:-3600}"
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
 CKPT_LOAD_DIR="${CKPT_LOAD_DIR:-$ROOT/models/Qwen2.5-7B-Instruct}"
@@ -36,7 +35,6 @@ ROLLOUT_TP="${ROLLOUT_TP:-2}"
 MODEL_PARALLEL_ARGS=(
     --tensor-model-parallel-size "$TP" --sequence-parallel
     --use-distributed-optimizer --platform cuda
-    --distributed-timeout-minutes "$(( PHASE_TIMEOUT_S / 60 ))"
 )
 MEMORY_ARGS=(--rl-offload all --recompute-granularity selective --recompute-modules core_attn)
 TRAIN_ARGS=(
@@ -57,7 +55,7 @@ ROLLOUT_ARGS=(
 )
 OUTPUT_ARGS=(
     --output-dir "$OUTPUT_DIR" --save "$CKPT_SAVE_DIR" --save-interval 50 --log-interval 1
-    --phase-timeout-s "$PHASE_TIMEOUT_S" --rl-dry-run-machine "${MACHINE:-h200}"
+    --rl-dry-run-machine "${MACHINE:-h200}"
 )
 
 launch mindspeed_rl.train_rl \

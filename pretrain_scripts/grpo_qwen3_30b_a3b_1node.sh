@@ -23,8 +23,7 @@ HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$HERE/launch.sh"
 source "$HERE/models/qwen3_30b_a3b.sh"
 
-PHASE_TIMEOUT_S="${PHASE_TIMEOUT_S:-7200}"
-npu_environment "$PHASE_TIMEOUT_S"
+npu_environment
 
 CKPT_LOAD_DIR="${CKPT_LOAD_DIR:-$ROOT/models/Qwen3-30B-A3B}"
 OUTPUT_DIR="${OUTPUT_DIR:-$ROOT/outputs/qwen3_30b_a3b}"
@@ -44,7 +43,7 @@ ROLLOUT_EP="${ROLLOUT_EP:-4}"
 MODEL_PARALLEL_ARGS=(
     --tensor-model-parallel-size "$TP" --sequence-parallel
     --expert-model-parallel-size "$EP" --expert-tensor-parallel-size 1
-    --use-distributed-optimizer --distributed-timeout-minutes "$(( PHASE_TIMEOUT_S / 60 ))"
+    --use-distributed-optimizer
 )
 MEMORY_ARGS=(
     --swap-optimizer --rl-offload all
@@ -70,7 +69,7 @@ ROLLOUT_ARGS=(
 )
 OUTPUT_ARGS=(
     --output-dir "$OUTPUT_DIR" --save "$CKPT_SAVE_DIR" --save-interval 50 --log-interval 1
-    --phase-timeout-s "$PHASE_TIMEOUT_S" --rl-dry-run-machine "$MACHINE"
+    --rl-dry-run-machine "$MACHINE"
 )
 
 launch mindspeed_rl.train_rl \

@@ -18,10 +18,11 @@ if [[ -z "${PYTHON:-}" ]]; then
     [[ ! -x "$ROOT/.venv/bin/python" ]] || PYTHON="$ROOT/.venv/bin/python"
 fi
 
-# npu_environment SECONDS: what HCCL must know of a run whose phases take up to SECONDS
+# npu_environment [SECONDS]: what HCCL must know of a run whose phases take up to SECONDS; without,
+# the run tells it
 npu_environment() {
     export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-3600}"
-    export HCCL_EXEC_TIMEOUT="${HCCL_EXEC_TIMEOUT:-$1}"
+    (( $# == 0 )) || export HCCL_EXEC_TIMEOUT="${HCCL_EXEC_TIMEOUT:-$1}"
     # Listens on the host where nothing else does; MASTER_PORT stays outside.
     export HCCL_IF_BASE_PORT="${HCCL_IF_BASE_PORT:-60000}"
     export TASK_QUEUE_ENABLE="${TASK_QUEUE_ENABLE:-1}"

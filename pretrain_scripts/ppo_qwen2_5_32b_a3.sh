@@ -19,8 +19,7 @@ HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$HERE/launch.sh"
 source "$HERE/models/qwen2_5_32b.sh"
 
-PHASE_TIMEOUT_S="${PHASE_TIMEOUT_S:-7200}"
-npu_environment "$PHASE_TIMEOUT_S"
+npu_environment
 
 CKPT_LOAD_DIR="${CKPT_LOAD_DIR:-$ROOT/models/Qwen2.5-32B}"
 OUTPUT_DIR="${OUTPUT_DIR:-$ROOT/outputs/ppo_qwen2_5_32b}"
@@ -39,7 +38,7 @@ ROLLOUT_TP="${ROLLOUT_TP:-4}"
 MODEL_PARALLEL_ARGS=(
     --tensor-model-parallel-size "$TP" --sequence-parallel
     --pipeline-model-parallel-size "$PP"
-    --use-distributed-optimizer --distributed-timeout-minutes "$(( PHASE_TIMEOUT_S / 60 ))"
+    --use-distributed-optimizer
 )
 MEMORY_ARGS=(
     --swap-optimizer --rl-offload all
@@ -67,7 +66,6 @@ ROLLOUT_ARGS=(
 )
 OUTPUT_ARGS=(
     --output-dir "$OUTPUT_DIR" --save "$CKPT_SAVE_DIR" --save-interval 50 --log-interval 1
-    --phase-timeout-s "$PHASE_TIMEOUT_S"
 )
 
 launch mindspeed_rl.train_rl \

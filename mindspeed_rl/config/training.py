@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flag import Needs, flag
 
+PHASE_LIMIT_S = 1800.0
 RECOMPUTE_MODULES = ("core_attn", "mlp", "moe")
 _WITH_FULL = Needs("--recompute-granularity", ("full",))
 
@@ -200,11 +201,19 @@ class LoggingConfig:
         "trainer needs to repeat the updates, with --log-rollouts at the samples of a step.",
         needs=Needs("--log-rollouts"),
     )
-    phase_timeout_s: float = flag(
-        1800.0,
-        "Limit of one phase of a step, in seconds; a longer one ends the job on all ranks.",
+    phase_timeout_s: float | None = flag(
+        None,
+        "Limit of every phase of a step, in seconds; a longer one ends the job on all ranks. Unset "
+        f"takes {PHASE_LIMIT_S:.0f}, and more for the phases that generate or train: what the "
+        "longest samples of a step take at a speed below that of published runs. The start of the "
+        "run and its dry run print the limits.",
         minimum=1.0,
     )
+
+    @property
+    def phase_limit_s(self) -> float:
+        """Limit of a phase that does not work on the tokens of a step."""
+        return PHASE_LIMIT_S if self.phase_timeout_s is None else self.phase_timeout_s
 
 
 def check_recompute(train: TrainConfig) -> None:

@@ -7,7 +7,6 @@ that describes it. The description is written last, so an entry has one or is no
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
 import mmap
 import os
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.files import atomic_path, write_text_atomic
 from mindspeed_rl.core.locks import file_lock
+from mindspeed_rl.data.digest import file_digest
 
 if TYPE_CHECKING:
     import pyarrow
@@ -136,7 +136,7 @@ class RowCache:
 
                 on_rows(0)
                 found = build(partial, on_rows)
-                found |= {"bytes": partial.stat().st_size, "sha256": _digest(partial)}
+                found |= {"bytes": partial.stat().st_size, "xxh3": file_digest(partial)}
             write_text_atomic(facts, json.dumps(found, indent=1) + "\n")
 
 
@@ -147,16 +147,11 @@ def _damage(rows: Path, facts: Path) -> str:
         num_bytes, wanted = rows.stat().st_size, described["bytes"]
         if num_bytes != wanted:
             return f"{num_bytes} bytes instead of {wanted}"
-        return "" if _digest(rows) == described["sha256"] else "its digest differs"
+        return "" if file_digest(rows) == described["xxh3"] else "its digest differs"
     except FileNotFoundError as error:
         return f"no {error.filename}"
     except (ValueError, KeyError, TypeError) as error:
         return f"{facts.name}: {error!r}"
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _mapped(rows: Path, facts: Path) -> StoredRows:

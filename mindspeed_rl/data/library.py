@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.core.data_source import DataSource
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.data.digest import file_digest
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -64,8 +65,7 @@ def _content_digest(source: DataSource, place: Path) -> str:
     for path in [place] if place.is_file() else sorted(place.rglob("*")):
         if not path.is_file():
             continue
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = file_digest(path)
         # A file's suffix says how to read it; the name of a single one does not matter else.
         name = path.suffix if path == place else path.relative_to(place).as_posix()
         whole.update(f"\n{name}:{digest}".encode())
@@ -75,7 +75,8 @@ def _content_digest(source: DataSource, place: Path) -> str:
 def library_rows(source: DataSource, flag: str) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of a data set as plain Python values; nothing is copied to disk.
 
-    All values of a ``.csv`` file are text; in a folder the library decides their types.
+    All values of ``.csv`` files are text, in a folder where it has no other data and they have the
+    same columns; elsewhere the library decides their types.
 
     Raises:
         UsageError: the data set lacks the split or subset, or the library cannot read it.
@@ -103,13 +104,8 @@ def library_rows(source: DataSource, flag: str) -> Iterator[Mapping[str, Any]]:
 def _open(source: DataSource, flag: str, place: Path) -> Dataset | IterableDataset:
     import datasets
 
+    how = _csv_as_text(source, flag, place)
     if place.is_file():
-        how: dict[str, Any] = {}
-        if place.suffix == ".csv":
-            # Else "007" would become the number 7, and "NA" a missing value.
-            columns = _csv_columns(source, flag, place)
-            text = datasets.Features({name: datasets.Value("string") for name in columns})
-            how = {"features": text, "keep_default_na": False, "index_col": False}
         found: IterableDataset = datasets.load_dataset(
             _BUILDERS[place.suffix], data_files=str(place), split="train", streaming=True, **how
         )
@@ -117,7 +113,7 @@ def _open(source: DataSource, flag: str, place: Path) -> Dataset | IterableDatas
     if any((place / name).is_file() for name in _SAVED):
         parts = datasets.load_from_disk(str(place))
     else:
-        parts = datasets.load_dataset(str(place), source.subset or None, streaming=True)
+        parts = datasets.load_dataset(str(place), source.subset or None, streaming=True, **how)
     if not isinstance(parts, dict):
         if source.split:
             raise UsageError(
@@ -135,6 +131,25 @@ def _open(source: DataSource, flag: str, place: Path) -> Dataset | IterableDatas
             f"{source.subset}{'/' if source.subset else ''}{sorted(parts)[0]}"
         )
     return parts[split]
+
+
+def _csv_as_text(source: DataSource, flag: str, place: Path) -> dict[str, Any]:
+    """Return how csv files are read with text as the values of all columns.
+
+    Else "007" would become the number 7, and "NA" a missing value. Nothing for other files, and
+    for a folder whose files differ in kind or columns.
+    """
+    import datasets
+
+    files = [place] if place.is_file() else sorted(place.rglob("*"))
+    data = [file for file in files if file.suffix in (".json", ".jsonl", *_BUILDERS)]
+    if any(file.suffix != ".csv" for file in data):
+        return {}
+    headers = [_csv_columns(source, flag, file) for file in data]
+    if not headers or any(header != headers[0] for header in headers):
+        return {}
+    text = datasets.Features({name: datasets.Value("string") for name in headers[0]})
+    return {"features": text, "keep_default_na": False, "index_col": False}
 
 
 def _csv_columns(source: DataSource, flag: str, place: Path) -> list[str]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import pyarrow
     from transformers import PreTrainedTokenizerBase
 
-_FORMAT = 1  # of the cache's entries: a change of what is written here makes them anew
+_FORMAT = 2  # of the cache's entries: a change of what is written here makes them anew
 _DIGEST_BYTES = 16
 _LONGEST_EPOCH = 100  # times the prompts of all sets
 _READS = 64  # after which pages are given back; the system maps up to 1 MiB for each

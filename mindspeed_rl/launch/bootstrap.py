@@ -7,6 +7,7 @@ Torch is not imported at module level, so argument errors appear at once.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -84,6 +85,7 @@ def prepare_environment(
     *,
     deterministic: bool = False,
     buffer_mb: int = 0,
+    longest_phase_s: float = 0.0,
 ) -> list[str]:
     """Set the variables that torch, torch_npu and the engine read at import; call this before.
 
@@ -92,6 +94,7 @@ def prepare_environment(
         environ: Environment, changed in place.
         deterministic: Whether an NPU process must reproduce results bit by bit.
         buffer_mb: MiB of HCCL's buffers in an NPU process; 0 leaves what there is.
+        longest_phase_s: Limit of the phase that may take longest.
 
     Returns:
         Notes on the user's settings that were changed, with reasons.
@@ -107,7 +110,7 @@ def prepare_environment(
             "an entry must import none of these before mindspeed_rl.launch.bootstrap"
         )
     platform = resolve_platform(platform)
-    set_defaults(platform, environ)
+    set_defaults(platform, environ, longest_phase_s)
     notes = without_expandable_segments(environ) if platform != "cpu" else []
     if deterministic and platform == "npu":
         for name, value in _DETERMINISTIC.items():
@@ -123,10 +126,18 @@ def prepare_environment(
     return notes
 
 
-def set_defaults(platform: str, environ: MutableMapping[str, str]) -> None:
-    """Set the defaults of :func:`prepare_environment`, without its check of imports."""
+def set_defaults(
+    platform: str, environ: MutableMapping[str, str], longest_phase_s: float = 0.0
+) -> None:
+    """Set the defaults of :func:`prepare_environment`, without its check of imports.
+
+    HCCL lets a collective wait for a rank as long as a phase may take.
+    """
     engine = engine_provider()
     own = _DEFAULTS | _PLATFORM_DEFAULTS.get(platform, {})
+    if platform == "npu":
+        least = max(float(own["HCCL_EXEC_TIMEOUT"]), longest_phase_s)
+        own |= {"HCCL_EXEC_TIMEOUT": str(math.ceil(least))}
     rank = int(environ.get("RANK", "0"))
     for name, value in (own | dict(engine.environment(platform, rank))).items():
         environ.setdefault(name, value)

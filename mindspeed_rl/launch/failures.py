@@ -17,8 +17,14 @@ from pathlib import Path
 from typing import Literal
 
 USAGE_ERROR = 2  # exit code of a user's mistake, as in argparse
+START = "start"
+"""The phase of a rank that is in no other one, from its begin on."""
 JOIN = "join"
 """The phase in which ranks meet; it waits for the slowest node and has its own limit."""
+
+BUILD_ENGINE = "build engine"
+# Phases with imports: all ranks may fetch the libraries from a cold network file system at once.
+_IMPORTING = (START, JOIN, BUILD_ENGINE)
 
 # usage: the user's mistake; error: an exception; hang: a phase over its deadline; silent: a process
 # that does not answer; lost: a process that is gone; stopped: a signal from outside.
@@ -40,7 +46,9 @@ class WatchdogSettings:
         interval_s: Time between two heartbeats while the phase stays the same.
         poll_interval_s: Longest delay until a new phase is published.
         silence_s: After this long without a heartbeat, or an answer of the store, a machine counts
-            as dead. Native code that keeps Python's lock (a cold import) must be faster.
+            as dead. Native code that keeps Python's lock must be faster.
+        import_silence_s: The same for a rank in a phase with imports, which keep Python's lock
+            while a library of the device comes from its file system.
         cause_timeout_s: How long a rank that merely lost a connection looks for the true cause.
         exit_grace_s: How long the rank that reports a failure stays, so that others read it.
         exit_s: Limit of the exit handlers of libraries.
@@ -51,11 +59,16 @@ class WatchdogSettings:
     interval_s: float = 1.0
     poll_interval_s: float = 0.2
     silence_s: float = 40.0
+    import_silence_s: float = 300.0
     cause_timeout_s: float = 3.5
     exit_grace_s: float = 2.5
     exit_s: float = 60.0
     connect_s: float = 30.0
     driver_reports: bool = False
+
+    def silence_of(self, phase: str) -> float:
+        """Return how long a rank in a phase may be silent."""
+        return self.import_silence_s if phase in _IMPORTING else self.silence_s
 
     @property
     def end_s(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from mindspeed_rl.launch.failures import JOIN, WatchdogSettings
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
 from mindspeed_rl.planning.budget import machine_on, npu_machine
 from mindspeed_rl.planning.hccl_buffers import hccl_buffers, with_group_sizes
+from mindspeed_rl.planning.phase_limits import PhaseLimits, phase_limits
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
 from mindspeed_rl.rollout.registry import engine_provider
 
@@ -106,13 +108,21 @@ def predict(parsed: ParsedArguments[Any], environment: Mapping[str, str]) -> int
         with mistakes:
             check_npu(config.ascend, config.parallel)
     with mistakes:
-        plan_of(config, world_size(config, environment))
+        plan = plan_of(config, world_size(config, environment))
     mistakes.report()
     notes = [
         *disposition_lines(parsed, parsed.ignored),
         *experts_note(config.model, platform),
+        phase_limits(config, plan, platform).line(),
     ]
     return dry_run(config, environment, notes)
+
+
+def limits_of(checked: Checked[Run, Plan_co]) -> PhaseLimits:
+    """Return the limits of the phases of a run."""
+    config: Any = checked.parsed.config
+    assert isinstance(checked.plan, RunPlan)
+    return phase_limits(config, checked.plan, resolve_platform(config.parallel.platform))
 
 
 def prepare_rank(checked: Checked[Run, Plan_co]) -> list[str]:
@@ -129,7 +139,11 @@ def prepare_rank(checked: Checked[Run, Plan_co]) -> list[str]:
     platform = checked.parsed.config.parallel.platform
     setup: NpuSetup = checked.setup or NpuSetup()
     changed: list[str] = bootstrap.prepare_environment(
-        platform, os.environ, deterministic=setup.deterministic, buffer_mb=setup.buffer_mb
+        platform,
+        os.environ,
+        deterministic=setup.deterministic,
+        buffer_mb=setup.buffer_mb,
+        longest_phase_s=limits_of(checked).longest,
     )
     bootstrap.quiet_libraries()
     machine.check_machine(platform, os.environ)
@@ -150,16 +164,19 @@ def run_job(
     """
     config = checked.parsed.config
     parallel = config.parallel
-    watchdog = _start_watchdog(prog, world, config.logging.phase_timeout_s, settings)
+    limits = limits_of(checked)
+    watchdog = _start_watchdog(prog, world, limits, settings)
     try:
         # From here on ranks learn of a failure of others, even while they wait for them to join.
         minutes = parallel.distributed_timeout_minutes
         with watchdog.phase(JOIN, timeout_s=60.0 * minutes):
+            # A rank may wait in a collective for as long as another one is in a phase.
+            minutes = max(minutes, math.ceil(limits.longest / 60))
             platform = bootstrap.start(parallel.platform, minutes, world, checked.setup)
         ignored = ignored_flags(checked.parsed, platform)
         flag_notes = tuple(disposition_lines(checked.parsed, ignored))
         job = Job(config, checked.plan, world, platform, watchdog, ignored, flag_notes)
-        job.log_rank0(*notes)
+        job.log_rank0(*notes, limits.line())
         bootstrap.seed_everything(config.train.seed)
         main(job)
         watchdog.leave()
@@ -251,12 +268,12 @@ def check_script(parsed: ParsedArguments[Any], hf_config: dict[str, Any]) -> Non
 
 
 def _start_watchdog(
-    prog: str, world: bootstrap.World, phase_timeout_s: float, settings: WatchdogSettings
+    prog: str, world: bootstrap.World, limits: PhaseLimits, settings: WatchdogSettings
 ) -> Watchdog:
     from mindspeed_rl.launch.watchdog import Watchdog
 
     try:
-        watchdog = Watchdog(world, phase_timeout_s, prog, settings)
+        watchdog = Watchdog(world, limits, prog, settings)
     except RuntimeError as error:
         if world.local_rank == 0:
             print(f"{prog}: {error}", file=sys.stderr, flush=True)

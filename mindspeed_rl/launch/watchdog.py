@@ -37,6 +37,7 @@ from mindspeed_rl.launch.failure_store import (
 )
 from mindspeed_rl.launch.failures import (
     JOIN,
+    START,
     Failure,
     Kind,
     WatchdogSettings,
@@ -47,6 +48,7 @@ from mindspeed_rl.launch.failures import (
     whereabouts,
     write_error_file,
 )
+from mindspeed_rl.planning.phase_limits import PhaseLimits
 
 # Signals that the guard receives, with the handlers to restore afterwards.
 _HANDLED: dict[int, Any] = {
@@ -61,12 +63,12 @@ class PhaseClock:
     """The current phase of a rank, its begin and its deadline.
 
     Args:
-        limit_s: Default limit of a phase, in seconds.
+        limits: Limits of the phases.
     """
 
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self.current = ("start", time.monotonic(), limit_s)
+    def __init__(self, limits: PhaseLimits) -> None:
+        self._limits = limits
+        self.current = (START, time.monotonic(), limits.of(START))
         """Name, begin and limit (in seconds) of the phase; always replaced as one tuple."""
 
     @contextmanager
@@ -76,7 +78,8 @@ class PhaseClock:
         After an exception the inner phase stays, as the place where the job ended.
         """
         before, _, limit_before = self.current
-        self.current = (name, time.monotonic(), self._limit_s if limit_s is None else limit_s)
+        limit_s = self._limits.of(name) if limit_s is None else limit_s
+        self.current = (name, time.monotonic(), limit_s)
         yield
         self.current = (before, time.monotonic(), limit_before)
 
@@ -139,7 +142,7 @@ class Heartbeats:
         beat = self._store.beats([self._peer]).get(self._peer)
         if beat is None or beat.count != self._peer_count or beat.leaving:
             self._peer_count, self._peer_seen_at = beat.count if beat else 0, now
-        elif now - self._peer_seen_at > self._settings.silence_s:
+        elif now - self._peer_seen_at > self._settings.silence_of(beat.phase):
             return silent_failure(beat, now - self._peer_seen_at, this_member(self._world))
         return None
 
@@ -149,13 +152,13 @@ class Watchdog:
 
     Args:
         world: Rank of this process and number of ranks.
-        phase_timeout_s: Deadline of a phase, in seconds.
+        limits: Limits of the phases.
         prog: Name of the entry, for messages.
         settings: Waiting times, and who prints.
     """
 
     def __init__(
-        self, world: World, phase_timeout_s: float, prog: str, settings: WatchdogSettings
+        self, world: World, limits: PhaseLimits, prog: str, settings: WatchdogSettings
     ) -> None:
         self._world = world
         self._everyone = range(world.size)
@@ -163,7 +166,7 @@ class Watchdog:
         self._settings = settings
         self._me = this_member(world)
         self._launcher = os.getppid()
-        self._phases = PhaseClock(phase_timeout_s)
+        self._phases = PhaseClock(limits)
         self._leaving = False  # this rank waits for the others to end
         self._left = threading.Event()
         self._asked = threading.Event()  # the launcher asked this rank to end
@@ -178,7 +181,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Start the threads and take over the signals."""
-        self._store.beat("start", 0.0)
+        self._store.beat(START, 0.0)
         faulthandler.enable()  # SIGABRT from a neighbour prints the stacks of a stuck process
         for end in (self._signals, self._wakeup):
             end.setblocking(False)

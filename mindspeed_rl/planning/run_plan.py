@@ -189,7 +189,7 @@ def _check_rl_flags(config: RLRunConfig, world: int, files: bool) -> None:
     _check_dropout(config.model)
     _check_steps(config.train)
     environment = config.environment.rl_environment
-    check_rewards(config.rewards, config.logging.phase_timeout_s, environment, files=files)
+    check_rewards(config.rewards, config.logging.phase_limit_s, environment, files=files)
     if environment:
         check_name("--rl-environment", environment, BUILT_IN_ENVIRONMENTS, files=files)
 

@@ -160,4 +160,4 @@ def make_reward_pool(config: RLRunConfig) -> RewardPool:
     """
     pool = RayRewardPool if config.rewards_in_ray else RewardPool
     limit = config.rollout.rollout_max_response_length
-    return pool(RewardSettings(config.rewards, limit), config.logging.phase_timeout_s)
+    return pool(RewardSettings(config.rewards, limit), config.logging.phase_limit_s)

@@ -248,7 +248,7 @@ def _prompt_data(job: Job[RLRunConfig, RLPlan], tokenizer: PreTrainedTokenizerBa
     config = job.config
     cache = RowCache(
         config.prompts.prompt_cache_path,
-        limit_s=config.logging.phase_timeout_s,
+        limit_s=config.logging.phase_limit_s,
         progress=job.world.rank == 0,
     )
     prompts, held_out = load_data(config.prompts, tokenizer, job.plan.spec, cache)

@@ -15,6 +15,7 @@ from mindspeed_rl.colocation.scheduler import CHAIN, ColocationPlan
 from mindspeed_rl.colocation.transition import nothing
 from mindspeed_rl.config import RLRunConfig, RolloutConfig, ScoreRunConfig, TrainConfig
 from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
+from mindspeed_rl.launch.failures import BUILD_ENGINE
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.planning.budget import device_bytes, machine_on, resolve_offload, usable_bytes
 from mindspeed_rl.planning.prediction import MemoryPrediction
@@ -156,7 +157,7 @@ def build_rollout_engine(job: Job[RLRunConfig, RLPlan]) -> InferenceEngine:
     config, plan = job.config, job.plan
     build = "building the rollout engine"
     records = config.rl.rl_routing_replay == "rollout"
-    with job.watchdog.phase("build engine"), parallel_state.unchanged(build):
+    with job.watchdog.phase(BUILD_ENGINE), parallel_state.unchanged(build):
         return build_inference_engine(
             job,
             plan.max_model_len,

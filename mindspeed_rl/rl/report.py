@@ -39,6 +39,7 @@ from mindspeed_rl.metrics.names import (
 from mindspeed_rl.metrics.output_dir import take_output_dir
 from mindspeed_rl.metrics.telemetry import log_description, named_phase, open_progress
 from mindspeed_rl.planning.budget import machine_on
+from mindspeed_rl.planning.phase_limits import evaluation_limit
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.report import decode_line
 from mindspeed_rl.platforms.npu_install import determinism_line
@@ -165,7 +166,11 @@ class RunReporter:
         results = {}
         for name, dataset in self._data.held_out.items():
             # The time counts for no training step, and the limit of a phase holds for each set.
-            with self._telemetry.timer.excluded(), self._job.watchdog.phase("evaluate"):
+            limit_s = evaluation_limit(
+                self._job.config, self._job.plan, self._job.platform.name,
+                flags.rl_prompts_per_eval or len(dataset),
+            )  # fmt: skip
+            with self._telemetry.timer.excluded(), self._job.watchdog.phase("evaluate", limit_s):
                 results[name] = evaluate(
                     self._worker, self._scheduler, flags, dataset, step=step, version=version
                 )

@@ -115,7 +115,7 @@ LIGHT = (
     *(f"planning.{name}" for name in ("activations", "budget", "communicators", "prediction")),
     *(
         f"planning.{name}"
-        for name in ("expert_dispatch", "hccl_buffers", "micro_batches", "run_plan")
+        for name in ("expert_dispatch", "hccl_buffers", "micro_batches", "phase_limits", "run_plan")
     ),
     "weights.layouts",
     "rollout.graph_sizes",

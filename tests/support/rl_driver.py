@@ -165,6 +165,8 @@ def main(job: Job[RLRunConfig, RLPlan]) -> None:
 
 
 if __name__ == "__main__":
-    quick = WatchdogSettings(interval_s=0.4, silence_s=15.0, cause_timeout_s=1.6, exit_grace_s=1.2)
+    quick = WatchdogSettings(
+        interval_s=0.4, silence_s=15.0, import_silence_s=15.0, cause_timeout_s=1.6, exit_grace_s=1.2
+    )
     settings = quick if os.environ["MINDSPEED_RL_TEST_MAIN"] == "rehearsal" else WatchdogSettings()
     run_entry("support.rl_driver", RLRunConfig, plan_rl, main, settings=settings)

@@ -231,6 +231,25 @@ def test_a_csv_whose_fields_would_shift_is_refused(text: str, told: str, tmp_pat
         list(library_rows(DataSource.parse(str(file), "--prompt-data"), "--prompt-data"))
 
 
+def test_values_of_csv_files_in_a_folder_are_text(tmp_path: Path) -> None:
+    """As those of a single file: no number, and nothing missing, in every split."""
+    (tmp_path / "train.csv").write_text("prompt,answer\nq,007\nr,NA\n")
+    (tmp_path / "test.csv").write_text("prompt,answer\ns,1.50\n")
+    (tmp_path / "README.md").write_text("A table.")
+    for split, answers in (("train", ["007", "NA"]), ("test", ["1.50"])):
+        rows = read_rows(f"{tmp_path}:{split}")
+        assert [row.text("answer", "--answer-key") for row in rows] == answers
+
+
+def test_csv_files_in_a_folder_may_differ_in_their_columns_by_split(tmp_path: Path) -> None:
+    """Then the library reads them as it does."""
+    (tmp_path / "train.csv").write_text("prompt,answer\nq,a\n")
+    (tmp_path / "test.csv").write_text("prompt,answer,level\ns,b,3\n")
+    assert [dict(row.values) for row in read_rows(f"{tmp_path}:test")] == [
+        {"prompt": "s", "answer": "b", "level": 3}
+    ]
+
+
 def test_a_csv_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     """As Excel writes it."""
     file = tmp_path / "excel.csv"

@@ -132,3 +132,18 @@ def test_what_reads_the_environment_is_imported_after_it(
     monkeypatch.setitem(sys.modules, name, ModuleType(name))
     with pytest.raises(RuntimeError, match=f"{name} was imported before"):
         bootstrap.prepare_environment("npu", {})
+
+
+def test_hccl_waits_as_long_as_a_phase_may_take() -> None:
+    """Else it would end a collective of a rank that is still at work; the user's value stays."""
+    for platform, seconds, found in (
+        ("npu", 5400.2, "5401"),
+        ("npu", 60.0, "3600"),
+        ("cpu", 5400.2, None),
+    ):
+        environ: dict[str, str] = {}
+        bootstrap.set_defaults(platform, environ, seconds)
+        assert environ.get("HCCL_EXEC_TIMEOUT") == found
+    own = {"HCCL_EXEC_TIMEOUT": "60"}
+    bootstrap.set_defaults("npu", own, 5400.2)
+    assert own["HCCL_EXEC_TIMEOUT"] == "60", "the doctor has a row for it"

@@ -38,6 +38,7 @@ from mindspeed_rl.launch.failures import (
     write_error_file,
 )
 from mindspeed_rl.launch.watchdog import Heartbeats, PhaseClock
+from mindspeed_rl.planning.phase_limits import PhaseLimits
 
 
 def member(rank: int) -> Member:
@@ -126,12 +127,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     return clock
 
 
-LIMITS = WatchdogSettings(interval_s=1.0, silence_s=5.0)
+LIMITS = WatchdogSettings(interval_s=1.0, silence_s=5.0, import_silence_s=90.0)
 
 
 @pytest.fixture
 def phases(clock: FakeClock) -> PhaseClock:
-    return PhaseClock(600.0)
+    return PhaseClock(PhaseLimits(600.0, {"generate": 900.0}))
 
 
 @pytest.fixture
@@ -179,6 +180,19 @@ def test_a_published_failure_and_a_silent_peer_end_a_rank(
     assert heartbeats.tick() == failure(2)
 
 
+@pytest.mark.parametrize("phase", ["start", JOIN, "build engine"])
+def test_a_peer_may_be_silent_for_longer_while_it_imports(
+    stores: list[FailureStore], clock: FakeClock, heartbeats: Heartbeats, phase: str
+) -> None:
+    """A library that comes from a cold file system to all ranks keeps Python's lock."""
+    stores[1].beat(phase, 1.0)
+    for clock.now in (0.0, 6.0, 90.0):
+        assert heartbeats.tick() is None
+    clock.now = 91.5
+    silent = heartbeats.tick()
+    assert silent is not None and silent.phase == phase
+
+
 def test_a_peer_that_leaves_is_not_silent(
     stores: list[FailureStore], clock: FakeClock, heartbeats: Heartbeats
 ) -> None:
@@ -198,6 +212,11 @@ def test_a_phase_over_its_limit_names_its_flag(clock: FakeClock, phases: PhaseCl
         assert not phases.overdue(), "the limit of all phases, from its begin"
         clock.now = 722.0
         assert phases.overdue() == "exceeded --phase-timeout-s 600 (601 s)"
+    with phases.phase("generate"):
+        clock.now = 1622.0
+        assert not phases.overdue(), "it has a limit of its own"
+        clock.now = 1623.0
+        assert phases.overdue() == "exceeded --phase-timeout-s 900 (901 s)"
     assert phases.name == "start" and phases.seconds == 0.0
 
 
@@ -245,9 +264,10 @@ import sys
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.failures import WatchdogSettings
 from mindspeed_rl.launch.watchdog import Watchdog
+from mindspeed_rl.planning.phase_limits import PhaseLimits
 
 limits = WatchdogSettings(cause_timeout_s=0.2, exit_grace_s=0.1)
-watchdog = Watchdog(World(0, 2, 0, 2), 600.0, "entry", limits)
+watchdog = Watchdog(World(0, 2, 0, 2), PhaseLimits(600.0), "entry", limits)
 print("ready", flush=True)
 os.read(int(sys.argv[1]), 1)  # until the test closes its end, or ends
 watchdog.fail(RuntimeError("Connection closed by peer [127.0.0.1]:1"))

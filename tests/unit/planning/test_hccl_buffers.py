@@ -108,6 +108,7 @@ def test_a_start_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job.machine, "check_machine", lambda *_: None)
     checked = job.plan_run(parsed("--npu-deterministic"), plan_of, WORLD)
     notes = job.prepare_rank(checked)
+    assert given.pop("longest_phase_s") > 1800, "that of the phase which generates"
     assert given == {"deterministic": True, "buffer_mb": NEEDED_MB}
     assert checked.parsed.config.engine.rollout_graph_mode == "full-decode"
     assert checked.setup is not None and checked.setup.group_buffers_mb["pp"] == 200
