@@ -124,6 +124,8 @@ def predicted_packing(config: TrainingRunConfig, plan: RunPlan) -> PackingEstima
     samples = config.train.global_batch_size
     if isinstance(plan, RLPlan):
         samples = plan.batch.samples_per_update
+    if isinstance(config, RLRunConfig) and config.benchmark.active:
+        return PackingEstimate.of(run_packing(config, plan), [longest] * samples)
     lengths = drawn_lengths(samples, mean or longest / 3, longest)
     return PackingEstimate.of(run_packing(config, plan), lengths)
 

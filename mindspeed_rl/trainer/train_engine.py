@@ -72,6 +72,8 @@ class TrainEngine:
             pass; with ``"engine"`` the first pass also takes the engine's experts; with
             ``"compare"`` only the metrics report how many experts the passes share; ``"free"`` does
             none of this.
+        force_balance: Whether tokens go to random experts in every pass, evenly, whatever the
+            router says: for measurements of throughput.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class TrainEngine:
         num_updates: int,
         temperature: float = 1.0,
         routing: str = "free",
+        force_balance: bool = False,
     ) -> None:
         self.role = role
         self.layout = layout
@@ -97,6 +100,7 @@ class TrainEngine:
             layout, model, parallel, train, kernels, platform.transformer_features()
         )
         config.finalize_model_grads_func = _finalize_sums
+        config.moe_router_force_load_balancing = force_balance
         self._config = config
         #: The chunks of this rank: one, or several with an interleaved pipeline.
         self.modules: list[Any] = [

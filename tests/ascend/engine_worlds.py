@@ -16,11 +16,11 @@ from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.models.registry import spec_from_hf_config
+from mindspeed_rl.platforms.process_state import preserved_environment
 from mindspeed_rl.platforms.registry import select_platform
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
-from mindspeed_rl.rollout.vllm.process_state import preserved_environment
 
 GIB = 2**30
 # Of the 61 GiB of a device; the engine is built beside it.

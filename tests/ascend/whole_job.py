@@ -133,7 +133,7 @@ def _note(job: WholeJob, noted: Noted) -> None:
             return ReplayEngine(settings, job.replay[settings.rank])
         from ascend.emulator import process
 
-        from mindspeed_rl.rollout.vllm.process_state import preserved_environment
+        from mindspeed_rl.platforms.process_state import preserved_environment
 
         with preserved_environment():  # as when the product imports vLLM
             process.before_engine()

@@ -20,6 +20,7 @@ from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.platforms.base import Platform
+from mindspeed_rl.platforms.process_state import preserved_environment, preserved_rng
 from mindspeed_rl.rollout.engine import EngineState, OnStep
 from mindspeed_rl.rollout.graph_sizes import decode_batches
 from mindspeed_rl.rollout.provider import EngineSettings
@@ -30,7 +31,6 @@ from mindspeed_rl.rollout.vllm.backend import Backend
 from mindspeed_rl.rollout.vllm.patches import sampling_stream
 from mindspeed_rl.rollout.vllm.patches.derived_state import DERIVED_PARAMS
 from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
-from mindspeed_rl.rollout.vllm.process_state import preserved_environment, preserved_rng
 from mindspeed_rl.rollout.vllm.requests import OpenRequests, VllmPort, score_params, token_scores
 from mindspeed_rl.rollout.vllm.step_loop import run_steps
 

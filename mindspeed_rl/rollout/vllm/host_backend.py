@@ -27,6 +27,8 @@ from mindspeed_rl.rollout.vllm.patches.step_sync import StepSync
 
 # Flags of the engine's execution that work on every platform.
 _EVERYWHERE = ("rollout_graph_count", "rollout_dp_sync", "rollout_dp_sync_interval")
+# Makes vLLM route at random, evenly; it is read when a model is built and in every layer.
+_ROUTING_STRATEGY = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
 # Values that ask for no graph here.
 _HARMLESS = (("rollout_graph_mode", "eager"), ("rollout_graph_sizes", ("auto",)))
 
@@ -47,6 +49,8 @@ class HostBackend:
     def __init__(self, settings: EngineSettings, platform: Platform) -> None:
         tuning = settings.tuning
         self._platform, self._layout, self._tuning = platform, settings.layout, tuning
+        if settings.force_balance:
+            os.environ[_ROUTING_STRATEGY] = "uniform_random"
         for field in dataclasses.fields(tuning):
             value = getattr(tuning, field.name)
             harmless = (field.name, value) in _HARMLESS

@@ -16,12 +16,12 @@ from support.layout_cases import GQA, MOE, Case, layouts_of, with_attention
 
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.models.layers import GroupedQueryAttention, LatentAttention
+from mindspeed_rl.platforms.process_state import preserved_environment
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
 from mindspeed_rl.rollout.vllm import capabilities
 from mindspeed_rl.rollout.vllm.backend import model_settings
 from mindspeed_rl.rollout.vllm.engine import VllmEngine
 from mindspeed_rl.rollout.vllm.options import check_option_names
-from mindspeed_rl.rollout.vllm.process_state import preserved_environment
 
 SETTINGS = SamplingSettings(temperature=1.0, max_response_tokens=4, stop_token_ids=(1,))
 CALLS = ("free cache", "free weights", "wake weights", "wake cache", "begin", "finish", "generate")
