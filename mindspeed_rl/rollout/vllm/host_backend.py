@@ -49,6 +49,7 @@ class HostBackend:
     def __init__(self, settings: EngineSettings, platform: Platform) -> None:
         tuning = settings.tuning
         self._platform, self._layout, self._tuning = platform, settings.layout, tuning
+        self._forces_balance = settings.force_balance
         if settings.force_balance:
             os.environ[_ROUTING_STRATEGY] = "uniform_random"
         for field in dataclasses.fields(tuning):
@@ -81,7 +82,7 @@ class HostBackend:
         if self._platform.name == "cpu":
             plain_linear.apply()
             portable_kernels.apply()
-            if engine.expert_parallel or engine.dp > 1:
+            if engine.expert_parallel or engine.dp > 1 or self._forces_balance:
                 expert_parallel.apply()
             nonce = [os.urandom(6).hex()]
             dist.broadcast_object_list(nonce, 0)
