@@ -1,8 +1,8 @@
 """Makes expert parallelism work in vLLM's CPU engine.
 
 The CPU kernel ignores the expert map, so ids of experts on other ranks index past the local stack
-(SIGSEGV), and refuses ids of 64 bits; and the CPU communicator lacks the two collectives over unequal pieces that data-parallel
-ranks exchange tokens with (NotImplementedError).
+(SIGSEGV), and refuses ids of 64 bits; and the CPU communicator lacks the two collectives over
+unequal pieces that data-parallel ranks exchange tokens with (NotImplementedError).
 """
 
 from __future__ import annotations
