@@ -210,18 +210,27 @@ def build_tokenizer(corpus_texts: Iterable[str], vocab_size: int) -> PreTrainedT
 
 
 def write_tiny_model(
-    out_dir: str | Path, *, seed: int = 0, family: str = "qwen2", **sizes: int
+    out_dir: str | Path,
+    *,
+    seed: int = 0,
+    family: str = "qwen2",
+    embedding_rows: int = 0,
+    tied: bool = False,
+    weights: bool = True,
+    **sizes: int,
 ) -> Path:
     """Write a Hugging Face model folder with random fp32 weights and a tokenizer.
 
-    Embeddings are untied, the RoPE base is 1e4, weights are drawn from N(0, 0.05), norms are 1,
-    biases 0. Only ``seed``, family and sizes decide the weights; the global random state stays as
-    it is.
+    The RoPE base is 1e4, weights are drawn from N(0, 0.05), norms are 1, biases 0. Only
+    ``seed``, family and sizes decide the weights; the global random state stays as it is.
 
     Args:
         out_dir: Folder to write; made if missing, files of an earlier call are replaced.
         seed: Seed of the weights.
         family: Key of :data:`FAMILIES`.
+        embedding_rows: Rows of the embeddings; 0: as many as the tokenizer has tokens.
+        tied: Whether the embedding is the head as well.
+        weights: Whether weights are written; a throughput run needs none.
         **sizes: Fields of :class:`TinySizes`.
 
     Returns:
@@ -237,7 +246,7 @@ def write_tiny_model(
     tokenizer.model_max_length = chosen.max_position_embeddings
     config = family_config(
         family,
-        vocab_size=chosen.vocab_size,
+        vocab_size=embedding_rows or chosen.vocab_size,
         hidden_size=chosen.hidden_size,
         intermediate_size=chosen.ffn,
         num_hidden_layers=chosen.num_layers,
@@ -248,7 +257,7 @@ def write_tiny_model(
         num_experts=chosen.num_experts,
         expert_ffn=chosen.expert_ffn,
         rope_theta=10_000.0,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -257,7 +266,7 @@ def write_tiny_model(
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
     logging.disable_progress_bar()  # transformers shows one for every file, however small
-    _random_model(config, seed).save_pretrained(folder)
+    (_random_model(config, seed) if weights else config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -300,6 +309,15 @@ def main() -> None:
     for size, flag in _FLAGS.items():
         usual = getattr(TinySizes(), size)
         parser.add_argument(flag, dest=size, type=int, default=usual, help=notes.get(size))
+    parser.add_argument("--max-position-embeddings", type=int, default=256)
+    parser.add_argument(
+        "--embedding-rows", type=int, default=0, help="0: as many as the tokenizer has tokens."
+    )
+    parser.add_argument("--tied", action="store_true", help="The embedding is the head as well.")
+    parser.add_argument(
+        "--no-weights", dest="weights", action="store_false",
+        help="Write no weights: for --rl-benchmark-lengths.",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     args = vars(parser.parse_args())
     try:

@@ -14,6 +14,7 @@ from mindspeed_rl.config.algorithms import (
     PolicyLossConfig,
     SamplingConfig,
 )
+from mindspeed_rl.config.benchmark import BenchmarkConfig
 from mindspeed_rl.config.diagnostics import ProfilerConfig, TrackerConfig
 from mindspeed_rl.config.dry_run import DryRunConfig
 from mindspeed_rl.config.environment import EnvironmentConfig
@@ -62,6 +63,7 @@ class RLRunConfig:
     critic: CriticConfig = field(default_factory=CriticConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
     ascend: NpuConfig = field(default_factory=NpuConfig)
     trackers: TrackerConfig = field(default_factory=TrackerConfig)

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from mindspeed_rl.compat.classify import ForeignUse, UnknownToken, UsedFlag, classify
 from mindspeed_rl.compat.foreign_flags import ForeignFlag, foreign_flags
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
+from mindspeed_rl.config.benchmark_run import as_benchmark
 from mindspeed_rl.config.engine_options import take_engine_options
 from mindspeed_rl.config.needs import needs_of
 from mindspeed_rl.core.errors import UsageError
@@ -220,8 +221,11 @@ def parse(
     ignored = [used.typed for used in use.accepted]
     ignored += inert
     ignored += built["parallel"].idle_flags
+    config: Any = run_type(**built)
+    if isinstance(config, RLRunConfig):
+        config = as_benchmark(config)
     return ParsedArguments(
-        run_type(**built),
+        config,
         tuple(ignored),
         tuple(use.compared),
         tuple(use.without),

@@ -369,6 +369,15 @@ def _batch(
     return pyarrow.record_batch(columns, schema=schema)
 
 
+def rows_table(prompts: Sequence[list[int]]) -> pyarrow.Table:
+    """Return the table of prompts that have token ids alone."""
+    import pyarrow
+
+    schema, nothing = _schema(), Question("", "", {})
+    kept = [("", nothing, token_ids) for token_ids in prompts]
+    return pyarrow.Table.from_batches([_batch(kept, schema)])
+
+
 def _digest(token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(array("i", token_ids).tobytes(), digest_size=_DIGEST_BYTES).digest()
 

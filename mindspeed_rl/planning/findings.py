@@ -129,6 +129,8 @@ def predicted_lengths(config: TrainingRunConfig, plan: RunPlan) -> list[int]:
     samples = config.train.global_batch_size
     if isinstance(plan, RLPlan):
         samples = plan.batch.samples_per_update
+    if isinstance(config, RLRunConfig) and config.benchmark.active:
+        return [longest] * samples
     return drawn_lengths(samples, mean or longest / 3, longest)
 
 

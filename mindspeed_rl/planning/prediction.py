@@ -115,6 +115,11 @@ class MemoryPrediction:
             key=lambda peak: peak.num_bytes,
         )
 
+    def peaks(self, ranks: Iterable[int]) -> dict[MemoryPhase, int]:
+        """Return the bytes of the fullest of some ranks, by phase."""
+        tables = [self.rank_table(rank) for rank in ranks]
+        return {phase: max(sum(t[phase].values()) for t in tables) for phase in tables[0]}
+
     def representatives(self) -> tuple[int, ...]:
         """Return the first rank of every pipeline stage, whose ranks differ by padding alone."""
         parallel = self.plan.parallel

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.memory import MemoryOwner
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.planning.findings import Findings
@@ -38,9 +39,11 @@ def _arithmetic(found: Findings) -> Iterator[str]:
         f"training: {work.num_micro_batches} micro-batches of {work.tokens} tokens per rank and "
         "optimizer step, where every sequence is as long as it may be"
     )
-    packing = found.packing
+    packing, config = found.packing, prediction.config
+    equal = isinstance(config, RLRunConfig) and config.benchmark.active
+    lengths = "equal lengths" if equal else f"drawn lengths (log-normal, sigma {SIGMA})"
     yield (
-        f"packing of drawn lengths (log-normal, sigma {SIGMA}, mean {packing.mean_length:.0f}): "
+        f"packing of {lengths}, mean {packing.mean_length:.0f}: "
         f"{packing.num_micro_batches} micro-batches of up to {packing.longest_row} tokens, "
         f"{1 / packing.real_share:.3f} tokens travel per real one"
     )

@@ -110,6 +110,11 @@ class RLPlan(RunPlan):
     reward_model: MegatronLayout | None = None
 
 
+def draws_weights(config: TrainingRunConfig | ScoreRunConfig) -> bool:
+    """Whether weights are drawn at random instead of read from a checkpoint."""
+    return isinstance(config, RLRunConfig) and config.benchmark.active
+
+
 def longest_sequence(config: TrainingRunConfig | ScoreRunConfig, plan: RunPlan) -> int:
     """Return the tokens of the longest sequence of a run; 0: its flags do not say."""
     if isinstance(plan, ScorePlan):
@@ -179,8 +184,9 @@ def _check_rl_flags(config: RLRunConfig, world: int, files: bool) -> None:
     check_algorithms(config)
     _check_sampling(config)
     if files:
-        for text in config.prompts.blend.prefixes or ("",):
-            _need_data("--prompt-data", text)
+        if not config.benchmark.active:
+            for text in config.prompts.blend.prefixes or ("",):
+                _need_data("--prompt-data", text)
         for name, text in config.prompts.eval_files.items():
             _need_data(eval_flag(name), text)
         check_paths(config)
@@ -416,7 +422,7 @@ def plan_training(
     check_recompute(train)
     checkpoint = model.hf_checkpoint
     spec = spec_from_hf_config(model_config(checkpoint, "--hf-checkpoint", files=files))
-    if files:
+    if files and not draws_weights(config):
         find_weights(checkpoint)
     check_architecture(model, spec, parallel.tensor_model_parallel_size)
     gathers = spec.moe is not None and config.kernels.moe_token_dispatcher_type == "allgather"
@@ -464,7 +470,7 @@ def value_layout(
     spec = value_spec_from_hf_config(
         model_config(checkpoint or model.hf_checkpoint, flag, files=files)
     )
-    if files and checkpoint:
+    if files and checkpoint and not draws_weights(config):
         find_weights(checkpoint, flag)
     if spec.vocab_size < policy.vocab_size:
         raise UsageError(

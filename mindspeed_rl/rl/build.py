@@ -15,6 +15,7 @@ from mindspeed_rl.config.rl import eval_flag
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.cache import RowCache
 from mindspeed_rl.data.prompts import PromptDataset, blend, load_prompts
+from mindspeed_rl.data.random_prompts import random_prompts
 from mindspeed_rl.environments import EnvironmentRunner, LocalRunner, RayRunner, resolve_environment
 from mindspeed_rl.launch.failures import rank_ranges
 from mindspeed_rl.launch.job import Job
@@ -24,6 +25,8 @@ from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rewards import RewardSpec
+from mindspeed_rl.rewards.drawn import NAME as DRAWN
+from mindspeed_rl.rewards.drawn import DrawnRewards
 from mindspeed_rl.rewards.ray_pool import make_reward_pool
 from mindspeed_rl.rewards.scoring import check_row_rewards
 from mindspeed_rl.rl.assignment import EngineAssignment, rebalance_rules
@@ -169,7 +172,7 @@ def build_rollout_worker(
         cache=store.cache,
         columns=store.columns,
         seed=config.train.seed,
-        stop_token_ids=stop_token_ids(tokenizer, plan),
+        stop_token_ids=() if config.benchmark.active else stop_token_ids(tokenizer, plan),
         history_folder=Path(config.logging.output_dir) if job.world.rank == 0 else None,
         environments=environments,
     )
@@ -185,6 +188,9 @@ def _reward_functions(
     """Build the reward functions, with workers on the first rank of each engine. Local."""
     specs = _reward_specs(job.config)
     leads = job.plan.engine.tp_rank(job.world.rank) == 0
+    if job.config.benchmark.active:
+        pool = DrawnRewards(job.config.train.seed) if leads else None
+        return RewardFunctions((DRAWN,), pool, tokenizer)
     return RewardFunctions(
         names=tuple(spec.label for spec in specs),
         pool=make_reward_pool(job.config) if leads else None,
@@ -246,6 +252,10 @@ def _prompt_data(job: Job[RLRunConfig, RLPlan], tokenizer: PreTrainedTokenizerBa
         UsageError: A data set is broken, or ranks have other prompts.
     """
     config = job.config
+    if config.benchmark.active:
+        count, length = config.rl.grpo_prompts_per_step, config.prompts.max_prompt_length
+        drawn = random_prompts(count, length, job.plan.spec.vocab_size, config.train.seed)
+        return PromptData(tokenizer, drawn, {})
     cache = RowCache(
         config.prompts.prompt_cache_path,
         limit_s=config.logging.phase_limit_s,

@@ -164,6 +164,7 @@ def build_rollout_engine(job: Job[RLRunConfig, RLPlan]) -> InferenceEngine:
             tuning=config.engine,
             graph_sizes=graph_sizes(job),
             recorded_layers=tuple(plan.spec.expert_layers) if records else (),
+            force_balance=config.benchmark.active and plan.spec.moe is not None,
         )
 
 

@@ -10,12 +10,13 @@ import torch
 
 from mindspeed_rl.checkpoint.hf import load_hf, weight_files
 from mindspeed_rl.checkpoint.names import mtp_tensors
+from mindspeed_rl.checkpoint.random_weights import draw_weights
 from mindspeed_rl.config import RLRunConfig, TrainConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.models.blocks import VALUE_HEAD
 from mindspeed_rl.parallel.groups import check_equal_nodes
-from mindspeed_rl.planning.run_plan import RLPlan, run_packing
+from mindspeed_rl.planning.run_plan import RLPlan, draws_weights, run_packing
 from mindspeed_rl.rl.components import Models
 from mindspeed_rl.samples.placement import BatchRules
 from mindspeed_rl.trainer import parallel_state
@@ -112,6 +113,7 @@ def new_engine(
         kernels=job.config.kernels,
         train=train,
         num_updates=num_updates,
+        force_balance=draws_weights(job.config),
         **how,
     )
 
@@ -124,9 +126,14 @@ def load_weights(
 ) -> None:
     """Fill ``params`` from ``--hf-checkpoint``; with ``log_skipped``, log what is left out. Local.
 
+    In a throughput run the weights are drawn at random.
+
     Raises:
         UsageError: the weights do not fit the model.
     """
+    if draws_weights(job.config):
+        draw_weights(layout, job.world.rank, params, job.config.train.seed)
+        return
     checkpoint = job.config.model.hf_checkpoint
     mtp = mtp_tensors(layout.spec, weight_files(checkpoint))
     if mtp and log_skipped:
@@ -189,6 +196,8 @@ def load_value_model(
 ) -> bool:
     """Load a checkpoint into an engine; a value head that it lacks is set to 0. Local.
 
+    In a throughput run the weights are drawn at random, those of the head as well.
+
     Args:
         job: Job of the run.
         engine: Engine with a value head.
@@ -201,6 +210,12 @@ def load_value_model(
     Raises:
         UsageError: the weights do not fit the model.
     """
+    if draws_weights(job.config):
+        draw_weights(
+            engine.layout, job.world.rank, engine.named_parameters(), job.config.train.seed
+        )
+        engine.reload_master_weights()
+        return True
     directory = checkpoint or job.config.model.hf_checkpoint
     files = weight_files(directory)
     load_hf(

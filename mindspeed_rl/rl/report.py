@@ -38,6 +38,7 @@ from mindspeed_rl.metrics.names import (
 )
 from mindspeed_rl.metrics.output_dir import take_output_dir
 from mindspeed_rl.metrics.telemetry import log_description, named_phase, open_progress
+from mindspeed_rl.metrics.throughput_table import benchmark_lines
 from mindspeed_rl.planning.budget import machine_on
 from mindspeed_rl.planning.phase_limits import evaluation_limit
 from mindspeed_rl.planning.prediction import MemoryPrediction
@@ -45,6 +46,7 @@ from mindspeed_rl.planning.report import decode_line
 from mindspeed_rl.platforms.npu_install import determinism_line
 from mindspeed_rl.platforms.process_groups import existing_groups, group_lines
 from mindspeed_rl.rl.agreement import EngineAgreement, bounds_of
+from mindspeed_rl.rl.build_engine import predict_run
 from mindspeed_rl.rl.components import Components, Models, RunState
 from mindspeed_rl.rl.evaluate import Evaluation, evaluate
 from mindspeed_rl.rl.rollouts import RolloutBatch
@@ -61,6 +63,9 @@ def describe(run: Components) -> None:
     plan, on_npu = run.plan, run.job.platform.name == "npu"
     prediction = MemoryPrediction(run.config, plan, machine_on(run.config, run.job.platform.name))
     weight_format = run.rollouts.engine.weight_format
+    rewards = run.config.rewards.reward_function
+    if run.config.benchmark.active:
+        rewards = run.reward_names
     experts = (
         "experts: each pass over a sample chooses its own; routing/agreement says how many of "
         "them differ, and --rl-routing-replay trainer or rollout keeps them"
@@ -74,7 +79,7 @@ def describe(run: Components) -> None:
         f"advantages: {run.config.advantages.rl_advantage_estimator}; policy loss: "
         f"{run.config.policy_loss.rl_policy_loss}, aggregated by "
         f"{run.config.policy_loss.aggregation}",
-        f"rewards: {', '.join(run.config.rewards.reward_function)}"
+        f"rewards: {', '.join(rewards)}"
         + (f"; control: {run.config.rl.rl_control}" if run.config.rl.rl_control != "none" else ""),
         *(pool.notices if (pool := run.rollouts.rewards.pool) is not None else ()),
         *group_lines(existing_groups(), prediction.group_bytes(0)),
@@ -129,6 +134,7 @@ class RunReporter:
         config = run.config
         first = state.get("first_mismatches", ()) if state else ()
         self._agreement = EngineAgreement(bounds_of(config, run.plan.spec), first)
+        self._benchmark: list[Mapping[str, float]] = []
         self._constant = ConstantRewards(config.rewards.reward_constant_steps)
         take_output_dir(config.logging, config.checkpoint.load, run.job.world.local_rank, start)
         run.telemetry.logger.truncate_after(start)
@@ -216,6 +222,8 @@ class RunReporter:
         values |= derived_mismatch(values)
         values |= step_throughput(self._job, self._store, rollouts, step, values)
         values["policy/version"] = float(self._state.version)
+        if self._job.config.benchmark.active:
+            self._benchmark.append(values)
         self._totals.steps += 1
         self._totals.tokens += sum(s.num_tokens for s in samples)
         self._totals.step_seconds += values[STEP_TIME]
@@ -265,13 +273,18 @@ class RunReporter:
             self._evaluate(last)
         self._scheduler.to_train()
         output = Path(config.logging.output_dir)
-        export = export_target(config)
+        export = "" if config.benchmark.active else export_target(config)
         phase = partial(named_phase, telemetry.timer, job.watchdog, "export")
-        with phase():
-            export_policy(job, models.policy, export, last)
+        if export:
+            with phase():
+                export_policy(job, models.policy, export, last)
         if models.critic is not None and config.critic.critic_export_hf:
             with phase(), self._scheduler.onloaded(MemoryOwner.CRITIC):
                 export_critic(job, models.critic, last)
+        if self._benchmark:
+            prediction, _ = predict_run(job)
+            peaks = prediction.peaks(prediction.representatives())
+            job.log_rank0(*benchmark_lines(self._benchmark, peaks))
         if not self._writer:
             return
         # Of --eval-prompt-data, else of the first set.
@@ -309,7 +322,7 @@ class RunReporter:
         job.log_rank0(
             f"largest trainer/engine log-prob difference {totals.worst_mismatch:.2e}",
             f"results: {output}/{SUMMARY_FILE}, {METRICS_FILE}, {ROLLOUTS_FILE}, {CURVES_FILE}, "
-            f"{config.logging.tensorboard_dir or TENSORBOARD_FOLDER}; model: {export}",
+            f"{config.logging.tensorboard_dir or TENSORBOARD_FOLDER}; model: {export or 'none'}",
         )
 
 

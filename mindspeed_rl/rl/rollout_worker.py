@@ -82,7 +82,7 @@ class RolloutWorker:
         cache: Holds the tokens of the responses that a later pass continues.
         columns: Columns that are kept for every token of a response.
         seed: Seed of the run.
-        stop_token_ids: Token ids that end a response when sampled.
+        stop_token_ids: Token ids that end a response when sampled; empty: none does.
         history_folder: Where decode steps are recorded; ``None`` on ranks that record none.
         environments: Environments of conversations; ``None``: a response has one turn.
     """

@@ -11,6 +11,7 @@ from mindspeed_rl.core.types import Completion, Rollout
 from mindspeed_rl.metrics.metric_set import Mean, MetricSet
 from mindspeed_rl.rewards import RewardPool, RewardRequest, Scoring
 from mindspeed_rl.rewards.builtin.environment import ENVIRONMENT_REWARD, TRANSCRIPT
+from mindspeed_rl.rewards.drawn import DrawnRewards, DrawnScoring
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +32,7 @@ class RewardFunctions:
     """
 
     names: tuple[str, ...]
-    pool: RewardPool | None
+    pool: RewardPool | DrawnRewards | None
     tokenizer: PreTrainedTokenizerBase
     in_conversation: bool = False
 
@@ -79,7 +80,7 @@ class Scorer:
     It scores nothing on ranks that do not lead an engine.
     """
 
-    def __init__(self, functions: RewardFunctions, scoring: Scoring | None) -> None:
+    def __init__(self, functions: RewardFunctions, scoring: Scoring | DrawnScoring | None) -> None:
         self._functions = functions
         self._scoring = scoring
         self._rollouts: list[Rollout] = []

@@ -56,6 +56,7 @@ class EngineSettings:
         graph_sizes: Sizes to which ``--rollout-graph-sizes`` was resolved; may be empty.
         recorded_layers: Layers with experts whose routing is returned with each completion.
         scores_entropy: Whether ``score`` will be asked for entropies.
+        force_balance: Whether tokens go to random experts, evenly, for measurements of throughput.
     """
 
     model_dir: str
@@ -72,6 +73,7 @@ class EngineSettings:
     graph_sizes: tuple[int, ...] = ()
     recorded_layers: tuple[int, ...] = ()
     scores_entropy: bool = False
+    force_balance: bool = False
 
 
 class EngineProvider(ABC):

@@ -19,7 +19,8 @@ class SamplingSettings:
     Attributes:
         temperature: Sampling temperature; 0 is greedy.
         max_response_tokens: Limit of the tokens of one response.
-        stop_token_ids: Tokens that end a response and are part of it.
+        stop_token_ids: Tokens that end a response and are part of it; empty: none does, so that
+            every response is as long as it may be.
     """
 
     temperature: float

@@ -76,6 +76,8 @@ class TrainEngine:
             pass; with ``"engine"`` the first pass also takes the engine's experts; with
             ``"compare"`` only the metrics report how many experts the passes share; ``"free"`` does
             none of this.
+        force_balance: Whether tokens go to random experts in every pass, evenly, whatever the
+            router says: for measurements of throughput.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class TrainEngine:
         num_updates: int,
         temperature: float = 1.0,
         routing: str = "free",
+        force_balance: bool = False,
     ) -> None:
         self.role = role
         self.layout = layout
@@ -100,6 +103,7 @@ class TrainEngine:
         features = platform.transformer_features()
         config = build_transformer_config(layout, model, parallel, train, kernels, features)
         config.finalize_model_grads_func = _finalize_sums
+        config.moe_router_force_load_balancing = force_balance
         self._config = config
         self._context_parallelism = context_parallelism(parallel)
         self._plan_attention = planner(

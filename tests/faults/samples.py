@@ -141,4 +141,13 @@ SAMPLES = (
           then(lambda self, *_, **__: setattr(self, "_position", max(0, self._position - 1))),
           "tests/unit/data/test_sampler.py::test_resume_anywhere_equals_uninterrupted",
           "A prompt would be trained on twice in an epoch."),
+    Fault("skipped-updates-count-as-work", "mindspeed_rl.rl.throughput:passes",
+          takes(skipped=lambda _: 0.0),
+          "tests/unit/rl/test_throughput.py::test_each_part_has_its_own_tokens_and_seconds",
+          "Utilisation would be that of work which nobody did."),
+    Fault("a-die-counts-as-a-card", "mindspeed_rl.metrics.throughput:token_rates",
+          takes(devices=lambda devices: replace(devices, per_card=1)),
+          "tests/unit/metrics/test_throughput.py::"
+          "test_a_card_of_two_dies_has_twice_the_rate_of_a_die",
+          "Rates per card would be half of published ones for the same run."),
 )  # fmt: skip

@@ -75,6 +75,13 @@ def _any_version(original: Callable[..., Any]) -> Callable[..., Any]:
     return changed
 
 
+def _seed_of_its_own(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(layout: Any, rank: int, params: Any, seed: int) -> None:
+        original(layout, rank, params, seed + rank)
+
+    return changed
+
+
 WEIGHTS = (
     Fault("grouped-queries-split-as-thirds", "mindspeed_rl.models.attention_rules:GroupedQKV._runs",
           gives(_as_thirds), _ARRIVES,
@@ -174,4 +181,8 @@ WEIGHTS = (
           returns(""),
           "tests/unit/checkpoint/test_resume.py::test_damaged_checkpoint_is_passed_over_and_told",
           "A run would resume from a folder that was copied in part."),
+    Fault("random-weights-differ-by-rank", "mindspeed_rl.checkpoint.random_weights:draw_weights",
+          _seed_of_its_own,
+          "tests/unit/checkpoint/test_random_weights.py::test_every_layout_has_the_same_weights",
+          "Replicas of a throughput run would train different models."),
 )  # fmt: skip

@@ -28,6 +28,8 @@ from mindspeed_rl.rollout.vllm.patches.step_sync import StepSync
 
 # Flags of the engine's execution that work on every platform.
 _EVERYWHERE = ("rollout_graph_count", "rollout_dp_sync", "rollout_dp_sync_interval")
+# Makes vLLM route at random, evenly; it is read when a model is built and in every layer.
+_ROUTING_STRATEGY = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
 # Values that ask for no graph here.
 _HARMLESS = (("rollout_graph_mode", "eager"), ("rollout_graph_sizes", ("auto",)))
 
@@ -48,6 +50,9 @@ class HostBackend:
     def __init__(self, settings: EngineSettings, platform: Platform) -> None:
         tuning = settings.tuning
         self._platform, self._layout, self._tuning = platform, settings.layout, tuning
+        self._forces_balance = settings.force_balance
+        if settings.force_balance:
+            os.environ[_ROUTING_STRATEGY] = "uniform_random"
         for field in dataclasses.fields(tuning):
             value = getattr(tuning, field.name)
             harmless = (field.name, value) in _HARMLESS
@@ -78,7 +83,7 @@ class HostBackend:
         if self._platform.name == "cpu":
             plain_linear.apply()
             portable_kernels.apply()
-            if engine.expert_parallel or engine.dp > 1:
+            if engine.expert_parallel or engine.dp > 1 or self._forces_balance:
                 expert_parallel.apply()
             nonce = [os.urandom(6).hex()]
             dist.broadcast_object_list(nonce, 0)

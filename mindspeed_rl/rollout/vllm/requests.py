@@ -38,7 +38,7 @@ def sampling_params(settings: SamplingSettings, follow: bool) -> Any:
         frequency_penalty=0.0,
         max_tokens=settings.max_response_tokens,
         stop_token_ids=list(settings.stop_token_ids),
-        ignore_eos=False,
+        ignore_eos=not settings.stop_token_ids,
         logprobs=0,
         detokenize=False,
         output_kind=kind,

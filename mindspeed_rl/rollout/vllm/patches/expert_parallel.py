@@ -1,8 +1,8 @@
 """Makes expert parallelism work in vLLM's CPU engine.
 
 The CPU kernel ignores the expert map, so ids of experts on other ranks index past the local stack
-(SIGSEGV); and the CPU communicator lacks the two collectives over unequal pieces that data-parallel
-ranks exchange tokens with (NotImplementedError).
+(SIGSEGV), and refuses ids of 64 bits; and the CPU communicator lacks the two collectives over
+unequal pieces that data-parallel ranks exchange tokens with (NotImplementedError).
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ def _with_local_experts(original: Callable[..., None]) -> Callable[..., None]:
     def apply_experts(*args: Any, **kwargs: Any) -> None:
         call = signature.bind(*args, **kwargs)
         given = call.arguments
+        given["topk_ids"] = given["topk_ids"].int()  # routes drawn at random come as int64
         if (expert_map := given["expert_map"]) is not None:
             local = expert_map[given["topk_ids"].long()]
             given["topk_weights"] = given["topk_weights"].masked_fill(local < 0, 0.0)
