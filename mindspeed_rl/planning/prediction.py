@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mindspeed_rl.config import RLRunConfig, TrainingRunConfig
+from mindspeed_rl.config.context_parallel import context_parallelism
 from mindspeed_rl.config.dry_run import MACHINES, Machine
 from mindspeed_rl.config.npu import group_buffers
 from mindspeed_rl.config.rollout import EngineTuningConfig
@@ -205,7 +206,9 @@ class MemoryPrediction:
     @cached_property
     def training(self) -> TrainingMemory:
         sharded = self.config.parallel.shards_sequence
-        return TrainingMemory(self.plan.megatron, self.config.train, sharded, self.imbalance)
+        context = context_parallelism(self.config.parallel)
+        train = self.config.train
+        return TrainingMemory(self.plan.megatron, train, sharded, self.imbalance, context)
 
     @cached_property
     def workload(self) -> Workload:

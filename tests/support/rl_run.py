@@ -28,6 +28,7 @@ from support.table_engine import (
     response_of,
 )
 
+from mindspeed_rl.attention.rows import make_packed_row
 from mindspeed_rl.colocation.memory_ledger import MemoryLedger
 from mindspeed_rl.colocation.scheduler import DeviceScheduler
 from mindspeed_rl.config import RLRunConfig
@@ -60,7 +61,6 @@ from mindspeed_rl.samples.packing import MicroBatch
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import ResponseTensors
 from mindspeed_rl.trainer.heads import policy_inputs, value_inputs
-from mindspeed_rl.trainer.packed_attention import make_packed_row
 from mindspeed_rl.trainer.train_engine import UpdateStats, collect_metrics
 from mindspeed_rl.weights.sync import WeightSync
 
