@@ -11,7 +11,6 @@ from faults.planting import Fault, gives, takes
 _ROWS = "tests/unit/attention/test_rows.py::"
 _KERNELS = "tests/unit/attention/test_kernels.py::"
 _RING = _ROWS + "test_the_blocks_of_a_ring_add_up_to_the_row[2]"
-_RANKS = "tests/distributed/test_context_parallel.py::"
 
 
 def _mean(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,7 +40,7 @@ ATTENTION: tuple[Fault, ...] = (
           "Tokens would not see all that stands before them on other ranks."),
     Fault("ulysses-takes-ranks-in-another-order", "mindspeed_rl.attention.rows:_places",
           takes(ranks=lambda ranks: ranks[::-1]),
-          _RANKS + "test_every_kind_is_the_attention_of_one_rank[2]",
+          _ROWS + "test_exchanged_tokens_are_put_in_the_order_of_their_row[a2a-4]",
           "Tokens of one rank would be read as those of another."),
     Fault("fused-kernels-see-later-keys", "mindspeed_rl.attention.packed_plan:packed_plan",
           takes(pieces=lambda pieces: replace(pieces, causal=False)),

@@ -69,6 +69,24 @@ def test_the_blocks_of_a_ring_add_up_to_the_row(ranks: int) -> None:
         torch.testing.assert_close(mine, theirs.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("kind", "ulysses"), [("a2a", 4), ("a2a+p2p", 2)])
+def test_exchanged_tokens_are_put_in_the_order_of_their_row(kind: str, ulysses: int) -> None:
+    """The chunks of the ranks of a block are the row, or the chunks of a rank of a smaller ring."""
+    lengths, total = [8, 24, 16], 56
+    sent = [context_index(lengths, total, 4, rank) for rank in range(4)]
+    for rank in range(4):
+        context = context_group(kind, 4, rank, ulysses)
+        row = make_packed_row(lengths, torch.zeros(total // 4), context)
+        assert row.arrival is not None and row.departure is not None
+        received = torch.cat([sent[peer] for peer in context.block])
+        found = received[row.arrival]
+        expected = torch.arange(total)
+        if kind == "a2a+p2p":
+            expected = context_index(lengths, total, 2, rank // 2)
+        assert torch.equal(found, expected)
+        assert torch.equal(found[row.departure], received)
+
+
 def test_a_row_of_padding_alone_attends_to_nothing() -> None:
     row = make_packed_row((), torch.zeros(4, dtype=torch.int64))
     q, k, v = torch.ones(3, 4, 2, 8)
