@@ -27,6 +27,10 @@ class ContextParallelism:
     ring: int = 1
 
 
+#: The kind where no flag asks for another.
+GATHERED = ContextParallelism("all_gather")
+
+
 def context_parallelism(parallel: ParallelConfig) -> ContextParallelism:
     """Return the kind of context parallelism that the flags ask for. Pure.
 
@@ -67,7 +71,7 @@ def _kind(parallel: ParallelConfig) -> str:
             f"--cp-comm-type {types[0]} and --context-parallel-algo {algorithm} ({of_algorithm}) "
             "ask for different kinds of context parallelism; remove one"
         )
-    return types[0] if types else of_algorithm or "all_gather"
+    return types[0] if types else of_algorithm or GATHERED.kind
 
 
 def _hybrid_size(parallel: ParallelConfig) -> tuple[str, int] | None:

@@ -20,7 +20,7 @@ class NpuConfig:
 
     MindSpeed's features under MindSpeed's names; its adaptor gets them before the first process
     group. On other platforms they do nothing (--swap-optimizer is refused there). Fused norms and
-    activations are always on where MindSpeed is installed; attention is PyTorch's, as everywhere.
+    activations are always on where MindSpeed is installed; attention is CANN's fused one.
 
     Example: --swap-optimizer --use-distributed-optimizer --hccl-group-buffer 'dp_cp:64;pp:32'
     """

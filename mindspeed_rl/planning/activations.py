@@ -7,11 +7,13 @@ PyTorch operators keep up to twice as much.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mindspeed_rl.config import TrainConfig
+from mindspeed_rl.config.context_parallel import GATHERED, ContextParallelism
 from mindspeed_rl.config.logit_tiles import LogitTile, logit_tile
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
@@ -66,6 +68,7 @@ class TrainingMemory:
     shards_sequence: bool
     imbalance: float = 1.0
     on_host: bool = False
+    context: ContextParallelism = GATHERED
 
     def peak(self, rank: int, work: Workload) -> TrainPeak:
         """Return the bytes at the fullest moment of an optimizer step of a rank. Pure.
@@ -123,10 +126,48 @@ class TrainingMemory:
             # inputs of both norms and of the projections after them
             "stream": 4 * self._residual(work),
             "attention": tokens * attention.saved_values // tp * item,
-            "core_attn": tokens * attention.num_heads // tp * _FP32,  # row statistics
+            "core_attn": tokens * attention.num_heads // tp * _FP32  # row statistics
+            + tokens * self._key_values(layer) * (self._copies_of_keys(layer) - 1) * item,
             mlp.recompute_module: (experts + every_token) * item
             + local * mlp.routing_values * _FP32,
         }
+
+    def _key_values(self, layer: int) -> int:
+        """Return the elements of keys and values of a token on a rank."""
+        attention, tp = self.layout.spec.layers[layer].attention, self.layout.parallel.tp
+        channels = attention.head_dim + attention.attention_size // attention.num_heads
+        return max(1, attention.num_kv_heads // tp) * channels
+
+    def _copies_of_keys(self, layer: int) -> int:
+        """Return how many times its own keys and values a rank keeps for the backward pass.
+
+        Where all ranks gather them it keeps those of all. Ranks that exchange tokens for heads keep
+        as many as before, unless key heads had to be repeated. A ring keeps its own.
+        """
+        if self.context.kind == "all_gather":
+            return self.layout.parallel.cp
+        attention = self.layout.spec.layers[layer].attention
+        heads = max(1, attention.num_kv_heads // self.layout.parallel.tp)
+        return self.context.ulysses // math.gcd(self.context.ulysses, heads)
+
+    def _context_buffers(self, layer: int, work: Workload) -> int:
+        """Return what context parallelism needs for a moment in the backward pass of a layer.
+
+        Gathered keys and values have gradients of their size before these are summed over ranks. A
+        ring has two buffers of keys and values, two of their gradients in fp32, and those of the
+        queries in fp32. Ranks that exchange tokens for heads have a copy to send.
+        """
+        parallel, attention = self.layout.parallel, self.layout.spec.layers[layer].attention
+        if parallel.cp == 1:
+            return 0
+        tokens = work.tokens // parallel.cp
+        keys = self._key_values(layer) * self._copies_of_keys(layer)
+        queries = attention.num_heads * attention.head_dim // parallel.tp
+        if self.context.kind == "all_gather":
+            return tokens * keys * self._item
+        exchanged = (queries + keys) * self._item if self.context.ulysses > 1 else 0
+        ring = 2 * keys * (self._item + _FP32) + queries * _FP32 if self.context.ring > 1 else 0
+        return tokens * (exchanged + ring)
 
     def _again(self, layer: int, work: Workload) -> int:
         """Return the bytes of a layer that ``--recompute-modules`` recomputes and does not keep."""
@@ -137,13 +178,14 @@ class TrainingMemory:
         """Return the working memory of the fullest layer in its backward pass.
 
         It has the gradients of the widest part, as large as the bytes which that part keeps, the
-        gathered stream, and recomputed activations.
+        gathered stream, what context parallelism needs, and recomputed activations.
         """
         gathered = (
             work.tokens // self.layout.parallel.cp * self.layout.spec.hidden_size * self._item
         )
         sizes = [self.layer_parts(layer, work) for layer in layers]
         working = max((max(parts.values()) for parts in sizes), default=0) + 2 * gathered
+        working += max((self._context_buffers(layer, work) for layer in layers), default=0)
         if self.train.recompute_granularity == "full":
             uniform = self.train.recompute_method == "uniform"
             unit = (self.train.recompute_num_layers or 1) if uniform else 1

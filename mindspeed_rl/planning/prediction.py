@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from mindspeed_rl.config import RLRunConfig, TrainingRunConfig
+from mindspeed_rl.config.context_parallel import context_parallelism
 from mindspeed_rl.config.dry_run import MACHINES, Machine
 from mindspeed_rl.config.npu import group_buffers
 from mindspeed_rl.config.rollout import EngineTuningConfig
@@ -216,6 +217,7 @@ class MemoryPrediction:
             self.config.parallel.shards_sequence,
             self.imbalance,
             on_host=self.machine.platform == "cpu",
+            context=context_parallelism(self.config.parallel),
         )
 
     @cached_property

@@ -45,22 +45,13 @@ from mindspeed_rl.rl.build_models import (
 from mindspeed_rl.rl.critic import empty_value_metrics, values_of_rows
 from mindspeed_rl.rl.update import empty_loss_metrics, with_covariance_mask
 from mindspeed_rl.samples.packing import MicroBatch, pack
+from mindspeed_rl.selftest.models import DENSE, MODELS, NUM_HEADS, NUM_LAYERS, VOCAB_SIZE
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.train_engine import TrainEngine
 from mindspeed_rl.weights.executor import Resharder
 from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
 from mindspeed_rl.weights.transports import AllToAllTransport
 
-NUM_LAYERS, NUM_HEADS = 4, 4
-VOCAB_SIZE = 307  # no tensor-parallel degree divides it
-CONFIG = {
-    # There are no biases: those of keys have almost no gradient (softmax) beyond rounding errors.
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": NUM_LAYERS,
-    "num_attention_heads": NUM_HEADS, "num_key_value_heads": NUM_HEADS, "head_dim": 16,
-    "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
-    "hidden_act": "silu", "tie_word_embeddings": False,
-}  # fmt: skip
 LONGEST = 32
 # Prompt and trained tokens of uneven sequences; one has a single trained token, one has none.
 PAIRS = ((2, 9), (7, 3), (1, 1), (12, 20), (5, 0), (3, 2), (9, 11))
@@ -92,6 +83,7 @@ class Layout:
         cp: Context-parallel size.
         sp: Sequence parallelism.
         kind: Kind of context parallelism; a hybrid exchanges heads between pairs of ranks.
+        model: Model that trains, of ``selftest.models.MODELS``.
     """
 
     tp: int = 1
@@ -99,6 +91,7 @@ class Layout:
     cp: int = 1
     sp: bool = False
     kind: str = "all_gather"
+    model: str = DENSE
 
     @property
     def cuts_layers(self) -> bool:
@@ -108,10 +101,10 @@ class Layout:
     def name(self, world: int) -> str:
         """Return the layout as text for people."""
         dp = world // (self.tp * self.pp * self.cp)
-        kind = f" {self.kind}" if self.cp > 1 else ""
-        return (
-            f"dp {dp} x tp {self.tp}{' sp' if self.sp else ''} x pp {self.pp} x cp {self.cp}{kind}"
-        )
+        model = "" if self.model == DENSE else f"{self.model}, "
+        tp = f"{self.tp} sp" if self.sp else f"{self.tp}"
+        cp = f"{self.cp} {self.kind}" if self.cp > 1 else "1"
+        return f"{model}dp {dp} x tp {tp} x pp {self.pp} x cp {cp}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +177,19 @@ class Finding:
 
 
 def layouts_of(world: int) -> list[Layout]:
-    """Return all layouts of a world that the tiny model allows, also with sequence parallelism."""
+    """Return all layouts of a world that the dense model allows, also with sequence parallelism.
+
+    The other models are there for the kinds of context parallelism.
+    """
     sizes = [n for n in range(1, world + 1) if world % n == 0]
-    return [
+    others = [
+        Layout(cp=cp, kind=kind, model=model)
+        for model in MODELS
+        if model != DENSE
+        for cp in sizes[1:]
+        for kind in _kinds(1, cp)
+    ]
+    return others + [
         Layout(tp, pp, cp, sp, kind)
         for tp, pp, cp in product(sizes, repeat=3)
         if world % (tp * pp * cp) == 0 and NUM_HEADS % tp == 0 and NUM_LAYERS % pp == 0
@@ -243,7 +246,18 @@ def run(job: RLJobOf, trials: Sequence[Trial]) -> list[Finding]:
     Returns:
         One finding per layout and cut on rank 0, nothing elsewhere.
     """
-    job = _tiny_job(job)
+    models = dict.fromkeys(layout.model for layout, _, _ in trials)
+    return [
+        finding
+        for model in models
+        for finding in _run_model(
+            _tiny_job(job, model), [trial for trial in trials if trial[0].model == model]
+        )
+    ]
+
+
+def _run_model(job: RLJobOf, trials: Sequence[Trial]) -> list[Finding]:
+    """Compare layouts of one model with one rank. Collective: the world."""
     cases: dict[tuple[Layout, str], list[Case]] = {}
     for layout, cut, case in trials:
         cases.setdefault((layout, cut), []).append(case)
@@ -271,21 +285,22 @@ def run(job: RLJobOf, trials: Sequence[Trial]) -> list[Finding]:
     return findings
 
 
-def _tiny_job(job: RLJobOf) -> RLJobOf:
+def _tiny_job(job: RLJobOf, model: str) -> RLJobOf:
     """Give the job a random model, which the first rank of every node writes. Collective."""
-    folder = Path(job.config.logging.output_dir) / "selftest_model"
+    folder = Path(job.config.logging.output_dir) / "selftest_model" / model.replace(" ", "_")
+    config = dict(MODELS[model])
     if job.world.local_rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         generator, weights = torch.Generator().manual_seed(0), {}
-        for group in tensor_groups(spec_from_hf_config(CONFIG)):
+        for group in tensor_groups(spec_from_hf_config(config)):
             for name in group.names():
                 weight = 0.05 * torch.randn(group.shape, generator=generator)
                 weights[name] = torch.ones(group.shape) if "norm" in name else weight
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(CONFIG))
+        (folder / "config.json").write_text(json.dumps(config))
     dist.barrier()
-    model = ModelConfig(hf_checkpoint=str(folder), make_vocab_size_divisible_by=8)
-    return replace(job, config=replace(job.config, model=model, train=TrainConfig(train_iters=1)))
+    flags = ModelConfig(hf_checkpoint=str(folder), make_vocab_size_divisible_by=8)
+    return replace(job, config=replace(job.config, model=flags, train=TrainConfig(train_iters=1)))
 
 
 @dataclass(frozen=True, slots=True)

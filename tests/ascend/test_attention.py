@@ -52,38 +52,16 @@ def test_a_row_of_one_rank(heads: str) -> None:
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_the_blocks_of_a_ring_add_up_to_the_row(heads: str) -> None:
-    """The ring of two ranks without its messages: statistics of TND, and gradients by them."""
-    from mindspeed_rl.attention.context import ContextGroup
-    from mindspeed_rl.attention.kernels import KERNELS
-    from mindspeed_rl.attention.ring import merged
-    from mindspeed_rl.attention.rows import make_packed_row
-    from mindspeed_rl.samples.packing import context_index
+    """Statistics of TND, and gradients by them."""
+    from support.ring_blocks import ring_attention_of_blocks
 
-    lengths, device = [4 * size for size in SIZES], torch.device("npu:0")
-    total = sum(lengths) + 4 * TAIL
-    *tensors, grad = drawn(total, heads)
+    lengths = [4 * size for size in SIZES]
+    *tensors, grad = drawn(sum(lengths) + 4 * TAIL, heads)
     plain = [x.clone().requires_grad_() for x in tensors]
     expected = attention_of_row(*plain, lengths, SCALE)
     (expected * grad).sum().backward()
-    places = [context_index(lengths, total, 2, rank) for rank in range(2)]
-    sums = [torch.zeros_like(x) for x in tensors]
-    for rank in range(2):
-        context = ContextGroup(2, rank, "p2p")
-        row = make_packed_row(lengths, places[rank], context, KERNELS["tnd"]).to(device)
-        steps = ((row.blocks[0], rank), (row.blocks[2 - rank], 1 - rank))
-        q, over = (x[places[rank]].to(device) for x in (tensors[0], grad))
-        pairs = [[x[places[at]].to(device) for x in tensors[1:3]] for _, at in steps]
-        (first, second) = (
-            plan.forward(q, *keys, SCALE) for (plan, _), keys in zip(steps, pairs, strict=True)
-        )
-        out, lse = merged(*first, *second)
-        wanted = expected[places[rank]].detach().float()
-        torch.testing.assert_close(out.cpu(), wanted, rtol=1e-5, atol=1e-5)
-        for (plan, at), keys in zip(steps, pairs, strict=True):
-            dq, *others = plan.backward(over, q, *keys, out, lse, SCALE)
-            for sum_, place, part in zip(
-                sums, (places[rank], places[at], places[at]), (dq, *others), strict=True
-            ):
-                sum_[place] += part.cpu()
-    for found, theirs in zip(sums, plain, strict=True):
-        torch.testing.assert_close(found, theirs.grad, rtol=1e-5, atol=1e-5)
+    device = torch.device("npu:0")
+    out, found = ring_attention_of_blocks("tnd", 2, lengths, tensors, grad, SCALE, device)
+    torch.testing.assert_close(out, expected.detach().float(), rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(found, plain, strict=True):
+        torch.testing.assert_close(mine, theirs.grad, rtol=1e-5, atol=1e-5)

@@ -37,11 +37,11 @@ def findings(world: World, model: str) -> list[Finding]:
 
 
 def chosen_rows(world: int) -> list[tuple[Layout, str, Case]]:
-    """Every pair of tp, pp, cp, dp, sequence parallelism, kind, cut, loss and aggregation."""
+    """Every pair of what a layout, its cut into micro-batches and a case consist of."""
     from mindspeed_rl.selftest.loss import CASES, CUTS, layouts_of
 
     rows = {
-        (at.tp, at.pp, at.cp, world // (at.tp * at.pp * at.cp), at.sp, at.kind,
+        (at.tp, at.pp, at.cp, world // (at.tp * at.pp * at.cp), at.sp, at.kind, at.model,
          cut, case.loss, case.aggregation): (at, cut, case)
         for at in layouts_of(world)
         for cut in CUTS

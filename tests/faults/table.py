@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from faults.attention import ATTENTION
 from faults.engine import ENGINE
 from faults.losses import LOSSES
 from faults.planting import Fault
@@ -9,4 +10,4 @@ from faults.samples import SAMPLES
 from faults.weights import WEIGHTS
 from faults.wiring import WIRING
 
-FAULTS: tuple[Fault, ...] = (*WEIGHTS, *ENGINE, *SAMPLES, *LOSSES, *WIRING)
+FAULTS: tuple[Fault, ...] = (*WEIGHTS, *ENGINE, *SAMPLES, *LOSSES, *ATTENTION, *WIRING)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.attention_oracle import attention_of_row
+from support.ring_blocks import ring_attention_of_blocks
 
 from mindspeed_rl.attention.context import ContextGroup, context_group
 from mindspeed_rl.attention.kernels import KERNELS, planner
@@ -48,6 +49,42 @@ def test_attention_of_all_ranks_is_that_of_the_row(cp: int) -> None:
         packed = make_packed_row(share.lengths, share.positions, context)
         found = padded(packed).attend(q[index], k[gathered], v[gathered], None)
         assert torch.allclose(found, expected[index], atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_blocks_of_a_ring_add_up_to_the_row(ranks: int) -> None:
+    """Keys of earlier and later ranks, merged by their log-sum-exp; gradients of all."""
+    lengths = [2 * ranks * size for size in (5, 1, 9, 2)]
+    total = sum(lengths) + 2 * ranks
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(total, n, 8, generator=generator) for n in (4, 2, 2, 4))
+    plain = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = attention_of_row(*plain, lengths, 0.3)
+    (expected * grad).sum().backward()
+    out, found = ring_attention_of_blocks(
+        "padded_sdpa", ranks, lengths, (q, k, v), grad, 0.3, torch.device("cpu")
+    )
+    torch.testing.assert_close(out, expected.detach().float(), rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(found, plain, strict=True):
+        torch.testing.assert_close(mine, theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "ulysses"), [("a2a", 4), ("a2a+p2p", 2)])
+def test_exchanged_tokens_are_put_in_the_order_of_their_row(kind: str, ulysses: int) -> None:
+    """The chunks of the ranks of a block are the row, or the chunks of a rank of a smaller ring."""
+    lengths, total = [8, 24, 16], 56
+    sent = [context_index(lengths, total, 4, rank) for rank in range(4)]
+    for rank in range(4):
+        context = context_group(kind, 4, rank, ulysses)
+        row = make_packed_row(lengths, torch.zeros(total // 4), context)
+        assert row.arrival is not None and row.departure is not None
+        received = torch.cat([sent[peer] for peer in context.block])
+        found = received[row.arrival]
+        expected = torch.arange(total)
+        if kind == "a2a+p2p":
+            expected = context_index(lengths, total, 2, rank // 2)
+        assert torch.equal(found, expected)
+        assert torch.equal(found[row.departure], received)
 
 
 def test_a_row_of_padding_alone_attends_to_nothing() -> None:

@@ -12,6 +12,7 @@ from support.published import PUBLISHED, published_config
 
 from mindspeed_rl.config import RLRunConfig, TrainConfig
 from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.config.context_parallel import ContextParallelism
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.models.registry import spec_from_hf_config
@@ -63,13 +64,13 @@ def test_micro_batches_in_flight() -> None:
     assert chunks_in_flight(0, 2, 2, 2) == [0, 0, 1, 1], "no more than there are"
 
 
-def tiny(world: int = 1, tp: int = 1, pp: int = 1, **changes: Any) -> MegatronLayout:
+def tiny(world: int = 1, tp: int = 1, pp: int = 1, cp: int = 1, **changes: Any) -> MegatronLayout:
     sizes = {
         "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 10,
     }  # fmt: skip
     spec = spec_of("qwen2.5-7b", **(sizes | changes))
-    parallel = ParallelLayout.build(world=world, stages=even_stages(2, pp), tp=tp)
+    parallel = ParallelLayout.build(world=world, stages=even_stages(2, pp), tp=tp, cp=cp)
     return MegatronLayout(spec, parallel, vocab_divisor=4)
 
 
@@ -134,6 +135,29 @@ def test_a_dense_layer_keeps_what_its_operators_keep() -> None:
     assert halved == {n: size if n == "stream" else size // 2 for n, size in parts.items()}
     sharded = training(tiny(world=2, tp=2), sharded=True).layer_parts(0, WORK)
     assert sharded == {n: size // 2 for n, size in parts.items()}
+
+
+def test_kinds_of_context_parallelism_keep_and_need_their_own() -> None:
+    """bf16, 16 tokens on each of two ranks, 2 heads of 4 channels in 2 layers: by hand."""
+    alone = training(tiny(world=2)).peak(0, replace(WORK, tokens=16, trained=8)).activations
+    queries, keys = 16 * 2 * 4, 16 * 2 * 2 * 4  # elements; keys with values
+    more = {
+        # the other rank's keys in each layer; gradients of all keys
+        ContextParallelism("all_gather"): 2 * keys * 2 + 2 * keys * 2,
+        # two buffers of keys, two of gradients in fp32; gradients of queries in fp32
+        ContextParallelism("p2p", ring=2): 2 * keys * 2 + 2 * keys * 4 + queries * 4,
+        ContextParallelism("a2a", ulysses=2): (queries + keys) * 2,  # a copy to send
+    }
+    for kind, expected in more.items():
+        memory = replace(training(tiny(world=2, cp=2)), context=kind)
+        assert memory.peak(0, WORK).activations - alone == expected, kind
+    repeated = replace(
+        training(tiny(world=2, cp=2, num_key_value_heads=1)),
+        context=ContextParallelism("a2a", ulysses=2),
+    )
+    one = training(tiny(num_key_value_heads=1)).layer_parts(0, replace(WORK, tokens=16))
+    found = repeated.layer_parts(0, WORK)
+    assert found == {**one, "core_attn": one["core_attn"] + keys // 2 * 2}, "one head for two ranks"
 
 
 def test_recomputation_keeps_less() -> None:

@@ -1,0 +1,57 @@
+"""Faults in attention over packed rows and over the ranks that share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from faults.planting import Fault, gives, takes
+
+_ROWS = "tests/unit/attention/test_rows.py::"
+_KERNELS = "tests/unit/attention/test_kernels.py::"
+_RING = _ROWS + "test_the_blocks_of_a_ring_add_up_to_the_row[2]"
+
+
+def _mean(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(out: Any, lse: Any, more: Any, more_lse: Any) -> Any:
+        _, total = original(out, lse, more, more_lse)
+        return (out + more) / 2, total
+
+    return changed
+
+
+def _causal_blocks(pieces: Any) -> Any:
+    return tuple(replace(block, causal=True) for block in pieces)
+
+
+def _full_own_block(pieces: Any) -> Any:
+    return (replace(pieces[0], causal=False), *pieces[1:])
+
+
+ATTENTION: tuple[Fault, ...] = (
+    Fault("ring-merges-without-log-sum-exp", "mindspeed_rl.attention.ring:merged", _mean, _RING,
+          "Every rank's keys would weigh the same, whatever their scores."),
+    Fault("ring-sees-later-keys", "mindspeed_rl.attention.rows:ring_pieces",
+          gives(_full_own_block), _RING,
+          "Tokens would see those that come after them."),
+    Fault("ring-hides-earlier-keys", "mindspeed_rl.attention.rows:ring_pieces",
+          gives(_causal_blocks), _RING,
+          "Tokens would not see all that stands before them on other ranks."),
+    Fault("ulysses-takes-ranks-in-another-order", "mindspeed_rl.attention.rows:_places",
+          takes(ranks=lambda ranks: ranks[::-1]),
+          _ROWS + "test_exchanged_tokens_are_put_in_the_order_of_their_row[a2a-4]",
+          "Tokens of one rank would be read as those of another."),
+    Fault("fused-kernels-see-later-keys", "mindspeed_rl.attention.packed_plan:packed_plan",
+          takes(pieces=lambda pieces: replace(pieces, causal=False)),
+          _KERNELS + "test_a_fused_kernel_attends_as_the_general_one[varlen-alone-grouped]",
+          "On devices tokens would see those that come after them."),
+    Fault("npu-statistics-in-the-order-of-their-shape", "mindspeed_rl.attention.tnd:_stored",
+          lambda original: lambda borders, heads: _by_shape(original(borders, heads)),
+          _KERNELS + "test_a_fused_kernel_computes_the_blocks_of_a_ring[tnd-0-grouped]",
+          "Parts of a ring would be merged by the statistics of other heads."),
+)  # fmt: skip
+
+
+def _by_shape(stored: Any) -> Any:
+    return stored.flatten().sort().values.view(stored.shape)
