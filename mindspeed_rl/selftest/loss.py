@@ -84,12 +84,16 @@ Gradients = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A training layout; the rest of the world is data parallelism."""
+    """A training layout; the rest of the world is data parallelism.
+
+    With ``hybrid`` rows are shared by some of the context-parallel ranks.
+    """
 
     tp: int = 1
     pp: int = 1
     cp: int = 1
     sp: bool = False
+    hybrid: bool = False
 
     @property
     def cuts_layers(self) -> bool:
@@ -99,7 +103,12 @@ class Layout:
     def name(self, world: int) -> str:
         """Return the layout as text for people."""
         dp = world // (self.tp * self.pp * self.cp)
-        return f"dp {dp} x tp {self.tp}{' sp' if self.sp else ''} x pp {self.pp} x cp {self.cp}"
+        sp, hybrid = " sp" if self.sp else "", " hybrid" if self.hybrid else ""
+        return f"dp {dp} x tp {self.tp}{sp} x pp {self.pp} x cp {self.cp}{hybrid}"
+
+    def allows(self, cut: str) -> bool:
+        """Whether a layout can have micro-batches of a cut: rows of some ranks need a size."""
+        return not self.hybrid or CUTS[cut].max_tokens_per_micro_batch != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +184,20 @@ def layouts_of(world: int) -> list[Layout]:
     """Return all layouts of a world that the tiny model allows, also with sequence parallelism."""
     sizes = [n for n in range(1, world + 1) if world % n == 0]
     return [
-        Layout(tp, pp, cp, sp)
+        Layout(tp, pp, cp, sp, hybrid)
         for tp, pp, cp in product(sizes, repeat=3)
         if world % (tp * pp * cp) == 0 and NUM_HEADS % tp == 0 and NUM_LAYERS % pp == 0
         for sp in ((False, True) if tp > 1 else (False,))
+        for hybrid in ((False, True) if cp > 1 else (False,))
+    ]
+
+
+def trials_of(world: int) -> list[Trial]:
+    """Return all layouts of a world with every cut that they allow and every case."""
+    return [
+        (layout, cut, case)
+        for layout, cut, case in product(layouts_of(world), CUTS, CASES)
+        if layout.allows(cut)
     ]
 
 
@@ -190,9 +209,9 @@ def check(job: RLJobOf) -> None:
     """
     job.log_rank0(
         f"self-test of the loss: {len(CASES)} cases in {len(layouts_of(job.world.size))} "
-        f"layouts of {job.world.size} ranks, {len(CUTS)} cuts each"
+        f"layouts of {job.world.size} ranks, up to {len(CUTS)} cuts each"
     )
-    findings = run(job, list(product(layouts_of(job.world.size), CUTS, CASES)))
+    findings = run(job, trials_of(job.world.size))
     for f in findings:
         job.log_rank0(
             f"{'ok  ' if f.holds else 'FAIL'} {f.layout}, {f.cut}: worst metric "
@@ -307,6 +326,7 @@ def in_layout(job: RLJobOf, layout: Layout) -> Iterator[SelftestModels]:
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
         sequence_parallel=layout.sp,
+        hybrid_context_parallel=layout.hybrid,
         platform=job.config.parallel.platform,
     )
     config = replace(job.config, parallel=parallel)
