@@ -6,7 +6,7 @@ Pure functions of the lengths, without torch and numpy: a run and its dry run pl
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mindspeed_rl.config import ParallelConfig, TrainConfig
@@ -74,6 +74,16 @@ class MicroBatchPlan:
     def shared_by(self, dp_rank: int, row: int) -> int | None:
         """Return how many context-parallel ranks share a row; ``None``: all of them."""
         return None if self.places is None else self.places[dp_rank][row].size
+
+    def samples_by_ranks(self) -> dict[int, int]:
+        """Count samples by the number of ranks that share them; empty if all ranks always do."""
+        found: dict[int, int] = {}
+        if self.places is None:
+            return found
+        for places, rows in zip(self.places, self.assignment, strict=True):
+            for place, row in zip(places, rows, strict=True):
+                found[place.size] = found.get(place.size, 0) + len(row)
+        return dict(sorted(found.items()))
 
     def tokens_of_rank(self, cp: int) -> int:
         """Return the most tokens of a row on one of ``cp`` context-parallel ranks."""
@@ -330,6 +340,8 @@ class PackingEstimate:
         num_micro_batches: Micro-batches of each data-parallel rank.
         longest_row: Tokens of the longest micro-batch.
         real_share: Tokens of samples per token that travels.
+        samples_by_ranks: Number of samples by the number of context-parallel ranks that share them;
+            empty where all ranks share all rows.
     """
 
     samples: int
@@ -337,6 +349,7 @@ class PackingEstimate:
     num_micro_batches: int
     longest_row: int
     real_share: float
+    samples_by_ranks: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rules: PackingRules, lengths: Sequence[int]) -> PackingEstimate:
@@ -348,6 +361,7 @@ class PackingEstimate:
             num_micro_batches=plan.num_micro_batches,
             longest_row=max(map(max, plan.row_lengths)),
             real_share=real_share([plan], lengths),
+            samples_by_ranks=plan.samples_by_ranks(),
         )
 
 

@@ -105,3 +105,37 @@ def test_rows_on_some_ranks_train_as_rows_on_all(
             worst = max((error, name) for name, error in errors.items())
             assert worst[0] <= TOLERANCE, (model, part, worst)
         assert hybrid.metrics == pytest.approx(static.metrics, rel=TOLERANCE, abs=TOLERANCE), model
+
+
+def sums_of_rows(world: World) -> dict[int | None, int]:
+    """Rank function: the sum over a row of 1, 2, 4 and all ranks; each rank gives 10 ** rank."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from mindspeed_rl.core.layout import ParallelLayout
+    from mindspeed_rl.core.stages import even_stages
+    from mindspeed_rl.platforms.registry import select_platform
+    from mindspeed_rl.samples.packing import pack
+    from mindspeed_rl.trainer import parallel_state
+    from mindspeed_rl.trainer.train_engine import TrainEngine
+
+    select_platform("cpu").install()
+    layout = ParallelLayout.build(
+        world=world.size, stages=even_stages(1, 1), cp=world.size, hybrid_context=True
+    )
+    parallel_state.initialize(layout, 0)
+    engine = TrainEngine.__new__(TrainEngine)
+    engine.layout = SimpleNamespace(parallel=layout)  # type: ignore[assignment]
+    found = {}
+    for size in (1, 2, 4, None):
+        batch = pack([], 8, shared_by=size)
+        found[size] = int(engine.all_reduce_row(batch, torch.tensor(10**world.rank)))
+    return found
+
+
+def test_sums_over_a_row_are_over_the_ranks_that_share_it(tmp_path: Path) -> None:
+    found = run_ranks(sums_of_rows, 4, work_dir=tmp_path)
+    assert [of[1] for of in found] == [1, 10, 100, 1000]
+    assert [of[2] for of in found] == [11, 11, 1100, 1100]
+    assert [(of[4], of[None]) for of in found] == [(1111, 1111)] * 4
