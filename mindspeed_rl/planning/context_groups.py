@@ -69,6 +69,8 @@ class ContextRules:
             the context-parallel size.
         tokens: Tokens that a rank has room for: a row of ``s`` ranks has ``s`` times as many.
         cost: Work of a sequence.
+        tensor_ranks: Number of ranks that cut the tokens of a rank further: each row is padded to a
+            multiple of it and of the chunks of its sequences.
         lockstep: Whether all ranks wait for each other in every micro-batch, as they do for experts
             on other ranks; otherwise only those that share a row wait for each other.
         fewest: Least number of micro-batches.
@@ -79,6 +81,7 @@ class ContextRules:
     sizes: tuple[int, ...]
     tokens: int
     cost: SequenceCost
+    tensor_ranks: int = 1
     lockstep: bool = False
     fewest: int = 1
     multiple: int = 1
@@ -123,17 +126,24 @@ class ContextRules:
             for clock, rows in zip(clocks, micro_batches, strict=True):
                 for row in rows:
                     begin = max(clock[rank] for rank in row.ranks)
-                    end = begin + self._work(row.samples, row.size, lengths)
+                    end = begin + self.work(row.samples, row.size, lengths)
                     clock[row.first : row.first + row.size] = [end] * row.size
             if self.lockstep:
                 latest = max(map(max, clocks))
                 clocks = [[latest] * self.cp for _ in range(self.dp)]
         return max(map(max, clocks))
 
-    def _work(self, samples: Iterable[int], size: int, lengths: Sequence[int]) -> float:
-        """Return the work of each of the ranks that share a row."""
+    def row_length(self, samples: Iterable[int], size: int, lengths: Sequence[int]) -> int:
+        """Return the tokens of a row that ``size`` ranks share, padding included."""
         chunks = num_chunks(size)
-        return sum(self.cost.share(round_up(lengths[i], chunks), size) for i in samples)
+        tokens = sum(round_up(lengths[i], chunks) for i in samples)
+        return round_up(max(1, tokens), chunks * self.tensor_ranks)
+
+    def work(self, samples: Sequence[int], size: int, lengths: Sequence[int]) -> float:
+        """Return the work of each of the ranks that share a row; padding has some, too."""
+        padded = [round_up(lengths[i], num_chunks(size)) for i in samples]
+        padding = self.row_length(samples, size, lengths) - sum(padded)
+        return sum(self.cost.share(n, size) for n in padded) + self.cost.linear * padding / size
 
     def _deal(
         self, lengths: Sequence[int], sizes: Sequence[int]
@@ -148,7 +158,7 @@ class ContextRules:
             for i in sorted(mine, key=lambda i: (-lengths[i], i)):
                 _, at = groups[0]
                 dealt.setdefault((size, at // size), []).append(i)
-                work = self._work([i], size, lengths)
+                work = self.cost.share(round_up(lengths[i], num_chunks(size)), size)
                 load[at : at + size] = [before + work for before in load[at : at + size]]
                 heapq.heapreplace(groups, (max(load[at : at + size]), at))
         return dealt
@@ -176,7 +186,7 @@ class ContextRules:
 
     def _arrange(self, lengths: Sequence[int], packed: _Groups) -> list[list[MicroBatchRows]]:
         """Put the rows into micro-batches, equally many on each data-parallel rank."""
-        work = partial(self._work, lengths=lengths)
+        work = partial(self.work, lengths=lengths)
         ranked = [_slots(packed, self.sizes, dp, dp * self.cp, work) for dp in range(self.dp)]
         longest = max(map(len, ranked))
         total = round_up(max(1, self.fewest, longest), self.multiple)

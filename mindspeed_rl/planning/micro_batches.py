@@ -6,12 +6,12 @@ Pure functions of the lengths, without torch and numpy: a run and its dry run pl
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mindspeed_rl.config import ParallelConfig, TrainConfig
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.layout import ParallelLayout, num_chunks, round_up
+from mindspeed_rl.core.layout import ParallelLayout, round_up
 from mindspeed_rl.planning.bins import partition, rows_for_ranks
 from mindspeed_rl.planning.context_groups import ContextRules, MicroBatchRows, SharedRow
 from mindspeed_rl.planning.cost import SequenceCost
@@ -75,6 +75,16 @@ class MicroBatchPlan:
         """Return how many context-parallel ranks share a row; ``None``: all of them."""
         return None if self.places is None else self.places[dp_rank][row].size
 
+    def samples_by_ranks(self) -> dict[int, int]:
+        """Count samples by the number of ranks that share them; empty if all ranks always do."""
+        found: dict[int, int] = {}
+        if self.places is None:
+            return found
+        for places, rows in zip(self.places, self.assignment, strict=True):
+            for place, row in zip(places, rows, strict=True):
+                found[place.size] = found.get(place.size, 0) + len(row)
+        return dict(sorted(found.items()))
+
     def tokens_of_rank(self, cp: int) -> int:
         """Return the most tokens of a row on one of ``cp`` context-parallel ranks."""
         return max(
@@ -137,8 +147,8 @@ class PackingRules:
     def assign(self, lengths: Sequence[int]) -> MicroBatchPlan:
         """Decide what trains together in one optimizer step, the same on all ranks. Pure.
 
-        A hybrid plan is taken where by its costs it ends before the plan in which all
-        context-parallel ranks share every row, and no more tokens travel.
+        A hybrid plan is taken where by its costs, of padding as well, it ends before the plan in
+        which all context-parallel ranks share every row.
 
         Args:
             lengths: Tokens of each sample.
@@ -169,7 +179,10 @@ class PackingRules:
             limit = self.max_tokens or self.micro_batch_size * longest
             fewest = self.dp * min(self.fewest, len(lengths) // self.dp)
             rows = rows_for_ranks(lengths, max(limit, longest), multiple, fewest)
-        of_rank = partition([sum(work[i] for i in row) for row in rows], self.dp)
+        work_of_row = [sum(work[i] for i in row) for row in rows]
+        of_rank = partition(work_of_row, self.dp)
+        if self.lockstep:  # rows of similar work at the same time
+            of_rank = [sorted(mine, key=lambda r: (-work_of_row[r], r)) for mine in of_rank]
         assignment = tuple(tuple(tuple(rows[r]) for r in mine) for mine in of_rank)
         return MicroBatchPlan(assignment, self._row_lengths(assignment, lengths))
 
@@ -180,9 +193,7 @@ class PackingRules:
         best, end = static, rules.finish(whole, lengths)
         for rows in rules.plans(lengths):
             if (found := rules.finish(rows, lengths)) < end:
-                plan = self._placed(rows, lengths)
-                if plan.num_tokens <= static.num_tokens:
-                    best, end = plan, found
+                best, end = self._placed(rows, rules, lengths), found
         return best
 
     def context_rules(self, lengths: Sequence[int]) -> ContextRules:
@@ -193,28 +204,29 @@ class PackingRules:
             sizes=self.context_sizes,
             tokens=-(-limit // self.context_sizes[-1]),
             cost=self.cost,
+            tensor_ranks=self.row_multiple // self.sequence_multiple,
             lockstep=self.lockstep,
             fewest=min(self.fewest, max(1, len(lengths) // self.dp)),
             multiple=self.count_multiple,
         )
 
     def _placed(
-        self, plan: Sequence[Sequence[MicroBatchRows]], lengths: Sequence[int]
+        self,
+        plan: Sequence[Sequence[MicroBatchRows]],
+        rules: ContextRules,
+        lengths: Sequence[int],
     ) -> MicroBatchPlan:
         """Return [dp][micro-batch] of shared rows as a plan."""
         rows = [
             [(number, row) for number, micro in enumerate(micros) for row in micro]
             for micros in plan
         ]
-
-        def length(row: SharedRow) -> int:
-            chunks = num_chunks(row.size)
-            tokens = sum(round_up(lengths[i], chunks) for i in row.samples)
-            return round_up(max(1, tokens), chunks * self.row_multiple // self.sequence_multiple)
-
         return MicroBatchPlan(
             tuple(tuple(row.samples for _, row in mine) for mine in rows),
-            tuple(tuple(length(row) for _, row in mine) for mine in rows),
+            tuple(
+                tuple(rules.row_length(row.samples, row.size, lengths) for _, row in mine)
+                for mine in rows
+            ),
             tuple(
                 tuple(RowPlace(number, row.first, row.size) for number, row in mine)
                 for mine in rows
@@ -328,6 +340,8 @@ class PackingEstimate:
         num_micro_batches: Micro-batches of each data-parallel rank.
         longest_row: Tokens of the longest micro-batch.
         real_share: Tokens of samples per token that travels.
+        samples_by_ranks: Number of samples by the number of context-parallel ranks that share them;
+            empty where all ranks share all rows.
     """
 
     samples: int
@@ -335,6 +349,7 @@ class PackingEstimate:
     num_micro_batches: int
     longest_row: int
     real_share: float
+    samples_by_ranks: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rules: PackingRules, lengths: Sequence[int]) -> PackingEstimate:
@@ -346,6 +361,7 @@ class PackingEstimate:
             num_micro_batches=plan.num_micro_batches,
             longest_row=max(map(max, plan.row_lengths)),
             real_share=real_share([plan], lengths),
+            samples_by_ranks=plan.samples_by_ranks(),
         )
 
 

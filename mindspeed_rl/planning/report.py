@@ -47,6 +47,9 @@ def _arithmetic(found: Findings) -> Iterator[str]:
         f"{packing.num_micro_batches} micro-batches of up to {packing.longest_row} tokens, "
         f"{1 / packing.real_share:.3f} tokens travel per real one"
     )
+    if packing.samples_by_ranks:
+        counts = (f"{count} on {ranks}" for ranks, count in packing.samples_by_ranks.items())
+        yield f"samples by the context-parallel ranks that share them: {', '.join(counts)}"
 
 
 def _unit(found: Findings) -> tuple[str, int]:

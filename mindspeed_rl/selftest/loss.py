@@ -82,7 +82,8 @@ class Layout:
         pp: Pipeline stages.
         cp: Context-parallel size.
         sp: Sequence parallelism.
-        kind: Kind of context parallelism; a hybrid exchanges heads between pairs of ranks.
+        kind: Kind of context parallelism; ``"a2a+p2p"`` exchanges heads between pairs of ranks.
+        hybrid: Whether rows may be shared by some of the context-parallel ranks.
         model: Model that trains, of ``selftest.models.MODELS``.
     """
 
@@ -91,6 +92,7 @@ class Layout:
     cp: int = 1
     sp: bool = False
     kind: str = "all_gather"
+    hybrid: bool = False
     model: str = DENSE
 
     @property
@@ -104,7 +106,12 @@ class Layout:
         model = "" if self.model == DENSE else f"{self.model}, "
         tp = f"{self.tp} sp" if self.sp else f"{self.tp}"
         cp = f"{self.cp} {self.kind}" if self.cp > 1 else "1"
-        return f"{model}dp {dp} x tp {tp} x pp {self.pp} x cp {cp}"
+        hybrid = " hybrid" if self.hybrid else ""
+        return f"{model}dp {dp} x tp {tp} x pp {self.pp} x cp {cp}{hybrid}"
+
+    def allows(self, cut: str) -> bool:
+        """Whether a layout can have micro-batches of a cut: rows of some ranks need a size."""
+        return not self.hybrid or CUTS[cut].max_tokens_per_micro_batch != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,18 +190,29 @@ def layouts_of(world: int) -> list[Layout]:
     """
     sizes = [n for n in range(1, world + 1) if world % n == 0]
     others = [
-        Layout(cp=cp, kind=kind, model=model)
+        Layout(cp=cp, kind=kind, hybrid=hybrid, model=model)
         for model in MODELS
         if model != DENSE
         for cp in sizes[1:]
         for kind in _kinds(1, cp)
+        for hybrid in (False, True)
     ]
     return others + [
-        Layout(tp, pp, cp, sp, kind)
+        Layout(tp, pp, cp, sp, kind, hybrid)
         for tp, pp, cp in product(sizes, repeat=3)
         if world % (tp * pp * cp) == 0 and NUM_HEADS % tp == 0 and NUM_LAYERS % pp == 0
         for sp in ((False, True) if tp > 1 else (False,))
         for kind in _kinds(tp, cp)
+        for hybrid in ((False, True) if cp > 1 else (False,))
+    ]
+
+
+def trials_of(world: int) -> list[Trial]:
+    """Return all layouts of a world with every cut that they allow and every case."""
+    return [
+        (layout, cut, case)
+        for layout, cut, case in product(layouts_of(world), CUTS, CASES)
+        if layout.allows(cut)
     ]
 
 
@@ -217,9 +235,9 @@ def check(job: RLJobOf) -> None:
     """
     job.log_rank0(
         f"self-test of the loss: {len(CASES)} cases in {len(layouts_of(job.world.size))} "
-        f"layouts of {job.world.size} ranks, {len(CUTS)} cuts each"
+        f"layouts of {job.world.size} ranks, up to {len(CUTS)} cuts each"
     )
-    findings = run(job, list(product(layouts_of(job.world.size), CUTS, CASES)))
+    findings = run(job, trials_of(job.world.size))
     for f in findings:
         job.log_rank0(
             f"{'ok  ' if f.holds else 'FAIL'} {f.layout}, {f.cut}: worst metric "
@@ -348,6 +366,7 @@ def in_layout(job: RLJobOf, layout: Layout) -> Iterator[SelftestModels]:
         sequence_parallel=layout.sp,
         cp_comm_type=(layout.kind,),
         ulysses_degree_in_cp=2 if layout.kind == "a2a+p2p" else None,
+        hybrid_context_parallel=layout.hybrid,
         platform=job.config.parallel.platform,
     )
     config = replace(job.config, parallel=parallel)

@@ -16,6 +16,11 @@ LAYOUTS = {
         "qwen2-tied", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
     ),
     "context": ("qwen2-tied", "--context-parallel-size 2 --use-distributed-optimizer"),
+    "hybrid context": (
+        "qwen2-tied",
+        "--context-parallel-size 4 --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 10 "
+        "--max-prompt-length 12 --rollout-max-response-length 20",
+    ),
     "experts": (
         "qwen3-moe",
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "

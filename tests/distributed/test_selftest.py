@@ -38,14 +38,12 @@ def findings(world: World, model: str) -> list[Finding]:
 
 def chosen_rows(world: int) -> list[tuple[Layout, str, Case]]:
     """Every pair of what a layout, its cut into micro-batches and a case consist of."""
-    from mindspeed_rl.selftest.loss import CASES, CUTS, layouts_of
+    from mindspeed_rl.selftest.loss import trials_of
 
     rows = {
-        (at.tp, at.pp, at.cp, world // (at.tp * at.pp * at.cp), at.sp, at.kind, at.model,
+        (at.tp, at.pp, at.cp, world // (at.tp * at.pp * at.cp), at.sp, at.kind, at.hybrid, at.model,
          cut, case.loss, case.aggregation): (at, cut, case)
-        for at in layouts_of(world)
-        for cut in CUTS
-        for case in CASES
+        for at, cut, case in trials_of(world)
     }  # fmt: skip
     return [rows[row] for row in covering_array(list(rows))]
 

@@ -95,6 +95,17 @@ SAMPLES = (
           lambda original: lambda self, values: original(replace(self, reduce=_local), values),
           _LOSSES + "test_context_parallel_ranks_add_up_to_the_batch",
           "Sequence losses would take the part of one rank for the whole sequence."),
+    Fault("rows-on-other-ranks-than-planned",
+          "mindspeed_rl.planning.micro_batches:RowPlace.has",
+          takes(cp_rank=lambda rank: (rank + 1) % 4),
+          "tests/unit/samples/test_hybrid_rows.py::"
+          "test_ranks_of_a_row_have_it_and_every_token_is_on_one_of_them",
+          "Ranks would exchange keys and values of different rows."),
+    Fault("sums-over-rows-of-other-ranks", "mindspeed_rl.trainer.train_engine:context_group",
+          lambda original: lambda size: original(4),
+          "tests/distributed/test_hybrid_context.py::"
+          "test_sums_over_a_row_are_over_the_ranks_that_share_it",
+          "Sequence losses and values of a short row would take in those of other rows."),
     Fault("lost-samples-go-unnoticed", "mindspeed_rl.samples.rollout_info:_check_table",
           skipped, _TABLE + "test_a_sample_that_is_lost_or_doubled_stops_the_step",
           "A missing sample would be trained on as an empty one of prompt 0."),

@@ -9,6 +9,7 @@ from support.architecture import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
 
+from bench.context_groups import measure as measure_context
 from bench.packing import CASES, measure
 
 # Measured by others with the earlier plan, every sample padded to the longest of the step.
@@ -22,3 +23,15 @@ def test_recipes_train_on_hardly_more_than_the_tokens_of_their_samples(name: str
     assert 1.0 <= found["now"] <= MOST
     if name in PADDED:
         assert found["padded"] == pytest.approx(PADDED[name], rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-30B", "Qwen2.5-7B"])
+@pytest.mark.parametrize("cp", [4, 8])
+def test_hybrid_context_parallelism_exchanges_less_and_ends_earlier(name: str, cp: int) -> None:
+    """By plans: ranks keep equal work, and at most 0.2 % more tokens travel."""
+    found = measure_context(CASES[name], cp)
+    static, hybrid = found["static"], found["hybrid"]
+    assert hybrid["exchanged"] < 0.65 * static["exchanged"]
+    assert 1.0 <= hybrid["time"] < static["time"]
+    assert hybrid["busiest"] <= 1.002
+    assert hybrid["travel"] <= 1.002 * static["travel"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindspeed_rl.core.groups import context_group_name
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.planning.communicators import GroupsOfRank, RunGroups
@@ -18,13 +19,15 @@ def divisors(number: int) -> st.SearchStrategy[int]:
 
 @st.composite
 def runs(draw: st.DrawFn) -> RunGroups:
-    tp, cp, dp, pp = (draw(sizes) for _ in range(4))
+    tp, dp, pp = (draw(sizes) for _ in range(3))
+    cp = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
     per_stage = tp * cp * dp
     etp = draw(divisors(per_stage))
     ep = draw(divisors(per_stage // etp))
     parallel = ParallelLayout.build(
-        world=per_stage * pp, stages=even_stages(pp, pp), tp=tp, cp=cp, ep=ep, etp=etp
-    )
+        world=per_stage * pp, stages=even_stages(pp, pp), tp=tp, cp=cp, ep=ep, etp=etp,
+        hybrid_context=draw(st.booleans()),
+    )  # fmt: skip
     engine_tp = draw(divisors(parallel.world))
     engine_dp = draw(divisors(parallel.world // engine_tp))
     engine = EngineLayout(parallel.world, engine_tp, engine_dp, expert_parallel=draw(st.booleans()))
@@ -59,6 +62,13 @@ def by_definition(rank: int, run: RunGroups) -> GroupsOfRank:
         "world": tuple(everyone), "tp": dense("cp", "dp", "pp"), "cp": dense("tp", "dp", "pp"),
         "dp_cp": dense("tp", "pp"), "pp": pipeline,
     }  # fmt: skip
+    if parallel.hybrid_context:
+        nested = {4: [2], 6: [3], 8: [2, 4]}.get(parallel.cp, [])
+        for size in nested:
+            block = parallel.coords(rank).cp // size
+            groups[f"context_parallel_group_of_{size}"] = tuple(
+                r for r in dense("tp", "dp", "pp") if parallel.coords(r).cp // size == block
+            )
     if run.sharded_optimizer:
         groups["intra_dist_opt_instance"] = tuple(everyone)
     else:
@@ -111,3 +121,11 @@ def test_all_groups_are_those_of_every_rank_each_once(run: RunGroups) -> None:
     for groups in found.values():
         members = [rank for group in groups for rank in group]
         assert len(members) == len(set(members)), "a rank is in one group of a name"
+
+
+@given(runs())
+@settings(deadline=None)
+def test_the_groups_that_are_created_are_those_that_are_counted(run: RunGroups) -> None:
+    parallel, counted = run.parallel, run.of_all_ranks()
+    for size in parallel.context_sizes[1:-1]:
+        assert set(parallel.context_blocks(size)) == set(counted[context_group_name(size)])

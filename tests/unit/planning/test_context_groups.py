@@ -7,12 +7,15 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.published import PUBLISHED
 
-from mindspeed_rl.config import ParallelConfig, TrainConfig
+from mindspeed_rl.config import ParallelConfig, RLRunConfig, TrainConfig
+from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import nested_sizes
 from mindspeed_rl.planning.context_groups import SharedRow
 from mindspeed_rl.planning.cost import SequenceCost
+from mindspeed_rl.planning.findings import find_out
 from mindspeed_rl.planning.micro_batches import (
     MicroBatchPlan,
     PackingRules,
@@ -20,6 +23,8 @@ from mindspeed_rl.planning.micro_batches import (
     drawn_lengths,
     token_limit,
 )
+from mindspeed_rl.planning.report import lines
+from mindspeed_rl.planning.run_plan import run_packing
 
 COST = SequenceCost(linear=3.0, quadratic=0.25, exchanged=0.5)
 
@@ -70,7 +75,7 @@ def test_every_plan_of_rows_on_some_ranks_is_whole(step: tuple[PackingRules, lis
     context, cp = rules.context_rules(lengths), rules.context_sizes[-1]
     seen = []
     for rows in context.plans(lengths):
-        plan = rules._placed(rows, lengths)
+        plan = rules._placed(rows, context, lengths)
         seen.append(plan)
         assert sorted(i for mine in plan.assignment for row in mine for i in row) == list(
             range(len(lengths))
@@ -98,10 +103,9 @@ def test_every_plan_of_rows_on_some_ranks_is_whole(step: tuple[PackingRules, lis
 def test_a_hybrid_plan_is_taken_only_where_it_is_better(
     step: tuple[PackingRules, list[int]],
 ) -> None:
-    """No more tokens travel, no rank has more of them at a time, and the last rank ends earlier."""
+    """No rank has more tokens at a time, and the last rank ends no later, padding included."""
     rules, lengths = step
     plan, plain = rules.assign(lengths), static(rules, lengths)
-    assert plan.num_tokens <= plain.num_tokens
     context, cp = rules.context_rules(lengths), rules.context_sizes[-1]
     most = max(context.tokens, -(-max(padded(lengths, 2 * cp)) // cp))
     multiple = rules.row_multiple // cp
@@ -120,9 +124,10 @@ def work_of_busiest(plan: MicroBatchPlan, rules: PackingRules, lengths: list[int
                 first = 0 if plan.places is None else plan.places[dp][row].first
                 chunks = 2 * size if size > 1 else 1
                 work = 0.0
-                for i in plan.assignment[dp][row]:
-                    n = -(-lengths[i] // chunks) * chunks
+                own = padded([lengths[i] for i in plan.assignment[dp][row]], chunks)
+                for n in own:
                     work += (3 * n + 0.25 * n * n + 0.5 * n * (size - 1)) / size
+                work += 3 * (plan.row_lengths[dp][row] - sum(own)) / size
                 ranks = [(dp, first + at) for at in range(size)]
                 begin = max(clock[rank] for rank in ranks)
                 clock |= dict.fromkeys(ranks, begin + work)
@@ -229,3 +234,48 @@ def test_flags_that_exclude_each_other() -> None:
     check_hybrid_context(replace(train, max_tokens_per_micro_batch=400), sized, gathers=False)
     with pytest.raises(UsageError, match="--max-seqlen-per-dp-cp-rank"):
         check_hybrid_context(replace(train, max_tokens_per_micro_batch=300), sized, gathers=False)
+
+
+def test_memory_and_a_dry_run_know_the_plan() -> None:
+    """The longest row of a rank is that of the run without the flag; so is all but groups."""
+    words = f"""
+        --hf-checkpoint {PUBLISHED["qwen2.5-7b"]} --train-iters 1 --context-parallel-size 4
+        --max-prompt-length 500 --rollout-max-response-length 3500 --rl-dry-run-mean-length 1000
+        --grpo-prompts-per-step 64 --grpo-group-size 8 --rollout-tp 4 --rollout-kv-cache-gb 1
+        --tensor-model-parallel-size 2 --sequence-parallel
+    """.split()
+    hybrid, plain = (
+        parse(RLRunConfig, [*words, *more], "test").config
+        for more in (["--hybrid-context-parallel"], [])
+    )
+    found, before = find_out(hybrid, 16), find_out(plain, 16)
+    assert found.prediction.workload == before.prediction.workload
+    assert found.prediction.training.peak(0, found.prediction.workload) == (
+        before.prediction.training.peak(0, before.prediction.workload)
+    )
+    rules = run_packing(hybrid, found.prediction.plan)
+    for seed in range(3):
+        plan = rules.assign(drawn_lengths(512, 1000, 4000, seed))
+        assert plan.places is not None
+        assert 4 * plan.tokens_of_rank(4) <= found.prediction.workload.tokens
+    text = "\n".join(lines(found))
+    assert "rows on 1, 2 or 4 context-parallel ranks" in text
+    assert sum(found.packing.samples_by_ranks.values()) == 512
+    assert set(found.packing.samples_by_ranks) == {1, 2, 4}
+    assert "samples by the context-parallel ranks" in text
+    assert not before.packing.samples_by_ranks
+    assert set(found.prediction.groups(0)) - set(before.prediction.groups(0)) == {
+        "context_parallel_group_of_2"
+    }
+
+
+def test_the_longest_sequence_must_fit_all_ranks() -> None:
+    words = f"""
+        --hf-checkpoint {PUBLISHED["qwen2.5-7b"]} --train-iters 1 --context-parallel-size 4
+        --max-prompt-length 500 --rollout-max-response-length 3500 --hybrid-context-parallel
+        --grpo-prompts-per-step 64 --grpo-group-size 8 --max-seqlen-per-dp-cp-rank 999
+        --rollout-kv-cache-gb 1
+    """.split()
+    config = parse(RLRunConfig, words, "test").config
+    with pytest.raises(UsageError, match=r"--max-seqlen-per-dp-cp-rank 999 .* 1000"):
+        find_out(config, 8)
