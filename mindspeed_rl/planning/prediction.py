@@ -17,7 +17,7 @@ from mindspeed_rl.planning.activations import TrainingMemory, TrainPeak, Workloa
 from mindspeed_rl.planning.communicators import GroupsOfRank, RunGroups
 from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.hccl_buffers import HcclBuffers, needed_mb
-from mindspeed_rl.planning.model_state import ModelState, model_state
+from mindspeed_rl.planning.model_state import ModelState, SaveStaging, model_state, save_staging
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
 from mindspeed_rl.rollout.graph_sizes import AUTO, num_default_sizes
 from mindspeed_rl.rollout.registry import engine_provider
@@ -33,6 +33,7 @@ _PASSING = (
     MemoryOwner.LOGITS,
     MemoryOwner.RESHARD_STAGING,
     MemoryOwner.ENGINE_WORKSPACE,
+    MemoryOwner.SAVE_STAGING,
 )
 
 
@@ -80,6 +81,8 @@ class MemoryPrediction:
             MemoryPhase.TRAIN_IDLE: stays[MemoryPhase.TRAIN_IDLE],
             MemoryPhase.TRAIN: self._train(rank, stays[MemoryPhase.TRAIN], models),
         }
+        if self.saves:
+            tables[MemoryPhase.SAVE] = self._save(rank, stays[MemoryPhase.TRAIN_IDLE], models)
         if isinstance(self.plan, RLPlan):
             weights = {MemoryOwner.ENGINE_WEIGHTS: self.engine.weights(rank)}
             tables[MemoryPhase.SYNC] = stays[MemoryPhase.SYNC] | weights | self._staging(rank)
@@ -87,6 +90,8 @@ class MemoryPrediction:
             if not self.frees_engine_weights:
                 tables[MemoryPhase.TRAIN_IDLE] |= weights
                 tables[MemoryPhase.TRAIN] |= weights
+                if self.saves:
+                    tables[MemoryPhase.SAVE] |= weights
         groups = {MemoryOwner.COMMUNICATORS: sum(self.group_bytes(rank).values())}
         return {p: {o: b for o, b in (t | groups).items() if b} for p, t in tables.items()}
 
@@ -197,6 +202,35 @@ class MemoryPrediction:
             moments.append(stays | critic | _passing(peak))
         return max(moments, key=lambda table: sum(table.values()))
 
+    # --- a checkpoint --------------------------------------------------------------------------
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run writes checkpoints."""
+        return bool(self.config.checkpoint.save)
+
+    def save_staging(self, rank: int) -> SaveStaging:
+        """Return what a rank takes while a checkpoint is written, of one model after another."""
+        sharded = self.config.parallel.use_distributed_optimizer
+        if self.config.checkpoint.no_save_optim or not sharded:
+            return SaveStaging(0, 0)
+        layouts = [self.plan.megatron, *([self._critic] if self._critic else [])]
+        buckets = self.config.kernels.overlap_grad_reduce
+        found = [save_staging(layout, rank, buckets=buckets) for layout in layouts]
+        return SaveStaging(max(s.device for s in found), max(s.host for s in found))
+
+    def _save(self, rank: int, stays: Table, models: Table) -> Table:
+        """Return the moment of a save: models that are written come back, gradients are there."""
+        back = {o: size for o, size in models.items() if o in self._saved_beside}
+        return stays | back | {MemoryOwner.SAVE_STAGING: self.save_staging(rank).device}
+
+    @property
+    def _saved_beside(self) -> tuple[MemoryOwner, ...]:
+        """Owners of models besides the policy that a checkpoint has."""
+        config = self.config
+        changes = isinstance(config, RLRunConfig) and config.rl.ref_update_interval
+        return (*CRITIC_OWNERS, MemoryOwner.REFERENCE) if changes else CRITIC_OWNERS
+
     @property
     def imbalance(self) -> float:
         """Tokens of the busiest expert-parallel rank as a multiple of the mean."""
@@ -221,14 +255,18 @@ class MemoryPrediction:
             longest = trained = train.seq_length or self.plan.spec.max_position_embeddings
             per_update, prepared, entropy = train.global_batch_size, 1, False
         samples = max(1, per_update // parallel.dp)
-        sequences, padded = train.micro_batch_size, round_up(longest, parallel.sequence_multiple)
-        if train.max_tokens_per_micro_batch:  # otherwise as many as --micro-batch-size says
-            sequences = max(1, train.max_tokens_per_micro_batch // padded)
-        sequences = min(sequences, samples)
+        padded = round_up(longest, parallel.sequence_multiple)
+        room = train.micro_batch_size * padded  # tokens of a row
+        if train.max_tokens_per_micro_batch:
+            room = max(train.max_tokens_per_micro_batch, padded)
+        sequences = min(max(1, room // padded), samples)
+        room = min(room, samples * padded)
+        # Rows that are filled with tokens may hold nearly nothing but responses to short prompts.
+        packs = train.max_tokens_per_micro_batch != 0
         multiple = parallel.row_multiple(sequence_parallel=config.parallel.shards_sequence)
         return Workload(
-            tokens=round_up(sequences * padded, multiple),
-            trained=sequences * trained,
+            tokens=round_up(room, multiple),
+            trained=min(room, samples * trained) if packs else sequences * trained,
             num_micro_batches=-(-samples // sequences),
             entropy_gradient=entropy,
             num_updates=prepared,

@@ -18,7 +18,7 @@ from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.planning.budget import device_bytes, machine_on, resolve_offload, usable_bytes
 from mindspeed_rl.planning.prediction import MemoryPrediction
-from mindspeed_rl.planning.run_plan import RLPlan, ScorePlan
+from mindspeed_rl.planning.run_plan import RLPlan, ScorePlan, check_engine
 from mindspeed_rl.rl.components import Models
 from mindspeed_rl.rollout.engine import EngineState, InferenceEngine
 from mindspeed_rl.rollout.graph_sizes import (
@@ -227,7 +227,7 @@ def with_installed_engine(job: Job[RLRunConfig, RLPlan]) -> Job[RLRunConfig, RLP
     Raises:
         UsageError: the flags ask for what the installed engine cannot do.
     """
-    engine_provider().check_run(job.config, job.platform.name)
+    check_engine(job.config, job.plan, job.platform.name)
     return replace(job, plan=replace(job.plan, rollout_layout=installed_layout(job)))
 
 

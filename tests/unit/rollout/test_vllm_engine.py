@@ -18,7 +18,7 @@ from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.models.layers import GroupedQueryAttention, LatentAttention
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
 from mindspeed_rl.rollout.vllm import capabilities
-from mindspeed_rl.rollout.vllm.backend import model_settings
+from mindspeed_rl.rollout.vllm.arguments import model_settings
 from mindspeed_rl.rollout.vllm.engine import VllmEngine
 from mindspeed_rl.rollout.vllm.options import check_option_names
 from mindspeed_rl.rollout.vllm.process_state import preserved_environment
