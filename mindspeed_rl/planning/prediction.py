@@ -10,6 +10,7 @@ from mindspeed_rl.config import RLRunConfig, TrainingRunConfig
 from mindspeed_rl.config.dry_run import MACHINES, Machine
 from mindspeed_rl.config.npu import group_buffers
 from mindspeed_rl.config.rollout import EngineTuningConfig
+from mindspeed_rl.core.graph_sizes import AUTO, num_default_sizes
 from mindspeed_rl.core.groups import MEGATRON_GROUPS
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner, MemoryPhase, OffloadMode
@@ -19,7 +20,6 @@ from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.hccl_buffers import HcclBuffers, needed_mb
 from mindspeed_rl.planning.model_state import ModelState, SaveStaging, model_state, save_staging
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
-from mindspeed_rl.rollout.graph_sizes import AUTO, num_default_sizes
 from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
@@ -222,7 +222,10 @@ class MemoryPrediction:
     def _save(self, rank: int, stays: Table, models: Table) -> Table:
         """Return the moment of a save: models that are written come back, gradients are there."""
         back = {o: size for o, size in models.items() if o in self._saved_beside}
-        return stays | back | {MemoryOwner.SAVE_STAGING: self.save_staging(rank).device}
+        staging = self.save_staging(rank)
+        shared = self.machine.platform == "cpu"  # the device is the host
+        gathered = staging.device + (staging.host if shared else 0)
+        return stays | back | {MemoryOwner.SAVE_STAGING: gathered}
 
     @property
     def _saved_beside(self) -> tuple[MemoryOwner, ...]:

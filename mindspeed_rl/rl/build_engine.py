@@ -14,6 +14,13 @@ from mindspeed_rl.colocation.memory_ledger import MemoryLedger
 from mindspeed_rl.colocation.scheduler import CHAIN, ColocationPlan
 from mindspeed_rl.colocation.transition import nothing
 from mindspeed_rl.config import RLRunConfig, RolloutConfig, ScoreRunConfig, TrainConfig
+from mindspeed_rl.core.graph_sizes import (
+    AUTO,
+    best_graph_sizes,
+    even_graph_sizes,
+    limited,
+    read_history,
+)
 from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.planning.budget import device_bytes, machine_on, resolve_offload, usable_bytes
@@ -21,13 +28,6 @@ from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.run_plan import RLPlan, ScorePlan, check_engine
 from mindspeed_rl.rl.components import Models
 from mindspeed_rl.rollout.engine import EngineState, InferenceEngine
-from mindspeed_rl.rollout.graph_sizes import (
-    AUTO,
-    best_graph_sizes,
-    even_graph_sizes,
-    limited,
-    read_history,
-)
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.samples.device_cache import TensorCache

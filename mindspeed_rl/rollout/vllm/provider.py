@@ -12,9 +12,9 @@ from mindspeed_rl.config.architecture import model_config
 from mindspeed_rl.config.engine_options import as_flag
 from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.graph_sizes import even_graph_sizes
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.rollout.graph_sizes import even_graph_sizes
 from mindspeed_rl.rollout.provider import EngineProvider, EngineSettings, EngineSizes
 from mindspeed_rl.rollout.vllm.arguments import check_host_tuning, host_arguments
 from mindspeed_rl.rollout.vllm.capabilities import (

@@ -14,7 +14,7 @@ from typing import Any
 
 from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.rollout.graph_sizes import AUTO
+from mindspeed_rl.core.graph_sizes import AUTO
 from mindspeed_rl.rollout.vllm.arguments import model_settings
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
