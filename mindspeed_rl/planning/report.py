@@ -129,7 +129,8 @@ def _seconds(found: Findings) -> Iterator[str]:
     ]
     yield from (f"  {line}" for line in aligned(rows))
     yield f"  {step.source}"
-    yield "  not counted: prefill, rewards, weight update, offloading"
+    if isinstance(found.prediction.plan, RLPlan):
+        yield "  not counted: prefill, rewards, reshard, offloading"
 
 
 def _verdict(found: Findings) -> Iterator[str]:
