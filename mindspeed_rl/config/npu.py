@@ -79,16 +79,24 @@ class NpuSetup:
 _OWN = ("npu_deterministic", "hccl_group_buffer")
 
 
-def check_npu(npu: NpuConfig, parallel: ParallelConfig) -> None:
-    """Refuse flags that contradict each other on an NPU.
+def check_npu(npu: NpuConfig, parallel: ParallelConfig, platform: str) -> None:
+    """Refuse flags that contradict each other on an NPU, and the one that needs an NPU.
 
     Args:
         npu: Flags of the features.
         parallel: Flags of the training layout.
+        platform: Platform of the run, or ``"auto"`` for a CPU or CUDA.
 
     Raises:
         UsageError: The message names the flag and the fix.
     """
+    if platform != "npu":
+        if npu.swap_optimizer:
+            raise UsageError(
+                f"--swap-optimizer is done by MindSpeed, on NPUs only; on {platform} take "
+                "--rl-offload optimizer, which moves the state out while the engine samples"
+            )
+        return
     if npu.swap_optimizer and not parallel.use_distributed_optimizer:
         raise UsageError("--swap-optimizer needs --use-distributed-optimizer; add it")
     group_buffers(npu.hccl_group_buffer)

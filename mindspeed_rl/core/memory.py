@@ -25,6 +25,7 @@ class MemoryOwner(enum.StrEnum):
     SAMPLES = "samples"  # tokens and log-probs of this step's and of carried-over responses
     ENGINE_WORKSPACE = "engine_workspace"  # activations of the largest engine step
     GRAPHS = "graphs"
+    SAVE_STAGING = "save_staging"  # optimizer state that a checkpoint gathers
     COMMUNICATORS = "communicators"  # buffers of HCCL or NCCL; gloo has none on the device
 
 
@@ -44,6 +45,7 @@ class MemoryPhase(enum.StrEnum):
     LOAD = "load"  # weights just read, optimizer built, engine built and asleep
     TRAIN_IDLE = "train_idle"  # the training phase, before its first micro-batch
     TRAIN = "train"  # the peak of a training step
+    SAVE = "save"  # the peak of writing a checkpoint
     SYNC = "sync"  # the peak of a weight update: both sides and the staging
     ROLLOUT = "rollout"  # the peak of generation
 

@@ -24,7 +24,7 @@ from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
 from mindspeed_rl.planning.budget import machine_on, npu_machine
 from mindspeed_rl.planning.hccl_buffers import hccl_buffers, with_group_sizes
 from mindspeed_rl.planning.phase_limits import PhaseLimits, phase_limits
-from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
+from mindspeed_rl.planning.run_plan import RLPlan, RunPlan, check_engine
 from mindspeed_rl.rollout.registry import engine_provider
 
 if TYPE_CHECKING:
@@ -84,6 +84,9 @@ def plan_run(
         setup = npu_setup_of(parsed)
     with mistakes:
         planned = plan(parsed.config, num_ranks)
+        platform = resolve_platform(parsed.config.parallel.platform)
+        if platform != "auto":  # else torch must be asked, and the run checks then
+            check_engine(parsed.config, planned, platform)
     mistakes.report()
     if setup is not None:
         parsed, setup = sized_for_npu(parsed, planned, setup)
@@ -104,11 +107,11 @@ def predict(parsed: ParsedArguments[Any], environment: Mapping[str, str]) -> int
     mistakes = Mistakes(parsed.refused)
     check_model_flags(parsed, mistakes, files=False)
     platform = machine_on(config).platform
-    if platform == "npu":
-        with mistakes:
-            check_npu(config.ascend, config.parallel)
+    with mistakes:
+        check_npu(config.ascend, config.parallel, platform)
     with mistakes:
         plan = plan_of(config, world_size(config, environment))
+        check_engine(config, plan, platform)
     mistakes.report()
     notes = [
         *disposition_lines(parsed, parsed.ignored),
@@ -206,14 +209,9 @@ def npu_setup_of(parsed: ParsedArguments[Any]) -> NpuSetup | None:
     """Return the settings of an NPU process; ``None`` on other platforms."""
     config = parsed.config
     platform = resolve_platform(config.parallel.platform)
+    check_npu(config.ascend, config.parallel, platform)
     if platform != "npu":
-        if config.ascend.swap_optimizer:
-            raise UsageError(
-                f"--swap-optimizer is done by MindSpeed, on NPUs only; on {platform} take "
-                "--rl-offload optimizer, which moves the state out while the engine samples"
-            )
         return None
-    check_npu(config.ascend, config.parallel)
     grouped = module_names(config.model, config.parallel.platform).grouped_experts
     return npu_setup(config.ascend, config.parallel, config.train, grouped=grouped)
 

@@ -7,13 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mindspeed_rl.config import RLRunConfig, TrainingRunConfig
+from mindspeed_rl.config.npu import check_npu
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import MemoryPhase
 from mindspeed_rl.planning.budget import device_bytes, machine_on, resolve_offload, usable_bytes
 from mindspeed_rl.planning.hccl_buffers import hccl_buffers
 from mindspeed_rl.planning.micro_batches import PackingEstimate, drawn_lengths
 from mindspeed_rl.planning.prediction import MemoryPrediction, Peak, Table
-from mindspeed_rl.planning.run_plan import RLPlan, RunPlan, longest_sequence, run_packing
+from mindspeed_rl.planning.run_plan import (
+    RLPlan,
+    RunPlan,
+    check_engine,
+    longest_sequence,
+    run_packing,
+)
 from mindspeed_rl.planning.step_time import StepSeconds, step_seconds
 from mindspeed_rl.planning.suggestions import Suggestion, plan_of, suggest
 from mindspeed_rl.weights.traffic import RankTraffic, element_bytes_of, estimated_traffic
@@ -87,8 +94,10 @@ def find_out(config: TrainingRunConfig, world: int) -> Findings:
         UsageError: The flags are not possible, or ``HCCL_BUFFSIZE`` is too small for them.
     """
     machine, plan = machine_on(config), plan_of(config, world)
+    check_npu(config.ascend, config.parallel, machine.platform)  # refuse what a start would
+    check_engine(config, plan, machine.platform)
     if machine.platform == "npu":
-        hccl_buffers(config, plan, machine.name, os.environ)  # refuses what a start would
+        hccl_buffers(config, plan, machine.name, os.environ)
     budget = usable_bytes(device_bytes(config, machine.memory_gib * _GIB), machine)
     prediction = MemoryPrediction(config, plan, machine)
     ranks = prediction.representatives()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm, prod
@@ -20,6 +21,8 @@ from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 _FP32 = 4
 _MOMENTS = 2  # exp_avg and exp_avg_sq
 _PARAM_ALIGNMENT, _BUFFER_ALIGNMENT = 64, 128  # elements
+# Elements of a bucket of gradients, at least, and per data-parallel rank.
+_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
 _BIAS_OF_ROUTER = "router.expert_bias"  # a buffer of megatron-core, not a trained parameter
 _CHUNK = re.compile(r"^chunk\d+\.")
 
@@ -43,6 +46,38 @@ class ModelState:
     plain_parameters: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    """The parameters that one buffer of gradients covers.
+
+    Attributes:
+        sizes: Elements of each parameter.
+        dp: Ranks that share the optimizer state of the buffer.
+    """
+
+    sizes: tuple[int, ...]
+    dp: int
+
+    @property
+    def padded(self) -> int:
+        """Elements of the distributed optimizer's buffer."""
+        aligned = sum(round_up(size, _PARAM_ALIGNMENT) for size in self.sizes)
+        return round_up(aligned, lcm(self.dp, _BUFFER_ALIGNMENT))
+
+
+def _buffers(layout: MegatronLayout, rank: int) -> Iterator[_Buffer]:
+    """Yield the buffers of a rank: of each chunk one of experts and one of the other parameters."""
+    parallel = layout.parallel
+    found: dict[tuple[str, bool], list[int]] = defaultdict(list)
+    for name, shape in layout.local_shapes(rank).items():
+        if _BIAS_OF_ROUTER not in name:
+            chunk = _CHUNK.match(name)
+            experts = ".experts." in name and parallel.ep > 1
+            found[chunk[0] if chunk else "", experts].append(prod(shape))
+    for (_, experts), sizes in found.items():
+        yield _Buffer(tuple(sizes), parallel.expert_dp if experts else parallel.dp * parallel.cp)
+
+
 @lru_cache(maxsize=128)
 def model_state(
     layout: MegatronLayout, rank: int, *, bf16: bool, distributed_optimizer: bool
@@ -55,23 +90,13 @@ def model_state(
         bf16: Whether parameters are bf16 with fp32 copies in the optimizer; else all is fp32.
         distributed_optimizer: Whether ``--use-distributed-optimizer`` is on.
     """
-    parallel = layout.parallel
-    buffers: dict[tuple[str, bool], list[int]] = defaultdict(list)
-    for name, shape in layout.local_shapes(rank).items():
-        if _BIAS_OF_ROUTER not in name:
-            chunk = _CHUNK.match(name)
-            experts = ".experts." in name and parallel.ep > 1
-            buffers[chunk[0] if chunk else "", experts].append(prod(shape))
+    buffers = list(_buffers(layout, rank))
     item = 2 if bf16 else _FP32
-    elements = sum(map(sum, buffers.values()))
+    elements = sum(sum(buffer.sizes) for buffer in buffers)
     padded = owned = elements
     if distributed_optimizer:
-        padded = owned = 0
-        for (_, experts), sizes in buffers.items():
-            dp = parallel.expert_dp if experts else parallel.dp * parallel.cp
-            aligned = sum(round_up(size, _PARAM_ALIGNMENT) for size in sizes)
-            padded += round_up(aligned, lcm(dp, _BUFFER_ALIGNMENT))
-            owned += sum(sizes) // dp
+        padded = sum(buffer.padded for buffer in buffers)
+        owned = sum(sum(buffer.sizes) // buffer.dp for buffer in buffers)
     copies = owned * _FP32 if bf16 else 0
     return ModelState(
         parameters=padded * item,
@@ -80,3 +105,44 @@ def model_state(
         optimizer=copies + owned * _FP32 * _MOMENTS,
         plain_parameters=elements * item,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStaging:
+    """Bytes that a rank takes while the state of a distributed optimizer is saved.
+
+    Attributes:
+        device: On the device.
+        host: On the host.
+    """
+
+    device: int
+    host: int
+
+
+@lru_cache(maxsize=128)
+def save_staging(layout: MegatronLayout, rank: int, *, buckets: bool) -> SaveStaging:
+    """Predict what a save gathers of a distributed optimizer, as ``fully_reshardable``. Pure.
+
+    For the main parameters and each moment in turn every rank sends its share of a bucket and
+    receives the whole bucket on the device, in fp32, also where nobody shares it. On the host it
+    has the shares of all three, the bucket twice (received and concatenated), and the whole of all
+    buffers until the files are written (``get_parameter_state_dp_zero`` of megatron-core 0.16.1).
+
+    Args:
+        layout: Spec and training layout.
+        rank: Global rank.
+        buckets: Whether ``--overlap-grad-reduce`` cuts the buffers of the first chunk into buckets;
+            without, each buffer is one bucket. The largest bucket is taken to have one parameter
+            more than its limit.
+    """
+    device = passing = whole = 0
+    for buffer in _buffers(layout, rank):
+        bucket = buffer.padded
+        if buckets:
+            bucket = min(bucket, max(_BUCKET, _BUCKET_PER_RANK * buffer.dp) + max(buffer.sizes))
+        share = -(-bucket // buffer.dp)
+        device = max(device, bucket + share)
+        passing = max(passing, 3 * share + 2 * bucket)
+        whole += 3 * sum(buffer.sizes)
+    return SaveStaging(device * _FP32, (passing + whole) * _FP32)

@@ -11,6 +11,7 @@ from mindspeed_rl.config.context_parallel import context_parallelism
 from mindspeed_rl.config.dry_run import MACHINES, Machine
 from mindspeed_rl.config.npu import group_buffers
 from mindspeed_rl.config.rollout import EngineTuningConfig
+from mindspeed_rl.core.graph_sizes import AUTO, num_default_sizes
 from mindspeed_rl.core.groups import MEGATRON_GROUPS
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner, MemoryPhase, OffloadMode
@@ -19,9 +20,8 @@ from mindspeed_rl.planning.communicators import GroupsOfRank, RunGroups
 from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.hccl_buffers import HcclBuffers, needed_mb
 from mindspeed_rl.planning.micro_batches import token_limit
-from mindspeed_rl.planning.model_state import ModelState, model_state
+from mindspeed_rl.planning.model_state import ModelState, SaveStaging, model_state, save_staging
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
-from mindspeed_rl.rollout.graph_sizes import AUTO, num_default_sizes
 from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
@@ -35,6 +35,7 @@ _PASSING = (
     MemoryOwner.LOGITS,
     MemoryOwner.RESHARD_STAGING,
     MemoryOwner.ENGINE_WORKSPACE,
+    MemoryOwner.SAVE_STAGING,
 )
 
 
@@ -82,6 +83,8 @@ class MemoryPrediction:
             MemoryPhase.TRAIN_IDLE: stays[MemoryPhase.TRAIN_IDLE],
             MemoryPhase.TRAIN: self._train(rank, stays[MemoryPhase.TRAIN], models),
         }
+        if self.saves:
+            tables[MemoryPhase.SAVE] = self._save(rank, stays[MemoryPhase.TRAIN_IDLE], models)
         if isinstance(self.plan, RLPlan):
             weights = {MemoryOwner.ENGINE_WEIGHTS: self.engine.weights(rank)}
             tables[MemoryPhase.SYNC] = stays[MemoryPhase.SYNC] | weights | self._staging(rank)
@@ -89,6 +92,8 @@ class MemoryPrediction:
             if not self.frees_engine_weights:
                 tables[MemoryPhase.TRAIN_IDLE] |= weights
                 tables[MemoryPhase.TRAIN] |= weights
+                if self.saves:
+                    tables[MemoryPhase.SAVE] |= weights
         groups = {MemoryOwner.COMMUNICATORS: sum(self.group_bytes(rank).values())}
         return {p: {o: b for o, b in (t | groups).items() if b} for p, t in tables.items()}
 
@@ -204,6 +209,38 @@ class MemoryPrediction:
             moments.append(stays | critic | _passing(peak))
         return max(moments, key=lambda table: sum(table.values()))
 
+    # --- a checkpoint --------------------------------------------------------------------------
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run writes checkpoints."""
+        return bool(self.config.checkpoint.save)
+
+    def save_staging(self, rank: int) -> SaveStaging:
+        """Return what a rank takes while a checkpoint is written, of one model after another."""
+        sharded = self.config.parallel.use_distributed_optimizer
+        if self.config.checkpoint.no_save_optim or not sharded:
+            return SaveStaging(0, 0)
+        layouts = [self.plan.megatron, *([self._critic] if self._critic else [])]
+        buckets = self.config.kernels.overlap_grad_reduce
+        found = [save_staging(layout, rank, buckets=buckets) for layout in layouts]
+        return SaveStaging(max(s.device for s in found), max(s.host for s in found))
+
+    def _save(self, rank: int, stays: Table, models: Table) -> Table:
+        """Return the moment of a save: models that are written come back, gradients are there."""
+        back = {o: size for o, size in models.items() if o in self._saved_beside}
+        staging = self.save_staging(rank)
+        shared = self.machine.platform == "cpu"  # the device is the host
+        gathered = staging.device + (staging.host if shared else 0)
+        return stays | back | {MemoryOwner.SAVE_STAGING: gathered}
+
+    @property
+    def _saved_beside(self) -> tuple[MemoryOwner, ...]:
+        """Owners of models besides the policy that a checkpoint has."""
+        config = self.config
+        changes = isinstance(config, RLRunConfig) and config.rl.ref_update_interval
+        return (*CRITIC_OWNERS, MemoryOwner.REFERENCE) if changes else CRITIC_OWNERS
+
     @property
     def imbalance(self) -> float:
         """Tokens of the busiest expert-parallel rank as a multiple of the mean."""
@@ -234,14 +271,18 @@ class MemoryPrediction:
             longest = trained = train.seq_length or self.plan.spec.max_position_embeddings
             per_update, prepared, entropy = train.global_batch_size, 1, False
         samples = max(1, per_update // parallel.dp)
-        sequences, padded = train.micro_batch_size, round_up(longest, parallel.sequence_multiple)
-        if limit := token_limit(train, config.parallel):  # otherwise as --micro-batch-size says
-            sequences = max(1, limit // padded)
-        sequences = min(sequences, samples)
+        padded = round_up(longest, parallel.sequence_multiple)
+        limit = token_limit(train, config.parallel)
+        # Tokens of a row; without a limit they are as --micro-batch-size says.
+        room = max(limit, padded) if limit else train.micro_batch_size * padded
+        sequences = min(max(1, room // padded), samples)
+        room = min(room, samples * padded)
+        # Rows that are filled with tokens may hold nearly nothing but responses to short prompts.
+        packs = limit != 0
         multiple = parallel.row_multiple(sequence_parallel=config.parallel.shards_sequence)
         return Workload(
-            tokens=round_up(sequences * padded, multiple),
-            trained=sequences * trained,
+            tokens=round_up(room, multiple),
+            trained=min(room, samples * trained) if packs else sequences * trained,
             num_micro_batches=-(-samples // sequences),
             entropy_gradient=entropy,
             num_updates=prepared,

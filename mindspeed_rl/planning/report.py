@@ -73,11 +73,6 @@ def _memory(found: Findings) -> Iterator[str]:
             "optimizer state: on the host, moved through the device by MindSpeed in "
             f"{prediction.swap_parts} parts (--swap-optimizer); a run without MindSpeed refuses it"
         )
-    elif prediction.config.ascend.swap_optimizer:
-        yield (
-            f"--swap-optimizer has no effect on {machine.platform}, where a run refuses it; take "
-            "--rl-offload optimizer"
-        )
     if isinstance(prediction.plan, RLPlan):
         yield decode_line(prediction)
     if prediction.buffers and (line := prediction.buffers.line()):
@@ -89,6 +84,12 @@ def _memory(found: Findings) -> Iterator[str]:
             for name, size in sizes.items()
         )
         yield f"communicators of rank 0, {sum(sizes.values()) / _MIB:.0f} MiB: {named}"
+    if prediction.saves:
+        host = max(prediction.save_staging(rank).host for rank in found.tables)
+        yield (
+            f"a save takes {host / _GIB:.1f} GiB of the host for each rank, "
+            f"{host * machine.ranks_per_node / _GIB:.0f} GiB of a node of {machine.ranks_per_node}"
+        )
     for rank in sorted({0, found.peak.rank, max(found.tables)}):
         yield f"ranks {rank}-{rank + found.ranks_per_stage - 1}:"
         tables = found.tables[rank].values()
@@ -134,7 +135,8 @@ def _seconds(found: Findings) -> Iterator[str]:
     ]
     yield from (f"  {line}" for line in aligned(rows))
     yield f"  {step.source}"
-    yield "  not counted: prefill, rewards, weight update, offloading"
+    if isinstance(found.prediction.plan, RLPlan):
+        yield "  not counted: prefill, rewards, reshard, offloading"
 
 
 def _verdict(found: Findings) -> Iterator[str]:
@@ -186,6 +188,7 @@ def as_json(found: Findings) -> dict[str, Any]:
             for rank, table in found.tables.items()
         ],
         "communicators": {n: len(prediction.groups(0)[n]) for n in prediction.group_bytes(0)},
+        "save_host_bytes": max(prediction.save_staging(r).host for r in found.tables),
         "peak": {
             "rank": found.peak.rank,
             "phase": found.peak.phase,

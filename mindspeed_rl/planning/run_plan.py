@@ -175,6 +175,24 @@ def plan_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     )
 
 
+def check_engine(config: object, plan: object, platform: str) -> None:
+    """Refuse what the rollout engine of a platform cannot do, in a start and in its dry run. Local.
+
+    Runs without rollouts pass.
+
+    Args:
+        config: Configuration of the run.
+        plan: Plan of the run.
+        platform: ``"cpu"``, ``"cuda"`` or ``"npu"``.
+
+    Raises:
+        UsageError: A flag or the model is refused; names it, and what to use.
+    """
+    if isinstance(config, RLRunConfig) and isinstance(plan, RLPlan):
+        engine_provider().check_run(config, platform)
+        engine_provider().check_build(config, plan.rollout_layout, platform)
+
+
 def _check_rl_flags(config: RLRunConfig, world: int, files: bool) -> None:
     """Check what flags alone say, and with ``files`` the files that they name."""
     engine_provider().check_options(config.engine_options)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.core.graph_sizes import decode_batches
 from mindspeed_rl.models.flops import sequence_flops
 from mindspeed_rl.planning.micro_batches import PackingEstimate
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.run_plan import RLPlan
-from mindspeed_rl.rollout.graph_sizes import decode_batches
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,12 @@ from typing import Any
 
 from mindspeed_rl.config import RLRunConfig, TrainingRunConfig
 from mindspeed_rl.config.engine_options import as_flag
+from mindspeed_rl.config.npu import check_npu
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import FIXED_MODES
 from mindspeed_rl.planning.budget import resolve_offload
 from mindspeed_rl.planning.prediction import MemoryPrediction, Peak
-from mindspeed_rl.planning.run_plan import RLPlan, RunPlan, plan_pretrain, plan_rl
+from mindspeed_rl.planning.run_plan import RLPlan, RunPlan, check_engine, plan_pretrain, plan_rl
 from mindspeed_rl.rollout.registry import engine_provider
 
 # Without graphs no sizes are captured: flags about them would be refused.
@@ -49,7 +50,10 @@ def suggest(prediction: MemoryPrediction, ranks: Sequence[int], usable: int) -> 
         changed = replace(config, **sections)
         try:
             plan = plan_of(changed, prediction.world)
-        except UsageError:  # the model or the layout does not allow the change
+            platform = prediction.machine.platform
+            check_npu(changed.ascend, changed.parallel, platform)
+            check_engine(changed, plan, platform)
+        except UsageError:  # the model, the layout or the platform does not allow the change
             continue
         after = replace(prediction, config=changed, plan=plan)
         after = replace(after, offload=resolve_offload(after, ranks, usable)[0])
@@ -80,6 +84,8 @@ def _changes(config: TrainingRunConfig, plan: RunPlan) -> list[tuple[str, str, d
         (f"--{name.replace('_', '-')} {fewer}", "train", {name: fewer}),
         (f"--logprob-chunk-tokens {chunk}", "train", {"logprob_chunk_tokens": chunk}),
     ]
+    if config.checkpoint.save:
+        changes.append(("--no-save-optim", "checkpoint", {"no_save_optim": True}))
     if isinstance(config, RLRunConfig):
         half = config.rollout.rollout_kv_cache_gb / 2
         batched = engine_provider().batched_tokens_option

@@ -14,21 +14,21 @@ from mindspeed_rl.colocation.memory_ledger import MemoryLedger
 from mindspeed_rl.colocation.scheduler import CHAIN, ColocationPlan
 from mindspeed_rl.colocation.transition import nothing
 from mindspeed_rl.config import RLRunConfig, RolloutConfig, ScoreRunConfig, TrainConfig
-from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
-from mindspeed_rl.launch.failures import BUILD_ENGINE
-from mindspeed_rl.launch.job import Job
-from mindspeed_rl.planning.budget import device_bytes, machine_on, resolve_offload, usable_bytes
-from mindspeed_rl.planning.prediction import MemoryPrediction
-from mindspeed_rl.planning.run_plan import RLPlan, ScorePlan
-from mindspeed_rl.rl.components import Models
-from mindspeed_rl.rollout.engine import EngineState, InferenceEngine
-from mindspeed_rl.rollout.graph_sizes import (
+from mindspeed_rl.core.graph_sizes import (
     AUTO,
     best_graph_sizes,
     even_graph_sizes,
     limited,
     read_history,
 )
+from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
+from mindspeed_rl.launch.failures import BUILD_ENGINE
+from mindspeed_rl.launch.job import Job
+from mindspeed_rl.planning.budget import device_bytes, machine_on, resolve_offload, usable_bytes
+from mindspeed_rl.planning.prediction import MemoryPrediction
+from mindspeed_rl.planning.run_plan import RLPlan, ScorePlan, check_engine
+from mindspeed_rl.rl.components import Models
+from mindspeed_rl.rollout.engine import EngineState, InferenceEngine
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.samples.device_cache import TensorCache
@@ -229,7 +229,7 @@ def with_installed_engine(job: Job[RLRunConfig, RLPlan]) -> Job[RLRunConfig, RLP
     Raises:
         UsageError: the flags ask for what the installed engine cannot do.
     """
-    engine_provider().check_run(job.config, job.platform.name)
+    check_engine(job.config, job.plan, job.platform.name)
     return replace(job, plan=replace(job.plan, rollout_layout=installed_layout(job)))
 
 

@@ -113,8 +113,10 @@ def save_if_due(run: Components, state: RunState, report: RunReporter) -> None:
         "lengths": state.lengths.state_dict(),
         "report": report.state_dict(),
     }
-    with run.phase("save"), run.scheduler.onloaded(*CRITIC_OWNERS, MemoryOwner.REFERENCE):
-        companions = run.models.companions(run.config.rl.ref_update_interval)
+    companions = run.models.companions(run.config.rl.ref_update_interval)
+    # A reference that is not saved would only take memory beside what a save gathers.
+    reference = (MemoryOwner.REFERENCE,) if "reference" in companions else ()
+    with run.phase("save"), run.scheduler.onloaded(*CRITIC_OWNERS, *reference):
         run_checkpoint.save(run.job, run.models.policy, state.step, extra, companions)
 
 

@@ -137,6 +137,14 @@ class EngineProvider(ABC):
         """
 
     @abstractmethod
+    def check_build(self, config: RLRunConfig, layout: RolloutLayout, platform: str) -> None:
+        """Refuse what building the engine would refuse, unless only its version decides. Local.
+
+        Raises:
+            UsageError: A flag, an option or the model is refused; names it and the fix.
+        """
+
+    @abstractmethod
     def installed_layout(
         self, layout: RolloutLayout, options: Mapping[str, object], platform: str
     ) -> RolloutLayout:

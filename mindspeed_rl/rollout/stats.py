@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mindspeed_rl.core.graph_sizes import read_history, write_history
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
-from mindspeed_rl.rollout.graph_sizes import read_history, write_history
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mindspeed_rl.config import EngineTuningConfig
+from mindspeed_rl.core.graph_sizes import even_graph_sizes, num_default_sizes
 from mindspeed_rl.planning.expert_dispatch import ExpertDispatch, dispatched_tokens
-from mindspeed_rl.rollout.graph_sizes import even_graph_sizes, num_default_sizes
 from mindspeed_rl.rollout.provider import EngineSizes
 
 pytestmark = pytest.mark.ascend_emul

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from faults.planting import Fault, gives, skipped, takes, then
+from faults.planting import Fault, gives, gives_fields, skipped, takes, then
 
 _BUILDING = "tests/unit/rl/test_building.py::"
 _LOOP = "tests/unit/rl/test_train_loop.py::"
@@ -18,6 +18,7 @@ _SETTINGS = "tests/unit/rl/test_algorithm_settings.py::"
 _REPORT = "tests/unit/rl/test_report.py::"
 _ALGORITHMS = "tests/unit/rl/test_algorithms.py::"
 _PPO = "tests/unit/rl/test_ppo_step.py::"
+_PLANNING = "tests/unit/planning/"
 
 _CONTINUES = _RESUME + "test_a_resumed_run_has_the_state_of_the_uninterrupted_one"
 
@@ -224,6 +225,20 @@ WIRING = (
           discount=discount, trace_decay=discount)),
           _PPO + "test_advantages_and_returns_of_every_token",
           "--gae-lambda would do nothing."),
+    # --- the dry run
+    Fault("a-save-gathers-nothing",
+          "mindspeed_rl.planning.prediction:MemoryPrediction.save_staging",
+          gives_fields(device=lambda _: 0, host=lambda _: 0),
+          _PLANNING + "test_phases.py::test_a_save_gathers_the_optimizer_beside_the_gradients",
+          "A run that ends at its first checkpoint would be said to fit."),
+    Fault("the-dry-run-asks-no-engine", "mindspeed_rl.planning.findings:check_engine", skipped,
+          _PLANNING + "test_engine_refusals.py::"
+          "test_flags_that_the_engine_of_the_machine_lacks_are_refused",
+          "Runs that a start refuses would be said to fit."),
+    Fault("nobody-waits-for-the-longest-response", "mindspeed_rl.planning.step_time:decode_batches",
+          gives(lambda steps: type(steps)({n: count // 2 for n, count in steps.items()})),
+          _PLANNING + "test_step_time.py::test_decoding_ends_with_the_longest_response",
+          "Rollouts would be predicted without their tail."),
     # --- settings
     Fault("clip-flags-swapped", "mindspeed_rl.rl.update:loss_settings",
           gives(_swapped_bounds),

@@ -113,16 +113,17 @@ LIGHT = (
     ),
     "algorithms.types",
     *(f"planning.{name}" for name in ("activations", "budget", "communicators", "prediction")),
+    "planning.step_time",
     *(
         f"planning.{name}"
         for name in ("expert_dispatch", "hccl_buffers", "micro_batches", "phase_limits", "run_plan")
     ),
     "weights.layouts",
-    "rollout.graph_sizes",
     "rollout.provider",
     "rollout.rebalance_plan",
     "rollout.registry",
     *(f"rollout.vllm.{name}" for name in ("capabilities", "layout", "options", "provider")),
+    "rollout.vllm.arguments",
     "rollout.vllm.tuning",
     "rollout.vllm_ascend.arguments",
     "platforms.allocator_settings",

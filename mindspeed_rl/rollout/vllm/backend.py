@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 
 from mindspeed_rl.rollout.vllm.patches.step_sync import StepSync
-from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
 
 class DerivedWeights(Protocol):
@@ -128,27 +127,3 @@ class Backend(Protocol):
     def experts(self, llm: Any, layers: Sequence[int]) -> ExpertSource:
         """Return the record of the experts that a built engine chooses in some layers. Local."""
         ...
-
-
-def model_settings(layout: RolloutLayout, platform: str) -> dict[str, Any]:
-    """Return arguments of ``vllm.LLM`` for the model, its layout and the platform."""
-    engine, layers = layout.engine, layout.spec.layers
-    settings: dict[str, Any] = {}
-    if platform == "cpu":
-        # vLLM rewinds the generator of a request whose prompt is read in parts, which a CPU
-        # generator does not support ("CPU Generator does not use offset").
-        settings["enable_chunked_prefill"] = False
-        if layout.spec.latent_attention:
-            # vLLM's CPU kernel rotates the queries of latent attention wrongly, without an error.
-            settings["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
-    if platform == "cuda" and layout.spec.expert_layers:
-        # FlashInfer's kernels swap or shuffle the halves of an expert when it is loaded.
-        settings["moe_backend"] = "triton"
-    if engine.dp > 1:
-        settings["data_parallel_size"] = engine.dp
-    if engine.expert_parallel:
-        settings["enable_expert_parallel"] = True
-    if any(layer.moe and layer.moe.router_bias for layer in layers):
-        # transformers 5 leaves both out of config.json, and vLLM would silently route by softmax.
-        settings["hf_overrides"] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-    return settings

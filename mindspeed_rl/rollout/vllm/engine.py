@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.graph_sizes import decode_batches
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.platforms.process_state import preserved_environment, preserved_rng
 from mindspeed_rl.rollout.engine import EngineState, OnStep
-from mindspeed_rl.rollout.graph_sizes import decode_batches
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.rebalance import Rebalancer
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, requests_digest

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.rollout.provider import EngineSettings
-from mindspeed_rl.rollout.vllm.backend import EngineParts, model_settings
+from mindspeed_rl.rollout.vllm.arguments import check_host_tuning, host_arguments
+from mindspeed_rl.rollout.vllm.backend import EngineParts
 from mindspeed_rl.rollout.vllm.capabilities import CAPABILITIES, check_model_support
 from mindspeed_rl.rollout.vllm.engine_memory import ZeroedMemory, kv_tensors
 from mindspeed_rl.rollout.vllm.patches import (
@@ -26,12 +25,8 @@ from mindspeed_rl.rollout.vllm.patches.derived_state import DerivedState
 from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.rollout.vllm.patches.step_sync import StepSync
 
-# Flags of the engine's execution that work on every platform.
-_EVERYWHERE = ("rollout_graph_count", "rollout_dp_sync", "rollout_dp_sync_interval")
 # Makes vLLM route at random, evenly; it is read when a model is built and in every layer.
 _ROUTING_STRATEGY = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
-# Values that ask for no graph here.
-_HARMLESS = (("rollout_graph_mode", "eager"), ("rollout_graph_sizes", ("auto",)))
 
 
 class HostBackend:
@@ -53,28 +48,10 @@ class HostBackend:
         self._forces_balance = settings.force_balance
         if settings.force_balance:
             os.environ[_ROUTING_STRATEGY] = "uniform_random"
-        for field in dataclasses.fields(tuning):
-            value = getattr(tuning, field.name)
-            harmless = (field.name, value) in _HARMLESS
-            if value != field.default and field.name not in _EVERYWHERE and not harmless:
-                raise UsageError(
-                    f"--{field.name.replace('_', '-')}: needs vLLM-Ascend, this is "
-                    f"{platform.name}; remove the flag, or give vLLM's own option as --vllm-*"
-                )
+        check_host_tuning(tuning, platform.name)
 
     def settings(self, options: Mapping[str, object]) -> dict[str, Any]:
-        own = model_settings(self._layout, self._platform.name)
-        if clash := sorted(set(own) & set(options)):
-            raise UsageError(
-                f"--vllm-{clash[0].replace('_', '-')}: model and platform need a value of their "
-                f"own ({own[clash[0]]}); remove the flag"
-            )
-        if options.get("enforce_eager") is False and self._platform.name != "cpu":
-            raise UsageError(
-                "--vllm-enforce-eager false: captured graphs keep addresses of weights and cache, "
-                "which leave the device between the phases; remove the flag"
-            )
-        return own | dict(options)
+        return host_arguments(options, self._layout, self._platform.name)
 
     def prepare(self) -> StepSync | None:
         """Patch kernels, expert parallelism and names of shared memory on CPU, and step sync."""
@@ -89,10 +66,6 @@ class HostBackend:
             dist.broadcast_object_list(nonce, 0)
             shared_memory_names.apply(nonce[0])
         asked = self._tuning.rollout_dp_sync
-        if asked == "packed" and not packs:
-            raise UsageError(
-                f"--rollout-dp-sync packed: not with vLLM on {self._platform.name}; use engine"
-            )
         packed = engine.dp > 1 and packs and asked != "engine"
         return step_sync.apply(self._platform.name) if packed else None
 

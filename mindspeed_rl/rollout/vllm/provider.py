@@ -8,19 +8,31 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.architecture import model_config
 from mindspeed_rl.config.ascend_builds import check_dummy_batches, check_routed_experts
 from mindspeed_rl.config.engine_options import as_flag
 from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.graph_sizes import even_graph_sizes
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.rollout.provider import EngineProvider, EngineSettings, EngineSizes
-from mindspeed_rl.rollout.vllm.capabilities import CAPABILITIES, installed_layout
+from mindspeed_rl.rollout.vllm.arguments import check_host_tuning, host_arguments
+from mindspeed_rl.rollout.vllm.capabilities import (
+    CAPABILITIES,
+    check_model_support,
+    installed_layout,
+)
 from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.rollout.vllm.options import check_option_names, reserved_for
 from mindspeed_rl.rollout.vllm.tuning import check_tuning
 from mindspeed_rl.rollout.vllm_ascend.arguments import ENVIRONMENT as ASCEND_ENVIRONMENT
-from mindspeed_rl.rollout.vllm_ascend.arguments import graph_tuning
+from mindspeed_rl.rollout.vllm_ascend.arguments import (
+    ascend_arguments,
+    check_updatable,
+    graph_tuning,
+    merged_arguments,
+)
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
 if TYPE_CHECKING:
@@ -127,6 +139,26 @@ class VllmProvider(EngineProvider):
                 )
             if platform == "npu":
                 check_routed_experts(config.rollout, config.engine)
+
+    def check_build(self, config: RLRunConfig, layout: RolloutLayout, platform: str) -> None:
+        """Refuse what the backends of vLLM and vLLM-Ascend refuse, by the same functions."""
+        options, tuning = config.engine_options, config.engine
+        if platform != "npu":
+            check_model_support(platform, layout.spec)
+            check_host_tuning(tuning, platform)
+            host_arguments(options, layout, platform)
+            return
+        checkpoint = config.model.hf_checkpoint
+        # Like a dry run's, the path may be the file itself.
+        check_updatable(model_config(checkpoint, "--hf-checkpoint", files=False), checkpoint)
+        tuning, _ = self.tuning(tuning, layout.engine, platform)
+        sizes: tuple[int, ...] = ()
+        if tuning.rollout_graph_mode != "eager" and tuning.rollout_graph_sizes:
+            # Which sizes "auto" is follows from earlier steps; that there are some is enough here.
+            given = tuple(int(size) for size in tuning.rollout_graph_sizes if size.isdigit())
+            sequences = self.sizes(options, layout.spec, platform).sequences
+            sizes = given or even_graph_sizes(sequences, tuning.rollout_graph_count)
+        merged_arguments(options, layout, ascend_arguments(tuning, sizes))
 
     def installed_layout(
         self, layout: RolloutLayout, options: Mapping[str, object], platform: str

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.graph_sizes import AUTO
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.rollout.graph_sizes import AUTO
 
 
 def check_tuning(

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.config.ascend_builds import rl_config_problem
-from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.platforms.npu import memory_format
@@ -23,20 +21,22 @@ from mindspeed_rl.platforms.npu_allocator import (
 from mindspeed_rl.platforms.npu_changes import ProcessChanges
 from mindspeed_rl.platforms.storages import as_bytes, storages_of
 from mindspeed_rl.rollout.provider import EngineSettings
-from mindspeed_rl.rollout.vllm.backend import EngineParts, model_settings
+from mindspeed_rl.rollout.vllm.backend import EngineParts
 from mindspeed_rl.rollout.vllm.engine_memory import kv_tensors
 from mindspeed_rl.rollout.vllm.patches import step_sync
 from mindspeed_rl.rollout.vllm.patches.step_sync import StepSync
-from mindspeed_rl.rollout.vllm_ascend.arguments import ENVIRONMENT, ascend_arguments
+from mindspeed_rl.rollout.vllm_ascend.arguments import (
+    ENVIRONMENT,
+    ascend_arguments,
+    check_updatable,
+    merged_arguments,
+)
 from mindspeed_rl.rollout.vllm_ascend.experts import AscendWeights
 from mindspeed_rl.rollout.vllm_ascend.memory import PoolMemory
 from mindspeed_rl.rollout.vllm_ascend.routed_experts import ARGUMENTS, ReturnedExperts
 from mindspeed_rl.rollout.vllm_ascend.sampling import draw_in_batches, report_processed_logprobs
 
-_ADDITIONAL = "additional_config"
 _NZ = 29  # ACL_FORMAT_FRACTAL_NZ
-# Keys of config.json that mark a model whose attention cannot be updated.
-_SPARSE_KEYS = ("index_topk", "index_head_dim", "compress_ratios")
 
 
 class AscendBackend:
@@ -60,19 +60,11 @@ class AscendBackend:
         self._arguments = ascend_arguments(tuning, sizes)
         if settings.recorded_layers:
             self._arguments |= ARGUMENTS
-        check_updatable(Path(settings.model_dir))
+        config = json.loads((Path(settings.model_dir) / "config.json").read_text())
+        check_updatable(config, settings.model_dir)
 
     def settings(self, options: Mapping[str, object]) -> dict[str, Any]:
-        own: dict[str, Any] = {
-            **model_settings(self._layout, "npu"),
-            **self._arguments,
-            "enable_sleep_mode": True,
-            "disable_custom_all_reduce": True,
-        }
-        if "enforce_eager" in options:
-            raise UsageError("--vllm-enforce-eager: use --rollout-graph-mode")
-        _refuse_keys(options.get(_ADDITIONAL))
-        return _merged(own, options, "--vllm")
+        return merged_arguments(options, self._layout, self._arguments)
 
     def prepare(self) -> StepSync | None:
         """Set the environment and patch vLLM; the pool is filled without expandable segments."""
@@ -174,62 +166,4 @@ class AscendBackend:
         return (
             f"engine weights: not in NZ; formats of the {len(formats)} parameters: {numbers}; "
             f"{switches}"
-        )
-
-
-_REFUSED_KEYS: Mapping[str, str] = {
-    "enable_flashcomm1": "the layout of the weights follows --rollout-flashcomm; use that flag",
-    "enable_shared_expert_dp": "it switches on what --rollout-flashcomm does, of which the layout "
-    "of the weights then knows nothing; use that flag",
-    "enable_reduce_sample": "its log-probs are not those of the whole vocabulary",
-    "enable_balance_scheduling": "engines tell each other how busy they are in a process that is "
-    "not there when they run in the trainer's, so it has no effect",
-    "dynamic_eplb": "experts would move away from where the reshard writes them",
-    "enable_async_exponential": "it draws the random numbers of a step before the model has run, "
-    "on another stream; that a request keeps its own draws was never shown",
-    "multistream_overlap_gate": "it chooses experts on another stream and through other code than "
-    "what updates were run with",
-}
-
-
-def _refuse_keys(additional: object) -> None:
-    """Refuse keys of ``--vllm-additional-config``, at any depth, that make rollouts wrong."""
-    for key, value in additional.items() if isinstance(additional, dict) else ():
-        reason = rl_config_problem(value) if key == "rl_config" else _REFUSED_KEYS.get(key)
-        if value and reason:
-            raise UsageError(f"--vllm-additional-config {key}: {reason}; remove the key")
-        _refuse_keys(value)
-
-
-def _merged(own: dict[str, Any], options: Mapping[str, object], prefix: str) -> dict[str, Any]:
-    """Merge nested dictionaries, and refuse a value that both set differently."""
-    merged = dict(own)
-    for name, value in options.items():
-        flag = f"{prefix}-{name.replace('_', '-')}" if prefix == "--vllm" else f"{prefix}.{name}"
-        if name not in merged:
-            merged[name] = value
-        elif isinstance(merged[name], dict) and isinstance(value, dict):
-            merged[name] = _merged(merged[name], value, flag)
-        elif merged[name] != value:
-            raise UsageError(
-                f"{flag}: training and updates need {merged[name]!r}, or a flag of ours sets it; "
-                "remove it"
-            )
-    return merged
-
-
-def check_updatable(model_dir: Path) -> None:
-    """Refuse models whose attention weights cannot be updated in vLLM-Ascend.
-
-    Raises:
-        UsageError: The model has sparse attention (SFA, DSA).
-    """
-    config = json.loads((model_dir / "config.json").read_text())
-    config = config.get("text_config", config)
-    if found := [key for key in _SPARSE_KEYS if config.get(key)]:
-        raise UsageError(
-            f"--hf-checkpoint {model_dir}: sparse attention ({found[0]} in config.json); "
-            "vLLM-Ascend throws the key/value up projection away once it has derived "
-            "its products, so that no update can be written; allowed: models with dense or latent "
-            "attention"
         )

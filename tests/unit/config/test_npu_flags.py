@@ -35,7 +35,7 @@ def parsed(*argv: str) -> tuple[RLRunConfig, tuple[str, ...]]:
 
 def check(*argv: str) -> None:
     config, _ = parsed(*argv)
-    check_npu(config.ascend, config.parallel)
+    check_npu(config.ascend, config.parallel, "npu")
 
 
 def test_no_saving_of_time_or_memory_is_refused() -> None:

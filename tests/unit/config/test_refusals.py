@@ -23,7 +23,7 @@ from mindspeed_rl.planning.run_plan import plan_score
 
 def check_on_npu(folder: Path, flags: str) -> None:
     parsed = parse(RLRunConfig, flags.split(), "test")
-    check_npu(parsed.config.ascend, parsed.config.parallel)
+    check_npu(parsed.config.ascend, parsed.config.parallel, "npu")
 
 
 def check_places(folder: Path, flags: str) -> None:

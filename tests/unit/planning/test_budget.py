@@ -14,6 +14,7 @@ from support.tiers import slow_but
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.dry_run import MACHINES
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import LEAVING, MemoryOwner, OffloadMode
 from mindspeed_rl.launch.job import npu_setup_of
 from mindspeed_rl.metrics.metric_set import Max
@@ -208,6 +209,5 @@ def test_a_swapped_optimizer_is_refused_where_nobody_swaps_it() -> None:
 def test_a_dry_run_says_who_swaps_the_optimizer() -> None:
     swapped = "\n".join(lines(find_out(config_of(*SWAP), WORLD)))
     assert re.search(r" 16 .*--swap-optimizer", swapped)
-    elsewhere = find_out(config_of(*SWAP, "--rl-dry-run-machine", "h200"), WORLD)
-    assert re.search("--swap-optimizer .*cuda", "\n".join(lines(elsewhere)))
-    assert elsewhere.prediction.swap_parts == 0
+    with pytest.raises(UsageError, match=r"--swap-optimizer .*cuda"):
+        find_out(config_of(*SWAP, "--rl-dry-run-machine", "h200"), WORLD)

@@ -109,3 +109,23 @@ def test_ranks_of_a_stage_differ_by_padding_alone() -> None:
 def test_graphs_are_those_of_the_flags(flags: str, count: int) -> None:
     table = prediction_of(*RECOMPUTE, *flags.split(), machine="h200").rank_table(RANK)
     assert table[MemoryPhase.ROLLOUT].get(MemoryOwner.GRAPHS, 0) == count * (128 << 20)
+
+
+def test_a_save_gathers_the_optimizer_beside_the_gradients() -> None:
+    """The reference comes back only where it changes, and so is saved; nothing without --save."""
+
+    def tables(*flags: str) -> dict[MemoryPhase, dict[MemoryOwner, int]]:
+        return prediction_of(*RECOMPUTE, *flags, offload=OffloadMode.ALL).rank_table(RANK)
+
+    assert MemoryPhase.SAVE not in tables()
+    saved, updated = tables("--save", "DIR"), tables("--save", "DIR", "--ref-update-interval", "5")
+    assert saved[MemoryPhase.SAVE].keys() == {
+        *saved[MemoryPhase.TRAIN_IDLE],
+        MemoryOwner.SAVE_STAGING,
+    }
+    assert MemoryOwner.GRAD_BUFFERS in saved[MemoryPhase.SAVE]
+    assert updated[MemoryPhase.SAVE].keys() - saved[MemoryPhase.SAVE].keys() == {
+        MemoryOwner.REFERENCE
+    }
+    alone = tables("--save", "DIR", "--no-save-optim")
+    assert MemoryOwner.SAVE_STAGING not in alone[MemoryPhase.SAVE]

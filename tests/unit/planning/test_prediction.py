@@ -18,7 +18,7 @@ from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.planning.activations import TrainingMemory, Workload, chunks_in_flight
 from mindspeed_rl.planning.engine_memory import EngineMemory
-from mindspeed_rl.planning.model_state import model_state
+from mindspeed_rl.planning.model_state import model_state, save_staging
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.suggestions import plan_of
 from mindspeed_rl.rl.build_models import batch_rules
@@ -100,6 +100,52 @@ def test_buffers_of_the_distributed_optimizer_by_hand(dp: int) -> None:
     assert state.parameters == padded * 2
     assert state.grad_buffers == padded * 4
     assert state.optimizer == sum(_ALL) // dp * 12
+
+
+@pytest.mark.parametrize("dp", [1, 4])
+def test_what_a_save_gathers_by_hand(dp: int) -> None:
+    """In fp32: the bucket and a share of it; three shares, the bucket twice, all three wholes."""
+    aligned = sum(-(-size // 64) * 64 for size in _ALL)
+    bucket = -(-aligned // 128) * 128
+    found = save_staging(tiny(world=dp), 0, buckets=False)
+    assert found.device == 4 * (bucket + bucket // dp)
+    assert found.host == 4 * (3 * bucket // dp + 2 * bucket + 3 * sum(_ALL))
+    assert save_staging(tiny(world=dp), 0, buckets=True) == found, "smaller than a bucket"
+
+
+def test_buckets_bound_what_a_save_gathers_on_the_device() -> None:
+    """7.6e9 weights over 8 ranks: a bucket of 40e6 elements, and at most an embedding more."""
+    parallel = ParallelLayout.build(world=8, stages=even_stages(28, 1))
+    layout = MegatronLayout(spec_of("qwen2.5-7b"), parallel)
+    whole, cut = (save_staging(layout, 0, buckets=buckets) for buckets in (False, True))
+    assert whole.device == pytest.approx(4 * 7.6e9 * (1 + 1 / 8), rel=0.01)
+    embedding = -(-152_064 // 128) * 128 * 3584
+    assert cut.device == pytest.approx(4 * (40e6 + embedding) * (1 + 1 / 8), rel=1e-6)
+    assert cut.host < whole.host and cut.host > 4 * 3 * 7.6e9
+
+
+def workload(*flags: str) -> Workload:
+    words = f"""
+        --hf-checkpoint {PUBLISHED["qwen2.5-7b"]} --train-iters 1 --max-prompt-length 300
+        --rollout-max-response-length 700 --grpo-prompts-per-step 8 --grpo-group-size 4
+        --rollout-kv-cache-gb 1
+    """
+    config = parse(RLRunConfig, [*words.split(), *flags], "test").config
+    return MemoryPrediction(config, plan_of(config, 1)).workload
+
+
+def test_a_packed_row_may_be_responses_to_short_prompts() -> None:
+    """The head sees as many tokens as the row has; rows of whole samples have their responses."""
+    assert (workload().tokens, workload().trained) == (1000, 1000)
+    two = workload("--micro-batch-size", "2")
+    assert (two.tokens, two.trained, two.num_micro_batches) == (2000, 2000, 16)
+    by_number = workload("--micro-batch-size", "2", "--max-tokens-per-micro-batch", "0")
+    assert (by_number.tokens, by_number.trained) == (2000, 2 * 700)
+
+
+def test_a_row_is_filled_although_no_further_longest_sample_fits() -> None:
+    row = workload("--max-tokens-per-micro-batch", "1900")
+    assert (row.tokens, row.trained, row.num_micro_batches) == (1900, 1900, 32)
 
 
 def test_experts_are_sharded_over_their_own_data_parallelism() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.rollout.vllm.layout import VllmLayout
-from mindspeed_rl.rollout.vllm_ascend.backend import AscendBackend, check_updatable
+from mindspeed_rl.rollout.vllm_ascend.arguments import check_updatable
+from mindspeed_rl.rollout.vllm_ascend.backend import AscendBackend
 
 
 @pytest.fixture
@@ -37,15 +37,12 @@ def backend(tmp_path: Path) -> AscendBackend:
     ("key", "value"),
     [("index_topk", 2048), ("index_head_dim", 128), ("compress_ratios", [4, 128, 0])],
 )
-def test_every_kind_of_sparse_attention_is_refused(
-    key: str, value: object, nested: bool, tmp_path: Path
-) -> None:
+def test_every_kind_of_sparse_attention_is_refused(key: str, value: object, nested: bool) -> None:
     """Also of the language model inside one that sees."""
     config = {"model_type": "any", key: value}
     whole = {"text_config": config, "vision_config": {}} if nested else config
-    (tmp_path / "config.json").write_text(json.dumps(whole))
     with pytest.raises(ValueError, match=key):
-        check_updatable(tmp_path)
+        check_updatable(whole, "DIR")
 
 
 @pytest.mark.parametrize(
@@ -53,11 +50,10 @@ def test_every_kind_of_sparse_attention_is_refused(
     [{}, {"index_topk": None}, {"text_config": {"compress_ratios": []}, "index_topk": 2048}],
 )
 def test_models_with_the_key_and_no_sparse_attention_pass(
-    config: dict[str, object], tmp_path: Path
+    config: dict[str, object],
 ) -> None:
     """Of a nested configuration the language model's counts alone."""
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    check_updatable(tmp_path)
+    check_updatable(config, "DIR")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from mindspeed_rl.models.layers import GroupedQueryAttention, LatentAttention
 from mindspeed_rl.platforms.process_state import preserved_environment
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
 from mindspeed_rl.rollout.vllm import capabilities
-from mindspeed_rl.rollout.vllm.backend import model_settings
+from mindspeed_rl.rollout.vllm.arguments import model_settings
 from mindspeed_rl.rollout.vllm.engine import VllmEngine
 from mindspeed_rl.rollout.vllm.options import check_option_names
 

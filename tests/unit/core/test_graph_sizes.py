@@ -16,8 +16,7 @@ from support.layout_cases import GQA, spec_of
 from support.table_engine import single_rank
 
 from mindspeed_rl.config import EngineTuningConfig
-from mindspeed_rl.rl.build_engine import graph_sizes
-from mindspeed_rl.rollout.graph_sizes import (
+from mindspeed_rl.core.graph_sizes import (
     AUTO,
     HISTORY_FILE,
     best_graph_sizes,
@@ -27,6 +26,7 @@ from mindspeed_rl.rollout.graph_sizes import (
     read_history,
     write_history,
 )
+from mindspeed_rl.rl.build_engine import graph_sizes
 
 HISTOGRAMS = st.dictionaries(st.integers(1, 12), st.integers(1, 50), min_size=1)
 

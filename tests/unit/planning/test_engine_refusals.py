@@ -1,0 +1,91 @@
+"""A dry run refuses what the engine of its machine would refuse, by the same checks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.published import PUBLISHED, published_config
+
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.planning.findings import find_out
+from mindspeed_rl.planning.run_plan import check_engine
+from mindspeed_rl.planning.suggestions import plan_of
+
+MOE, DENSE = "qwen3-30b-a3b", "qwen2.5-7b"
+
+
+def config_of(machine: str, flags: str, checkpoint: Path) -> RLRunConfig:
+    words = f"""
+        --hf-checkpoint {checkpoint} --train-iters 1 --bf16 --rl-dry-run-machine {machine}
+        --grpo-prompts-per-step 4 --grpo-group-size 4 --rollout-tp 4 --rollout-kv-cache-gb 8
+        --vllm-max-num-seqs 16 --tensor-model-parallel-size 4 --sequence-parallel
+    """
+    return parse(RLRunConfig, [*words.split(), *flags.split()], "test").config
+
+
+REFUSED = [
+    ("a3", MOE, "--rl-routing-replay rollout", "--rl-routing-replay rollout"),
+    ("h200", MOE, "--rl-routing-replay rollout", "--rl-routing-replay rollout"),
+    ("h200", DENSE, "--rollout-rebalance all", "--rollout-rebalance all"),
+    ("h200", DENSE, "--rollout-graph-mode full-decode", "--rollout-graph-mode"),
+    ("cpu", MOE, "--rollout-multistream-moe", "--rollout-multistream-moe"),
+    ("h200", MOE, "--rollout-dp-sync packed", "--rollout-dp-sync packed"),
+    ("h200", DENSE, "--vllm-enforce-eager false", "--vllm-enforce-eager false"),
+    ("h200", MOE, "--vllm-moe-backend auto", "--vllm-moe-backend"),
+    ("a3", DENSE, "--vllm-enforce-eager true", "--vllm-enforce-eager"),
+    (
+        "a3",
+        DENSE,
+        '--vllm-additional-config {"rl_config":{"enabled":true}}',
+        "--vllm-additional-config rl_config",
+    ),
+    (
+        "a3",
+        DENSE,
+        '--vllm-compilation-config {"cudagraph_capture_sizes":[3]}',
+        "--vllm-compilation-config.cudagraph_capture_sizes",
+    ),
+    ("h200", DENSE, "--swap-optimizer --use-distributed-optimizer", "--swap-optimizer"),
+]
+
+
+@pytest.mark.parametrize(("machine", "model", "flags", "named"), REFUSED)
+def test_flags_that_the_engine_of_the_machine_lacks_are_refused(
+    machine: str, model: str, flags: str, named: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        find_out(config_of(machine, flags, PUBLISHED[model]), 4)
+    assert named in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("machine", "changes", "named"),
+    [("cpu", {"head_dim": 48}, "head_dim 48"), ("a3", {"index_topk": 2048}, "index_topk")],
+)
+def test_models_that_the_engine_of_the_machine_lacks_are_refused(
+    machine: str, changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(published_config("qwen3-8b") | changes))
+    config = config_of(machine, "", tmp_path)
+    with pytest.raises(UsageError, match=named):
+        check_engine(config, plan_of(config, 4), {"a3": "npu"}.get(machine, machine))
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags"),
+    [
+        ("cpu", "--rl-routing-replay rollout --rollout-rebalance waiting"),
+        ("cpu", "--vllm-enforce-eager false"),
+        ("a3", "--rollout-rebalance all --rollout-graph-sizes 8 16 --rollout-multistream-moe"),
+        ("h200", "--rl-routing-replay trainer --rollout-rebalance waiting"),
+    ],
+)
+def test_what_the_engine_has_passes(machine: str, flags: str) -> None:
+    config = config_of(machine, flags, PUBLISHED[MOE])
+    platform = {"cpu": "cpu", "a3": "npu", "h200": "cuda"}[machine]
+    check_engine(config, plan_of(config, 4), platform)
