@@ -165,7 +165,7 @@ def mismatch_terms(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, Ter
     log-likelihoods are the logarithms of the perplexities.
     """
     difference = trainer - engine
-    count = difference.new_tensor(float(difference.numel()))
+    count = difference.new_full((), float(difference.numel()))
     rho = bounded(difference).exp()
 
     def mean(values: torch.Tensor) -> MeanTerm:

@@ -118,8 +118,8 @@ class TrainSample:
         columns: Columns of the trained tokens, [num_trained, ...] by name.
         token_after: Token after the last one, which is trained on but not read; ``None`` where the
             sequence ends.
-        loss_mask: [length - num_prompt_tokens] bool, which tokens after the prompt are trained on;
-            ``None``: all.
+        loss_mask: [length - num_prompt_tokens] bool on the host, which tokens after the prompt are
+            trained on; ``None``: all.
     """
 
     sample_id: int

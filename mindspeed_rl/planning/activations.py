@@ -19,9 +19,10 @@ from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 _FP32 = 4
-# Bytes of a prepared micro-batch per token: ids, positions, targets, mask, borders (3 indices); and
-# per trained token: log-probs of engine, old policy and reference, advantage, 3 indices.
-_TOKEN_BYTES, _TRAINED_BYTES = 6 * 4 + 1, 4 * 4 + 3 * 4
+# Bytes of a prepared micro-batch per token: ids, positions, targets, mask; of its borders, which
+# live for a pass (3 indices); and per trained token: log-probs of engine, old policy and reference,
+# advantage, 3 indices.
+_TOKEN_BYTES, _BORDER_BYTES, _TRAINED_BYTES = 3 * 4 + 1, 3 * 4, 4 * 4 + 3 * 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,10 @@ class TrainingMemory:
         kept = sum(self.kept_by(chunks[chunk], work) * n for chunk, n in in_flight.items())
         working = max(self._working(layers, work) for layers in chunks)
         head = self._head(work) if stage == parallel.pp - 1 else 0
-        batch = _TOKEN_BYTES * work.tokens // parallel.cp + _TRAINED_BYTES * self._trained(work)
-        waiting = batch * work.num_micro_batches * work.num_updates
+        tokens = work.tokens // parallel.cp
+        batch = _TOKEN_BYTES * tokens + _TRAINED_BYTES * self._trained(work)
+        borders = _BORDER_BYTES * tokens
+        waiting = (batch * work.num_updates + borders) * work.num_micro_batches
         return TrainPeak(kept + working + waiting, max(0, head - working))
 
     def inference(self, rank: int, work: Workload) -> int:

@@ -38,9 +38,11 @@ class MicroBatch:
             of T is padding as well.
         num_real: Tokens of each of the S whole sequences without padding.
         sample_ids: Ids of the S samples.
-        trained: [N] int32, the positions in this row whose targets are trained tokens.
+        trained: [N] int32, the positions in this row whose targets are trained tokens, ascending.
+        trained_on_host: [N] int32, the same on the host, so that no index waits for a device.
         sequence_of: [N] int32, which of the S sequences a trained token belongs to.
         num_trained: Number of trained tokens of each of the S whole sequences.
+        trained_counts: [S] fp32, the same numbers.
         trained_index: [N] int32, which of the trained tokens of the whole row each one is.
         shared_by: Number of context-parallel ranks that share the row; ``None``: all of them.
         columns: [N, ...] by name, at the masked positions in order: see ``samples/columns.py``.
@@ -56,8 +58,10 @@ class MicroBatch:
     num_real: tuple[int, ...]
     sample_ids: tuple[int, ...]
     trained: torch.Tensor
+    trained_on_host: NDArray[np.int32]
     sequence_of: torch.Tensor
     num_trained: tuple[int, ...]
+    trained_counts: torch.Tensor
     trained_index: torch.Tensor
     shared_by: int | None = None
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -102,7 +106,7 @@ class MicroBatch:
 
 _ROW_TENSORS = (
     *("token_ids", "positions", "targets", "loss_mask"),
-    *("trained", "sequence_of", "trained_index"),
+    *("trained", "sequence_of", "trained_counts", "trained_index"),
 )
 
 
@@ -123,54 +127,85 @@ def pack(
     if total > padded_length:
         raise RuntimeError(f"{total} tokens do not fit into a micro-batch of {padded_length}")
     device = samples[0].token_ids.device if samples else torch.device("cpu")
-
-    def of_samples(values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
-    length = of_samples(lengths)
-    real = of_samples([s.length for s in samples])
-    # For each token of the samples and their padding: its sample, its place, whether one follows.
-    owner = torch.repeat_interleave(length, output_size=total)
-    position = torch.arange(total, device=device) - (length.cumsum(0) - length)[owner]
-    continues = of_samples([s.token_after is not None for s in samples])
-    has_target = position < (real - 1 + continues)[owner]
-    token_ids = torch.zeros(padded_length, dtype=torch.int64, device=device)
-    token_ids[:total][position < real[owner]] = _cat([s.token_ids for s in samples], device).to(
-        torch.int64
-    )
-    positions = torch.zeros_like(token_ids)
-    positions[:total] = position
-    targets = torch.zeros_like(token_ids)
-    targets[:total] = token_ids.roll(-1)[:total] * has_target
-    at_end = has_target & (position == (real - 1)[owner])
-    targets[:total][at_end] = of_samples(
-        [s.token_after for s in samples if s.token_after is not None]
-    )
-    num_prompt = of_samples([s.num_prompt_tokens for s in samples])
-    loss_mask = torch.zeros(padded_length, dtype=torch.bool, device=device)
-    loss_mask[:total] = has_target & (position >= (num_prompt - 1)[owner])
-    for sample, start in zip(samples, accumulate(lengths, initial=0), strict=False):
-        if sample.loss_mask is not None:  # The mask of token t + 1 belongs to position t.
-            first = start + sample.num_prompt_tokens - 1
-            loss_mask[first : first + sample.loss_mask.numel()] &= sample.loss_mask
-    trained = loss_mask.nonzero()[:, 0]
-    sequence_of = owner[trained]
+    row = _row_of(samples, lengths, padded_length)
+    after = [s.token_after for s in samples if s.token_after is not None]
+    # What the row is made of: padding, tokens that are trained on but not read, and the sequences.
+    loose = torch.tensor([0, *after], dtype=torch.int32).to(device)
+    tokens = torch.cat([loose, *(s.token_ids.int() for s in samples)])
+    source, next_source = _moved((row.source, row.next_source), device)
+    positions, trained, sequence_of = _moved((row.positions, row.trained, row.sequence_of), device)
     num_trained = tuple(s.num_trained for s in samples)
+    mask = torch.zeros(padded_length, dtype=torch.bool, device=device)
     return MicroBatch(
-        token_ids=token_ids.int(),
-        positions=positions.int(),
-        targets=targets.int(),
-        loss_mask=loss_mask,
+        token_ids=tokens.index_select(0, source),
+        positions=positions,
+        targets=tokens.index_select(0, next_source),
+        loss_mask=mask.index_fill_(0, trained.long(), True),
         lengths=lengths,
         num_real=tuple(s.length for s in samples),
         sample_ids=tuple(s.sample_id for s in samples),
-        trained=trained.int(),
-        sequence_of=sequence_of.int(),
+        trained=trained,
+        trained_on_host=row.trained,
+        sequence_of=sequence_of,
         num_trained=num_trained,
-        trained_index=torch.arange(sequence_of.numel(), device=device, dtype=torch.int32),
+        trained_counts=torch.tensor(num_trained, dtype=torch.float32).to(device),
+        trained_index=torch.arange(trained.numel(), device=device, dtype=torch.int32),
         shared_by=shared_by,
         columns=_columns_of(samples, num_trained),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The indices of a row, int32 on the host.
+
+    ``source`` and ``next_source`` say where the token and the target of each position are among the
+    padding, the tokens after sequences, and the sequences, one after the other.
+    """
+
+    positions: NDArray[np.int32]
+    source: NDArray[np.int32]
+    next_source: NDArray[np.int32]
+    trained: NDArray[np.int32]
+    sequence_of: NDArray[np.int32]
+
+
+def _row_of(samples: Sequence[TrainSample], lengths: Sequence[int], padded_length: int) -> _Row:
+    length = np.asarray(lengths, dtype=np.int64)
+    real = np.asarray([s.length for s in samples], dtype=np.int64)
+    continues = np.asarray([s.token_after is not None for s in samples], dtype=np.int64)
+    first_trained = np.asarray([s.num_prompt_tokens for s in samples], dtype=np.int64) - 1
+    # For each token of the samples and their padding: its sample, its place, whether one follows.
+    owner = np.repeat(np.arange(len(samples)), length)
+    position = np.arange(len(owner)) - (length.cumsum() - length)[owner]
+    has_target = position < (real - 1 + continues)[owner]
+    first = 1 + continues.sum() + real.cumsum() - real
+    source = np.where(position < real[owner], first[owner] + position, 0)
+    is_last = position == (real - 1)[owner]
+    next_source = np.where(is_last, continues.cumsum()[owner], source + 1) * has_target
+    loss = has_target & (position >= first_trained[owner])
+    for sample, start in zip(samples, accumulate(lengths, initial=0), strict=False):
+        if sample.loss_mask is not None:  # The mask of token t + 1 belongs to position t.
+            begin = start + sample.num_prompt_tokens - 1
+            loss[begin : begin + sample.loss_mask.numel()] &= sample.loss_mask.numpy()
+    trained = np.flatnonzero(loss)
+
+    def padded(values: NDArray[np.int64]) -> NDArray[np.int32]:
+        return np.pad(values, (0, padded_length - len(values))).astype(np.int32)
+
+    return _Row(
+        positions=padded(position),
+        source=padded(source),
+        next_source=padded(next_source),
+        trained=trained.astype(np.int32),
+        sequence_of=owner[trained].astype(np.int32),
+    )
+
+
+def _moved(indices: Sequence[NDArray[np.int32]], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return int32 indices on a device, moved in one copy."""
+    whole = torch.from_numpy(np.concatenate(indices)).to(device)
+    return torch.split(whole, [len(index) for index in indices])
 
 
 def _columns_of(
@@ -196,10 +231,6 @@ def _columns_of(
                 f"{wrong.num_trained} trained tokens"
             )
     return {name: torch.cat([s.columns[name] for s in samples]) for name in names}
-
-
-def _cat(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    return torch.cat(list(parts)) if parts else torch.zeros(0, dtype=torch.int64, device=device)
 
 
 def context_index(lengths: Sequence[int], row_length: int, cp: int, rank: int) -> torch.Tensor:
@@ -259,18 +290,26 @@ def split_context(batch: MicroBatch, cp: int, rank: int) -> MicroBatch:
     """
     if cp == 1:
         return batch
-    index = context_index(batch.lengths, batch.num_tokens, cp, rank).to(batch.token_ids.device)
-    mask = batch.loss_mask[index]
-    places = mask.nonzero()[:, 0]
-    trained = (batch.loss_mask.cumsum(0) - 1)[index[places]]
+    index = context_index(batch.lengths, batch.num_tokens, cp, rank).numpy()
+    number = np.full(batch.num_tokens, -1, dtype=np.int32)
+    number[batch.trained_on_host] = np.arange(len(batch.trained_on_host), dtype=np.int32)
+    number = number[index]
+    places = np.flatnonzero(number >= 0).astype(np.int32)
+    device = batch.token_ids.device
+    here, places_here, trained = _moved((index.astype(np.int32), places, number[places]), device)
+
+    def of_row(values: torch.Tensor) -> torch.Tensor:
+        return values.index_select(0, here)
+
     return replace(
         batch,
-        token_ids=batch.token_ids[index],
-        positions=batch.positions[index],
-        targets=batch.targets[index],
-        loss_mask=mask,
-        trained=places.int(),
-        sequence_of=batch.sequence_of[trained],
-        trained_index=trained.int(),
-        columns={name: values[trained] for name, values in batch.columns.items()},
+        token_ids=of_row(batch.token_ids),
+        positions=of_row(batch.positions),
+        targets=of_row(batch.targets),
+        loss_mask=of_row(batch.loss_mask),
+        trained=places_here,
+        trained_on_host=places,
+        sequence_of=batch.sequence_of.index_select(0, trained),
+        trained_index=trained,
+        columns={name: values.index_select(0, trained) for name, values in batch.columns.items()},
     )

@@ -277,6 +277,8 @@ def responses_in(
         values = moved.read_all(items, column)
         if column is TOKEN_IDS:
             values = values.to(torch.int64)
+        if column is LOSS_MASK:
+            values = values.cpu()  # indices are made of it
         if column.width > 1:
             values = values.view(-1, column.width)
         parts[column.name] = torch.split(values, sizes)
@@ -337,7 +339,8 @@ def as_train_samples(
             num_read, mask = ids.numel(), None
             columns = {name: values[:0] for name, values in columns.items()}
         if mask is not None:
-            columns = {name: values[mask] for name, values in columns.items()}
+            own = mask.nonzero()[:, 0].to(ids.device)
+            columns = {name: values.index_select(0, own) for name, values in columns.items()}
         result.append(TrainSample(sample.sample_id, ids, num_read, columns, loss_mask=mask))
     return result
 

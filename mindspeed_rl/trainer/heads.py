@@ -131,9 +131,7 @@ def value_inputs(micro: MicroBatch, outputs: Outputs, reduce: SumOverRanks) -> V
 
 
 def _sequences(micro: MicroBatch, reduce: SumOverRanks) -> Sequences:
-    device = micro.sequence_of.device
-    num_trained = torch.tensor(micro.num_trained, dtype=torch.float32, device=device)
-    return Sequences(micro.sequence_of.long(), num_trained, reduce)
+    return Sequences(micro.sequence_of.long(), micro.trained_counts, reduce)
 
 
 def make_head(module: Any, spec: ModelSpec, temperature: float, chunk: int, overlaps: bool) -> Head:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from mindspeed_rl.metrics.metric_set import Mean, MetricSet
@@ -37,7 +38,7 @@ class Routes:
     """The experts of one micro-batch on this rank, layer by layer, as the first pass chose them.
 
     Args:
-        counted: [t] bool, the tokens on which the agreement is measured.
+        counted: [n] int64, the tokens on which the agreement is measured.
         given: [counted tokens, all layers with experts, k], the engine's experts of those tokens.
         padding: [t] int64, the number of a padding token, from 0 on, and -1 elsewhere; ``None``:
             there is none.
@@ -58,7 +59,7 @@ class Routes:
 
 def routes_of(
     batch: MicroBatch,
-    share: Callable[[torch.Tensor], torch.Tensor],
+    tokens: range,
     num_layers: int,
     padding: torch.Tensor | None = None,
 ) -> Routes:
@@ -66,22 +67,21 @@ def routes_of(
 
     Args:
         batch: Micro-batch after the split over context-parallel ranks.
-        share: Cuts a tensor of the batch's tokens to this rank's tokens.
+        tokens: Positions of the batch's row that are this rank's.
         num_layers: Number of layers with experts in the model.
         padding: [t] bool, which of this rank's tokens are padding; ``None``: none is.
     """
     if padding is not None:
         numbers = torch.where(padding, padding.cumsum(0) - 1, -1)
-        padding = numbers.to(batch.loss_mask.device)
-    counted = share(batch.loss_mask)
+        padding = numbers.to(batch.trained.device)
+    first, end = np.searchsorted(batch.trained_on_host, (tokens.start, tokens.stop)).tolist()
+    counted = batch.trained[first:end].long() - tokens.start
     experts = batch.columns.get("experts")
     if experts is None:
         return Routes(counted, padding=padding)
-    rows = share(batch.loss_mask.cumsum(0) - 1)[counted]
     top_k, rest = divmod(experts.size(1), num_layers)
     assert not rest, f"{experts.size(1)} experts of a token in {num_layers} layers"
-    shape = (len(rows), num_layers, top_k)
-    return Routes(counted, experts[rows].view(shape), padding)
+    return Routes(counted, experts[first:end].view(end - first, num_layers, top_k), padding)
 
 
 def router_places(layout: MegatronLayout, rank: int) -> tuple[int, ...]:
@@ -224,13 +224,12 @@ class _Tape:
         if known is None:
             found, ids = choose(scores, topk, num_groups, group_topk)
             if routes.given is None:
-                lacks = bool(self._replay.places) and bool(routes.counted.any())
+                lacks = bool(self._replay.places) and routes.counted.numel() > 0
                 assert not lacks, "trained tokens came without the experts of the engine"
             else:
                 theirs = routes.given[:, self._replay.places[self.number]].long()
-                self.engine.add(theirs, ids[routes.counted])
-                ids = ids.clone()
-                ids[routes.counted] = theirs
+                self.engine.add(theirs, ids.index_select(0, routes.counted))
+                ids = ids.index_copy(0, routes.counted, theirs)
                 found = scores.gather(1, ids)
             narrow = torch.uint8 if scores.size(1) <= 256 else torch.int16
             routes.experts[self.number] = ids.to(narrow)
@@ -241,7 +240,8 @@ class _Tape:
             given = scores.detach() if replays else scores
             found, present = choose(given, topk, num_groups, group_topk)
         if not again:
-            self.later.add(ids[routes.counted], present[routes.counted])
+            recorded = ids.index_select(0, routes.counted)
+            self.later.add(recorded, present.index_select(0, routes.counted))
         return (scores.gather(1, ids), ids) if replays else (found, present)
 
 

@@ -188,23 +188,37 @@ class TrainEngine:
             self.optimizer.reload_model_params()
 
     def prepare(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Cut sequences to this rank's tokens, move them to the device, find attention borders.
+        """Cut sequences to this rank's tokens and move them to the device. Local.
 
-        Local.
+        Borders of attention are found when a pass begins, and are gone when it ends.
         """
         device, layers = self.platform.device, len(self.spec.expert_layers)
         prepared = []
         for batch in batches:
             context = self._context_of(batch)
             share = split_context(batch, context.size, context.rank).to(device)
-            row = make_packed_row(share.lengths, share.positions, context, self._plan_attention)
             routes = None
             if self._replay is not None:
                 padding = padding_mask(batch, context.size, context.rank)
-                mine = None if padding is None else self._tokens_of_rank(torch.from_numpy(padding))
-                routes = routes_of(share, self._tokens_of_rank, layers, mine)
-            prepared.append(replace(share, attention=row.to(device), routes=routes))
+                mine, of_rank = self._tokens_of_rank(share), None
+                if padding is not None:
+                    of_rank = torch.from_numpy(padding[mine.start : mine.stop])
+                routes = routes_of(share, mine, layers, of_rank)
+            prepared.append(replace(share, routes=routes))
         return prepared
+
+    def _with_borders(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return prepared micro-batches with the borders of their sequences on the device."""
+        device, plan = self.platform.device, self._plan_attention
+        return [
+            replace(
+                batch,
+                attention=make_packed_row(
+                    batch.lengths, batch.positions, self._context_of(batch), plan
+                ).to(device),
+            )
+            for batch in batches
+        ]
 
     def _context_of(self, batch: MicroBatch) -> ContextGroup:
         """Return the ranks that share a row: as many neighbours as the plan has given it."""
@@ -213,12 +227,13 @@ class TrainEngine:
         chosen, group = self._context_parallelism, context_process_group(size)
         return context_group(chosen.kind, size, rank, chosen.ulysses, group)
 
-    def _tokens_of_rank(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a [T] tensor under sequence parallelism, else all of it."""
+    def _tokens_of_rank(self, batch: MicroBatch) -> range:
+        """Return this rank's positions of a row under sequence parallelism, else all of them."""
         if not self._config.sequence_parallel:
-            return tokens
-        rank = self.layout.parallel.coords(dist.get_rank()).tp
-        return tokens.chunk(self.layout.parallel.tp)[rank]
+            return range(batch.num_tokens)
+        share = batch.num_tokens // self.layout.parallel.tp
+        first = share * self.layout.parallel.coords(dist.get_rank()).tp
+        return range(first, first + share)
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor | None]:
         """Return log p of the trained tokens, [N] fp32 per micro-batch.
@@ -340,8 +355,9 @@ class TrainEngine:
             )
             return hidden, functools.partial(self._loss, batch, loss)
 
+        batches = self._with_borders(batches)
         single = len(self.models) == 1
-        lengths = [self._tokens_of_rank(batch.token_ids).numel() for batch in batches]
+        lengths = [len(self._tokens_of_rank(batch)) for batch in batches]
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=iter(batches) if single else [iter(batches) for _ in self.models],

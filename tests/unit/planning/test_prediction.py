@@ -232,7 +232,7 @@ def test_peaks_of_a_pipeline() -> None:
     first, last = memory.peak(0, WORK), memory.peak(1, WORK)
     assert first.activations - last.activations == kept and first.logits == 0 < last.logits
     longer = replace(WORK, num_updates=3)
-    waiting = (25 * 32 + 28 * 16) * 4
+    waiting = (13 * 32 + 28 * 16) * 4
     assert memory.peak(0, longer).activations - first.activations == 2 * waiting
     assert memory.peak(1, replace(WORK, entropy_gradient=True)).logits > last.logits
     assert memory.inference(0, WORK) == kept

@@ -80,8 +80,12 @@ def drift(router: Router, size: float = 1.0) -> None:
         router.weight += size * torch.randn_like(router.weight)
 
 
+def places(mask: torch.Tensor) -> torch.Tensor:
+    return mask.nonzero()[:, 0]
+
+
 def routes() -> Routes:
-    return Routes(torch.ones(TOKENS, dtype=torch.bool))
+    return Routes(torch.arange(TOKENS))
 
 
 def agreement(replay: RoutingReplay) -> float:
@@ -188,7 +192,7 @@ def test_the_first_pass_takes_the_experts_of_the_engine(kind: str) -> None:
     ids = own.nonzero()[:, 1].view(TOKENS, TOP_K).clone()
     ids[1, 0] = next(e for e in range(EXPERTS) if not own[1, e])
     given = torch.stack([torch.full_like(ids, 7), ids], 1)[counted].to(torch.uint8)
-    replay.current = kept = Routes(counted, given)
+    replay.current = kept = Routes(places(counted), given)
     probs, chosen = router(x)
     wanted = torch.zeros_like(own).scatter_(1, ids, True)
     assert torch.equal(chosen, wanted) and not torch.equal(chosen, own)
@@ -210,10 +214,10 @@ def test_trained_tokens_without_the_experts_of_the_engine_are_no_choice_of_the_r
     router = Router("softmax")
     replay = RoutingReplay([torch.nn.ModuleList([router])], places=[0])
     x, counted = torch.randn(TOKENS, 6), torch.zeros(TOKENS, dtype=torch.bool)
-    replay.current = Routes(counted)
+    replay.current = Routes(places(counted))
     router(x)  # nothing of it is trained
     counted[3] = True
-    replay.current = Routes(counted)
+    replay.current = Routes(places(counted))
     with pytest.raises(AssertionError, match="experts"):
         router(x)
 
@@ -229,13 +233,14 @@ def test_each_rank_gives_its_routers_their_tokens_and_layers() -> None:
     row = pack(samples, 12)
     assert row.columns["experts"].shape == (5, 6) and row.columns["experts"][3, 0] == 50
     for half in range(2):
-        part = routes_of(row, lambda x, half=half: x.chunk(2)[half], 3)
-        assert part.given is not None and part.given.shape == (int(part.counted.sum()), 3, 2)
+        part = routes_of(row, range(6 * half, 6 * half + 6), 3)
+        assert part.counted.tolist() == places(row.loss_mask.chunk(2)[half]).tolist()
+        assert part.given is not None and part.given.shape == (len(part.counted), 3, 2)
     assert part.given[0].flatten().tolist() == [50, 51, 52, 53, 54, 55]
     plain = pack([TrainSample(0, torch.arange(5), 2)], 8)
-    assert routes_of(plain, lambda x: x, 3).given is None
+    assert routes_of(plain, range(8), 3).given is None
     with pytest.raises(AssertionError, match=r"6 experts.* 4 layers"):
-        routes_of(row, lambda x: x, 4)
+        routes_of(row, range(12), 4)
     spec = SimpleNamespace(expert_layers=(1, 2, 3, 4, 5, 6, 7))
     stages = listed_stages(8, 2, (3, 1, 2, 2))
     parallel = ParallelLayout.build(world=2, stages=stages)
@@ -302,7 +307,7 @@ def test_padding_goes_to_all_experts_in_turn(kind: str, mode: str) -> None:
     real[PADDING] = False
     numbers = torch.full((TOKENS,), -1)
     numbers[PADDING] = torch.arange(len(PADDING))
-    replay.current = Routes(real, padding=numbers)
+    replay.current = Routes(places(real), padding=numbers)
     for grad in (False, True):
         with replay.update() if grad else nullcontext(), torch.set_grad_enabled(grad):
             probs, chosen = router(x)
