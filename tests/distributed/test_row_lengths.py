@@ -18,6 +18,9 @@ pytestmark = pytest.mark.distributed
 
 # Only the order of sums differs, and the padding that experts see.
 TOLERANCE = 1e-6
+# Four ranks round the sums of a row in as many parts; measured in qwen3-moe: 1.2e-6 with gathered
+# keys and with the hybrid, 1.9e-6 with a ring.
+TOLERANCE_CP4 = 3e-6
 # Two sequences each, so that lengths differ; every pipeline has several micro-batches in flight.
 COMMON = ("--make-vocab-size-divisible-by", "8", "--micro-batch-size", "2",
           "--max-tokens-per-micro-batch", "0")  # fmt: skip
@@ -74,10 +77,11 @@ def test_own_lengths_train_as_equal_ones(layout: str, worlds: Callable[[str], Wo
     from support.training_worlds import relative_errors
 
     found = worlds(layout).cases
+    tolerance = TOLERANCE_CP4 if layout.startswith("cp4") else TOLERANCE
     for model in LAYOUTS[layout][2]:
         own, equal = found[f"{model}/own"], found[f"{model}/equal"]
         for a, b in zip(own.logprobs, equal.logprobs, strict=True):
-            assert float((a - b).abs().max()) <= TOLERANCE, model
+            assert float((a - b).abs().max()) <= tolerance, model
         errors = relative_errors(own.gradients, equal.gradients)
         worst = max((error, name) for name, error in errors.items())
-        assert worst[0] <= TOLERANCE, (model, worst)
+        assert worst[0] <= tolerance, (model, worst)
