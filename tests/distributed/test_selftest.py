@@ -48,6 +48,28 @@ def chosen_rows(world: int) -> list[tuple[Layout, str, Case]]:
     return [rows[row] for row in covering_array(list(rows))]
 
 
+def hybrid_findings(world: World, model: str) -> list[Finding]:
+    """Rank function: losses that sum over sequences, and values, with rows on 1, 2 and 4 ranks."""
+    from support.training_worlds import make_job
+
+    from mindspeed_rl.selftest import loss as selftest
+    from mindspeed_rl.selftest.loss import Case, Layout
+
+    layouts = (
+        Layout(cp=4, hybrid=True),
+        Layout(cp=2, pp=2, hybrid=True),
+        Layout(cp=2, tp=2, sp=True, hybrid=True),
+    )
+    cases = [
+        Case("gspo", "token-mean"),
+        Case("geo_mean", "seq-mean-token-mean"),
+        Case("kl_cov", "token-mean"),
+        Case("value", "seq-mean-token-mean"),
+    ]
+    trials = [(layout, "packed to 48 tokens", case) for layout in layouts for case in cases]
+    return selftest.run(make_job(world, model, ()), trials)
+
+
 def faulty(world: World, model: str) -> dict[str, list[Finding]]:
     """Rank function: one case, with our own code broken in a way that it must show; on rank 0."""
     from support.training_worlds import make_job
@@ -122,6 +144,12 @@ def test_no_layout_shows(tmp_path: Path) -> None:
     found = run_ranks(findings, 4, work_dir=tmp_path, args=(str(model_in(tmp_path)),))[0]
     assert len({f.layout for f in found}) >= 8 and len({f.cut for f in found}) == 4
     assert [f for f in found if not f.holds] == []
+
+
+@pytest.mark.slow
+def test_rows_on_some_context_ranks_do_not_show(tmp_path: Path) -> None:
+    found = run_ranks(hybrid_findings, 4, work_dir=tmp_path, args=(str(model_in(tmp_path)),))[0]
+    assert len(found) == 3 and [f for f in found if not f.holds] == []
 
 
 @pytest.mark.slow
