@@ -165,9 +165,11 @@ def build_critic(job: Job[RLRunConfig, RLPlan]) -> TrainEngine | None:
     train = replace(config.train, lr=lr, min_lr=min(config.train.min_lr, lr))
     engine = new_engine(job, "critic", plan.critic, train, train.train_iters * plan.batch.updates)
     has_head = load_value_model(job, engine, checkpoint, "--critic-hf-checkpoint")
+    head = "of the checkpoint" if has_head else "starts at 0"
+    if draws_weights(config):
+        head = "and all other weights drawn at random"
     job.log_rank0(
-        f"critic: {checkpoint or config.model.hf_checkpoint}, value head "
-        f"{'of the checkpoint' if has_head else 'starts at 0'}, lr {lr:g}"
+        f"critic: {checkpoint or config.model.hf_checkpoint}, value head {head}, lr {lr:g}"
     )
     return engine
 
