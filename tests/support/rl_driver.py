@@ -119,8 +119,8 @@ class FaultyWatchdog:
         self._entries = 0
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        with self._watchdog.phase(name):
+    def phase(self, name: str, timeout_s: float | None = None) -> Iterator[None]:
+        with self._watchdog.phase(name, timeout_s):
             if self._fault is not None and name == self._fault.phase:
                 self._entries += 1
                 if self._entries == self._fault.entry:

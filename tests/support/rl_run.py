@@ -417,7 +417,7 @@ def make_run(
     parsed = parse(RLRunConfig, (defaults + flags).split(), "test")
     config, world = parsed.config, world or World(0, 1, 0, 1)
     plan = plan_rl(config, world.size)
-    nobody = cast(Any, SimpleNamespace(phase=lambda name: nullcontext()))  # watches the phases
+    nobody = cast(Any, SimpleNamespace(phase=lambda *_: nullcontext()))  # watches the phases
     job = Job(config, plan, world, CpuPlatform(), nobody, ())
     policy, engine = TablePolicy(first_table()), TableEngine()
     output = Path(config.logging.output_dir)
