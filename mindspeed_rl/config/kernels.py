@@ -8,7 +8,11 @@ from dataclasses import dataclass, fields
 from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flag import flag, flag_names
-from mindspeed_rl.core.installed import has_transformer_engine, resolve_platform
+from mindspeed_rl.core.installed import (
+    has_nvidia_driver,
+    has_transformer_engine,
+    resolve_platform,
+)
 from mindspeed_rl.models.param_names import GROUPED, LOCAL, TRANSFORMER_ENGINE, ParamNames
 
 # Dispatchers of megatron-core that are used as given; others are computed as alltoall.
@@ -43,6 +47,16 @@ class KernelConfig:
         "Add weight gradients up in a step of their own; on CUDA with Apex's extension "
         "fused_weight_gradient_mlp_cuda the GEMM adds them up.",
     )
+    moe_permute_fusion: bool = flag(
+        False,
+        "Sort tokens by expert, and back, in one kernel each: Transformer Engine's on CUDA, "
+        "MindSpeed's on NPU.",
+    )
+    moe_shared_expert_overlap: bool = flag(
+        False,
+        "Compute the shared experts while tokens travel to the others; on CUDA, with the alltoall "
+        "dispatcher.",
+    )
     overlap_grad_reduce: bool = flag(
         False,
         "Reduce the gradients of layers that are done while those before them are computed.",
@@ -54,32 +68,40 @@ class KernelConfig:
         choices=(*DISPATCHERS, "alltoall_seq", "flex"),
     )
 
-    def idle_flags(self, obeyed: bool) -> Iterator[str]:
+    def idle_flags(self, obeyed: bool, overlaps_shared_experts: bool) -> Iterator[str]:
         """Yield the flags that were given and do nothing, with the reason.
 
         Args:
             obeyed: Whether the device has fused kernels or streams that the flags switch.
+            overlaps_shared_experts: Whether ``--moe-shared-expert-overlap`` is obeyed there.
         """
         given = [field for field in fields(self) if getattr(self, field.name) != field.default]
         names = ", ".join(flag_names(field)[0] for field in given)
         dispatcher = self.moe_token_dispatcher_type
         if names and not obeyed:
             yield f"{names} (the device has neither fused kernels nor streams to overlap)"
-        elif dispatcher not in DISPATCHERS:
+            return
+        if dispatcher not in DISPATCHERS:
             yield f"--moe-token-dispatcher-type {dispatcher} (computed as alltoall)"
+        if self.moe_shared_expert_overlap and not overlaps_shared_experts:
+            yield "--moe-shared-expert-overlap (only CUDA has it)"
+        elif self.moe_shared_expert_overlap and dispatcher == "allgather":
+            yield "--moe-shared-expert-overlap (needs --moe-token-dispatcher-type alltoall)"
 
 
 def module_names(model: ModelConfig, platform: str) -> ParamNames:
     """The modules of ``--transformer-impl`` and ``--moe-grouped-gemm`` on ``--platform``.
 
-    A script may ask for Transformer Engine where there is none; it then gets local modules.
+    A script may ask for Transformer Engine where there is none; it then gets local modules. On CUDA
+    ``auto`` groups experts as well.
     """
-    asked = model.transformer_impl
-    if asked == "auto" and resolve_platform(platform) == "npu":
-        asked = "transformer_engine"
-    if asked != "transformer_engine" or not has_transformer_engine(platform):
+    kind, chosen = resolve_platform(platform), model.transformer_impl == "auto"
+    if chosen and kind == "auto":
+        kind = "cuda" if has_nvidia_driver() else "cpu"
+    if model.transformer_impl == "local" or not has_transformer_engine(kind):
         return LOCAL
-    return GROUPED if model.moe_grouped_gemm else TRANSFORMER_ENGINE
+    grouped = model.moe_grouped_gemm or (chosen and kind == "cuda")
+    return GROUPED if grouped else TRANSFORMER_ENGINE
 
 
 def check_expert_modules(modules: ParamNames, platform: str, tp: int, has_experts: bool) -> None:

@@ -84,13 +84,15 @@ class ModelConfig:
         "auto",
         "Modules of the trainer's layers. transformer_engine: Transformer Engine's on CUDA, "
         "MindSpeed's in their place on NPU, wherever they are installed; local: megatron-core's "
-        "own; auto: transformer_engine on NPU, local elsewhere. A CPU has local ones only.",
+        "own; auto: transformer_engine where it is installed, on CUDA with grouped experts. A CPU "
+        "has local ones only.",
         choices=("auto", "local", "transformer_engine"),
     )
     moe_grouped_gemm: bool = flag(
         False,
         "Compute the experts of a rank in one grouped GEMM; needs the modules of "
-        "--transformer-impl transformer_engine, elsewhere experts are computed one by one.",
+        "--transformer-impl transformer_engine, elsewhere experts are computed one by one. On CUDA "
+        "--transformer-impl auto does so without this flag.",
     )
     attention_dropout: float = flag(
         0.0, "Dropout of attention probabilities; RL allows 0 only.", minimum=0.0, below=1.0

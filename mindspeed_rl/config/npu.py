@@ -29,7 +29,6 @@ class NpuConfig:
     use_fused_moe_token_permute_and_unpermute: bool = flag(
         False,
         "Sort tokens by expert, and back, in one kernel each.",
-        names=("--use-fused-moe-token-permute-and-unpermute", "--moe-permute-fusion"),
     )
     swap_optimizer: bool = flag(
         False,

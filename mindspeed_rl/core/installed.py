@@ -33,6 +33,11 @@ def has_mindspeed() -> bool:
     return find_spec("mindspeed") is not None
 
 
+def has_nvidia_driver() -> bool:
+    """Whether this machine has NVIDIA's driver, found out by the file of its control device."""
+    return Path("/dev/nvidiactl").exists()
+
+
 def has_transformer_engine(platform: str) -> bool:
     """Whether megatron-core's Transformer Engine modules can be built on a platform.
 

@@ -201,8 +201,11 @@ def tell_other_nodes(world: bootstrap.World, error: UsageError, settings: Watchd
 
 def ignored_flags(parsed: ParsedArguments[Any], platform: Platform) -> tuple[str, ...]:
     """Return the flags that were accepted but have no effect, or none on this device."""
-    obeyed = platform.transformer_features().obeys_kernel_flags
-    return (*parsed.ignored, *parsed.config.kernels.idle_flags(obeyed))
+    features = platform.transformer_features()
+    idle = parsed.config.kernels.idle_flags(
+        features.obeys_kernel_flags, features.overlaps_shared_experts
+    )
+    return (*parsed.ignored, *idle)
 
 
 def npu_setup_of(parsed: ParsedArguments[Any]) -> NpuSetup | None:
@@ -213,7 +216,10 @@ def npu_setup_of(parsed: ParsedArguments[Any]) -> NpuSetup | None:
     if platform != "npu":
         return None
     grouped = module_names(config.model, config.parallel.platform).grouped_experts
-    return npu_setup(config.ascend, config.parallel, config.train, grouped=grouped)
+    ascend = config.ascend
+    if config.kernels.moe_permute_fusion:
+        ascend = replace(ascend, use_fused_moe_token_permute_and_unpermute=True)
+    return npu_setup(ascend, config.parallel, config.train, grouped=grouped)
 
 
 def sized_for_npu(

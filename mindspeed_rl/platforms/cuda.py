@@ -32,7 +32,7 @@ class CudaPlatform(AcceleratorPlatform):
         """Return Megatron's features, with those fusions whose packages are installed."""
         fusions = {"bias_activation_fusion", "bias_dropout_fusion"}
         if find_spec("transformer_engine"):
-            fusions.add("apply_rope_fusion")
+            fusions |= {"apply_rope_fusion", "moe_permute_fusion"}
         if find_spec("fused_weight_gradient_mlp_cuda"):
             fusions.add("gradient_accumulation_fusion")
         return TransformerFeatures(
@@ -40,6 +40,7 @@ class CudaPlatform(AcceleratorPlatform):
             builds_on_device=True,
             frees_sent_outputs=True,
             overlaps_reduction=True,
+            overlaps_shared_experts=True,
             chooses_dispatcher=True,
             exchanges_uneven_pieces=True,
             packed_attention="varlen",

@@ -16,6 +16,8 @@ class TransformerFeatures:
         frees_sent_outputs: Whether the output of a pipeline stage is freed as soon as its send is
             queued, which is correct where sends are queued behind the computation of the output.
         overlaps_reduction: Whether the flag for reducing gradients during computation is obeyed.
+        overlaps_shared_experts: Whether shared experts are computed while tokens travel, where a
+            flag asks for it.
         chooses_dispatcher: Whether the flag for the token dispatcher is obeyed; otherwise tokens
             get to their experts by all-to-all.
         exchanges_uneven_pieces: Whether collectives take the pieces of unequal sizes that
@@ -28,6 +30,7 @@ class TransformerFeatures:
     builds_on_device: bool = False
     frees_sent_outputs: bool = False
     overlaps_reduction: bool = False
+    overlaps_shared_experts: bool = False
     chooses_dispatcher: bool = False
     exchanges_uneven_pieces: bool = False
     packed_attention: str = "padded_sdpa"

@@ -118,6 +118,7 @@ def _kernels(
         # Latent attention takes cosine and sine from megatron-core's own module.
         "apply_rope_fusion": kernels.rope_fusion and not layout.spec.latent_attention,
         "gradient_accumulation_fusion": kernels.gradient_accumulation_fusion,
+        "moe_permute_fusion": kernels.moe_permute_fusion and layout.spec.moe is not None,
     }
     available = set(features.fusions)
     if layout.modules.fused_norms:  # MindSpeed's modules fuse it into one kernel
@@ -125,12 +126,15 @@ def _kernels(
     dispatcher = kernels.moe_token_dispatcher_type
     if not features.chooses_dispatcher or dispatcher not in DISPATCHERS:
         dispatcher = "alltoall"
+    shared = layout.spec.moe is not None and layout.spec.moe.shared_ffn_size > 0
+    overlaps = kernels.moe_shared_expert_overlap and features.overlaps_shared_experts
     return {
         **{name: wanted and name in available for name, wanted in asked.items()},
         "use_cpu_initialization": not features.builds_on_device,
         "deallocate_pipeline_outputs": features.frees_sent_outputs,
         # MindSpeed checks it against --moe-permute-fusion in every model, even without experts.
         "moe_token_dispatcher_type": dispatcher,
+        "moe_shared_expert_overlap": shared and overlaps and dispatcher == "alltoall",
     }
 
 

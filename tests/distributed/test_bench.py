@@ -44,6 +44,16 @@ def test_dispatch(tmp_path: Path) -> None:
     assert 0.9 * 2**20 < size["bytes"] <= 2**20
 
 
+def test_head(tmp_path: Path) -> None:
+    found = result_of(
+        "head.py", "--tokens", "20", "--vocabulary", "500", "--hidden", "16",
+        "--logprob-chunk-tokens", "7", "--repeats", "1", folder=tmp_path,
+    )  # fmt: skip
+    assert found["tile_bytes"] == 7 * 500 * 4
+    for precision in ("float32", "bfloat16"):
+        assert found[precision]["head"] > 0 < found[precision]["products"]
+
+
 def test_switch(tmp_path: Path) -> None:
     found = result_of(
         "switch.py", "--num-layers", "1", "--hidden-size", "128", "--cycles", "1",

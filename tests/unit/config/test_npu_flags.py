@@ -12,7 +12,7 @@ from support.planned_run import WORLD, expert_config
 from support.published import PUBLISHED
 
 from mindspeed_rl.compat.foreign_flags import Disposition, foreign_flags
-from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config import RLRunConfig, kernels
 from mindspeed_rl.config import npu as npu_flags
 from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.kernels import experts_note, module_names
@@ -20,6 +20,7 @@ from mindspeed_rl.config.npu import check_npu, group_buffers, npu_setup
 from mindspeed_rl.core import installed
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.groups import MEGATRON_GROUPS
+from mindspeed_rl.launch.job import npu_setup_of
 from mindspeed_rl.models.param_names import GROUPED, LOCAL, TRANSFORMER_ENGINE
 from mindspeed_rl.planning.budget import machine_on
 from mindspeed_rl.planning.prediction import MemoryPrediction
@@ -91,7 +92,8 @@ def test_mindspeed_is_told_what_differs(monkeypatch: pytest.MonkeyPatch) -> None
     """Megatron's names with underscores, and MindSpeed's own types."""
     monkeypatch.setattr(npu_flags, "has_mindspeed", lambda: True)
     argv = "--swap-optimizer --swap-optimizer-times 8 --bf16 --use-distributed-optimizer "
-    argv += "--moe-permute-fusion --recompute-granularity full --recompute-method block "
+    argv += "--use-fused-moe-token-permute-and-unpermute "
+    argv += "--recompute-granularity full --recompute-method block "
     argv += "--recompute-num-layers 1 --hccl-group-buffer dp:64 --npu-deterministic"
     found = setup_of(*argv.split(), grouped=True)
     assert found.group_buffers_mb == {"dp": 64} and found.deterministic
@@ -126,7 +128,11 @@ def test_features_without_mindspeed_are_an_error(monkeypatch: pytest.MonkeyPatch
         ("--transformer-impl transformer_engine", "cuda", (), LOCAL),
         ("--transformer-impl transformer_engine", "cuda", ("transformer_engine",),
          TRANSFORMER_ENGINE),
-        ("--moe-grouped-gemm", "cuda", ("transformer_engine",), LOCAL),
+        ("--moe-grouped-gemm", "cuda", ("transformer_engine",), GROUPED),
+        ("", "cuda", ("transformer_engine",), GROUPED),
+        ("", "cuda", (), LOCAL),
+        ("--transformer-impl local", "cuda", ("transformer_engine",), LOCAL),
+        ("", "cpu", ("transformer_engine",), LOCAL),
     ],
 )  # fmt: skip
 def test_modules_follow_flags_and_what_is_installed(
@@ -136,6 +142,31 @@ def test_modules_follow_flags_and_what_is_installed(
     monkeypatch.setattr(installed, "find_spec", lambda name: name if name in packages else None)
     config, _ = parsed(*flags.split())
     assert module_names(config.model, platform) == expected
+
+
+@pytest.mark.parametrize("driver", [False, True])
+def test_auto_takes_transformer_engine_where_there_is_an_nvidia_driver(
+    driver: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--platform auto`` on a machine with Transformer Engine, but perhaps without a GPU."""
+    monkeypatch.setattr(
+        installed, "find_spec", lambda name: name if name == "transformer_engine" else None
+    )
+    monkeypatch.setattr(kernels, "has_nvidia_driver", lambda: driver)
+    assert module_names(parsed()[0].model, "auto") == (GROUPED if driver else LOCAL)
+
+
+def test_the_fused_permutation_of_megatron_is_that_of_mindspeed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(npu_flags, "has_mindspeed", lambda: True)
+    argv = ["--hf-checkpoint", "x", "--platform", "npu"]
+    for flag in ("--moe-permute-fusion", "--use-fused-moe-token-permute-and-unpermute"):
+        setup = npu_setup_of(parse(RLRunConfig, [*argv, flag], "x"))
+        assert setup is not None and setup.features["moe_permute_fusion"] is True
+        assert setup.features["use_fused_moe_token_permute_and_unpermute"] is True
+    setup = npu_setup_of(parse(RLRunConfig, argv, "x"))
+    assert setup is not None and "moe_permute_fusion" not in setup.features
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,28 @@ def test_fusions_are_on_where_there_are_kernels_and_each_flag_turns_one_off() ->
     assert fusions(built("npu", fused=True)) == {"bias_activation_fusion"}
 
 
+def test_kernels_of_experts_are_on_where_a_flag_asks_for_them_and_the_device_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moe = "megatron.core.transformer.moe.moe_utils.fused_"
+    for kernel in (
+        *("permute", "permute_with_probs", "unpermute"),
+        *("sort_chunks_by_index", "sort_chunks_by_index_with_probs"),
+    ):
+        monkeypatch.setattr(moe + kernel, object(), raising=False)
+    asked = ("--moe-permute-fusion", "--moe-shared-expert-overlap")
+
+    def on(platform: str, *flags: str, model: str = "deepseek-v3") -> tuple[bool, bool]:
+        config = built(platform, *flags, model=model)
+        return config.moe_permute_fusion, config.moe_shared_expert_overlap
+
+    assert on("cuda", *asked) == (True, True)
+    assert on("cuda") == on("cpu", *asked) == on("npu", *asked) == (False, False)
+    assert on("cuda", *asked, "--moe-token-dispatcher-type", "allgather") == (True, False)
+    assert on("cuda", *asked, model="qwen3-30b-a3b") == (True, False), "no shared experts"
+    assert on("cuda", *asked, model="qwen2.5-7b") == (False, False)
+
+
 def test_kernels_of_packages_that_are_not_installed_are_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -111,6 +133,11 @@ def test_a_run_says_which_switches_do_nothing() -> None:
     names, reason = idle("cpu", *flags)[0].split(" (")
     assert set(names.split(", ")) == set(flags[:-1]) and reason
     assert idle("cpu") == ()
+    shared = "--moe-shared-expert-overlap"
+    for platform in ("cpu", "npu"):
+        assert [line.split(" (")[0] for line in idle(platform, shared)] == [shared]
+    assert idle("cuda", shared) == ()
+    assert len(idle("cuda", shared, "--moe-token-dispatcher-type", "allgather")) == 1
     for platform in ("cuda", "npu"):
         assert idle(platform, *flags) == (
             "--moe-token-dispatcher-type flex (computed as alltoall)",
