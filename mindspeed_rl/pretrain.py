@@ -95,11 +95,10 @@ def train_step(
     from mindspeed_rl.metrics.metric_set import Mean, MetricSet, reduce_metrics
     from mindspeed_rl.metrics.names import REAL_SHARE, STEP_TIME, TOKENS_PER_S
     from mindspeed_rl.metrics.telemetry import named_phase
-    from mindspeed_rl.metrics.throughput import utilisation
+    from mindspeed_rl.metrics.throughput import devices_of, utilisation
     from mindspeed_rl.models.flops import training_flops
     from mindspeed_rl.planning.micro_batches import real_share
     from mindspeed_rl.rl.build_models import batch_rules
-    from mindspeed_rl.rl.throughput import devices_of
 
     with named_phase(timer, job.watchdog, "train"):
         rules = batch_rules(job)
@@ -115,7 +114,8 @@ def train_step(
         raise FloatingPointError(f"supervised loss is {values['loss']}; lower --lr")
     values |= {"optimizer/grad_norm": stats.grad_norm, "optimizer/lr": stats.learning_rate}
     values[REAL_SHARE] = real_share([plan], chosen.lengths)
-    seconds, devices = values[STEP_TIME], devices_of(job.config, job.plan, job.platform)
+    seconds, world = values[STEP_TIME], job.plan.parallel.world
+    devices = devices_of(job.config, world, job.platform.device_name)
     flops = training_flops(job.plan.spec, chosen.lengths)
     values |= utilisation("", flops, seconds, devices)
     return values | {TOKENS_PER_S: sum(chosen.lengths) / seconds}

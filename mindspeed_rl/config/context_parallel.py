@@ -3,32 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-from mindspeed_rl.config.model import CP_ALGORITHMS, ParallelConfig
+from mindspeed_rl.config.model import ParallelConfig
+from mindspeed_rl.core.context_parallelism import CP_ALGORITHMS, GATHERED, ContextParallelism
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.layers import GroupedQueryAttention, LatentAttention
-
-
-@dataclass(frozen=True, slots=True)
-class ContextParallelism:
-    """How the ranks that share a sequence attend to it together.
-
-    Attributes:
-        kind: One of ``config.model.CP_KINDS``: ``"all_gather"``: each gathers the keys and values
-            of all; ``"p2p"``: these travel around a ring; ``"a2a"``: ranks exchange tokens for
-            heads (Ulysses); ``"a2a+p2p"``: both.
-        ulysses: Ranks that exchange tokens for heads; 1: none do.
-        ring: Ranks around which keys travel; 1: they do not.
-    """
-
-    kind: str
-    ulysses: int = 1
-    ring: int = 1
-
-
-#: The kind where no flag asks for another.
-GATHERED = ContextParallelism("all_gather")
 
 
 def context_parallelism(parallel: ParallelConfig) -> ContextParallelism:

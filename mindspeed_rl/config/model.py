@@ -4,20 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mindspeed_rl.core.context_parallelism import CP_ALGORITHMS, CP_KINDS
 from mindspeed_rl.core.flag import Needs, flag
-
-#: Kinds of context parallelism, by Megatron's names.
-CP_KINDS = ("all_gather", "p2p", "a2a", "a2a+p2p")
-#: Algorithms of MindSpeed and their kinds. The adaptive ones choose blocks by an attention mask;
-#: causal rows have none to choose by.
-CP_ALGORITHMS = {
-    "kvallgather_cp_algo": "all_gather",
-    "megatron_cp_algo": "p2p",
-    "ulysses_cp_algo": "a2a",
-    "hybrid_cp_algo": "a2a+p2p",
-    "adaptive_cp_algo": "p2p",
-    "hybrid_adaptive_cp_algo": "a2a+p2p",
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_rl.config import agreement
 from mindspeed_rl.config.training import TrainConfig
+from mindspeed_rl.core import agreement
 from mindspeed_rl.core.flag import Needs, flag
 
 _WITH_REBALANCE = Needs("--rollout-rebalance", ("waiting", "all"))

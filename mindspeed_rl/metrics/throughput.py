@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mindspeed_rl.config import TrainingRunConfig
 from mindspeed_rl.metrics.names import TOKENS_PER_S
+from mindspeed_rl.platforms.device_models import device_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,16 @@ class Devices:
     count: int
     per_card: int = 1
     peak_tflops: float | None = None
+
+
+def devices_of(config: TrainingRunConfig, world: int, device_name: str) -> Devices:
+    """Return the devices of a run.
+
+    The table of peaks is for bfloat16, so a run in fp32 has none but ``--device-peak-tflops``.
+    """
+    model = device_model(device_name)
+    known = model.peak_tflops if config.train.bf16 else None
+    return Devices(world, model.per_card, config.device.device_peak_tflops or known)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mindspeed_rl.config import TrainConfig
-from mindspeed_rl.config.context_parallel import GATHERED, ContextParallelism
-from mindspeed_rl.config.logit_tiles import LogitTile, logit_tile
+from mindspeed_rl.core.context_parallelism import GATHERED, ContextParallelism
 from mindspeed_rl.core.layout import round_up
+from mindspeed_rl.core.logit_tiles import LogitTile, logit_tile
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 _FP32 = 4

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mindspeed_rl.colocation.scheduler import Phase
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.core.agreement import AgreementBounds, agreement_bounds
+from mindspeed_rl.metrics.agreement import check_difference
 from mindspeed_rl.metrics.metric_set import Mean, MetricSet, reduce_metrics
-from mindspeed_rl.rl.agreement import bounds_of, check_difference
+from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.rollout_worker import PassRequest
 from mindspeed_rl.samples.device_cache import TensorCache
@@ -30,6 +33,16 @@ def sync_weights(run: Components, version: int) -> MetricSet:
     with run.phase("reshard"):
         run.weight_sync.run(run.rollouts.engine, version)
     return run.weight_sync.metrics
+
+
+def bounds_of(config: RLRunConfig, spec: ModelSpec) -> AgreementBounds:
+    """Return how far trainer and engine may be apart in a run."""
+    return agreement_bounds(
+        bf16=config.train.bf16 or config.rollout.engine_is_bf16(config.train),
+        experts=spec.moe is not None,
+        latent_attention=spec.latent_attention,
+        limit=config.rollout.rl_sync_check_tol,
+    )
 
 
 def check_engine(run: Components, state: RunState) -> float:

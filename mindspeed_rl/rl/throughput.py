@@ -4,31 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mindspeed_rl.config import RLRunConfig, TrainingRunConfig
+from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.names import STEP_TIME
-from mindspeed_rl.metrics.throughput import Devices, TokenCount, token_rates, utilisation
+from mindspeed_rl.metrics.throughput import TokenCount, devices_of, token_rates, utilisation
 from mindspeed_rl.models.flops import training_flops
-from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
-from mindspeed_rl.platforms.base import Platform
-from mindspeed_rl.platforms.device_models import device_model
+from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rl.rollouts import RolloutBatch
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import SampleStore
 
 # Phases from the first request of a rollout to the end of its slowest engine.
 _ROLLOUT = ("generate", "reward", "wait")
-
-
-def devices_of(config: TrainingRunConfig, plan: RunPlan, platform: Platform) -> Devices:
-    """Return the devices of a run.
-
-    The table of peaks is for bfloat16, so a run in fp32 has none but ``--device-peak-tflops``.
-    """
-    model = device_model(platform.device_name)
-    known = model.peak_tflops if config.train.bf16 else None
-    peak = config.device.device_peak_tflops or known
-    return Devices(plan.parallel.world, model.per_card, peak)
 
 
 def step_throughput(
@@ -48,7 +35,8 @@ def step_throughput(
         step: Number of the step.
         values: Reduced metrics of the step: times of phases, skipped optimizer steps.
     """
-    devices = devices_of(job.config, job.plan, job.platform)
+    world, name = job.plan.parallel.world, job.platform.device_name
+    devices = devices_of(job.config, world, name)
     generated = token_count(store, rollouts.generated)
     trained = token_count(store, rollouts.samples)
     rollout_s = sum(values.get(f"time/{phase}_s", 0.0) for phase in _ROLLOUT)

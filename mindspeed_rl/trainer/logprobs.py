@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.config.logit_tiles import LogitTile, logit_tile
+from mindspeed_rl.core.logit_tiles import LogitTile, logit_tile
 from mindspeed_rl.parallel.small_collectives import gather_rows
 from mindspeed_rl.trainer.weight_gradient import WeightGradient
 

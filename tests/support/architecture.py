@@ -49,8 +49,8 @@ ROOMS: Mapping[str, Room] = {
     "weights": Room(("core", "models", "parallel", "metrics"), TORCH_DISTRIBUTED),
     "rollout": Room(
         (
-            *("core", "config", "models", "algorithms", "parallel", "platforms", "metrics"),
-            "weights",
+            *("core", "compat", "config", "models", "algorithms", "parallel", "platforms"),
+            *("metrics", "weights"),
         ),
         TORCH_DISTRIBUTED | {"vllm"},
     ),

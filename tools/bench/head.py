@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from mindspeed_rl.config.logit_tiles import logit_tile
+from mindspeed_rl.core.logit_tiles import logit_tile
 from mindspeed_rl.platforms.registry import select_platform
 from mindspeed_rl.trainer.logprobs import selected_logprobs
 

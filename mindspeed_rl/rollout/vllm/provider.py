@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from mindspeed_rl.compat.ascend_builds import check_dummy_batches, check_routed_experts
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.architecture import model_config
-from mindspeed_rl.config.ascend_builds import check_dummy_batches, check_routed_experts
 from mindspeed_rl.config.engine_options import as_flag
 from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.errors import UsageError
@@ -138,7 +138,11 @@ class VllmProvider(EngineProvider):
                     "cannot be had from it; use trainer, or none"
                 )
             if platform == "npu":
-                check_routed_experts(config.rollout, config.engine)
+                check_routed_experts(
+                    ep=config.rollout.rl_inference_expert_model_parallel_size,
+                    dp=config.rollout.rollout_dp,
+                    flashcomm=config.engine.rollout_flashcomm,
+                )
 
     def check_build(self, config: RLRunConfig, layout: RolloutLayout, platform: str) -> None:
         """Refuse what the backends of vLLM and vLLM-Ascend refuse, by the same functions."""

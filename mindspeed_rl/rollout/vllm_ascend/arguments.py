@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mindspeed_rl.config.ascend_builds import overwrites_cache, rl_config_problem
+from mindspeed_rl.compat.ascend_builds import overwrites_cache, rl_config_problem
 from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.graph_sizes import AUTO

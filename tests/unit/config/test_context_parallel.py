@@ -7,9 +7,10 @@ from support.published import published_config
 
 from mindspeed_rl.config import ModelConfig, RLRunConfig
 from mindspeed_rl.config.arguments import parse
-from mindspeed_rl.config.context_parallel import ContextParallelism, context_parallelism
+from mindspeed_rl.config.context_parallel import context_parallelism
 from mindspeed_rl.config.layouts import training_layout
 from mindspeed_rl.config.model import ParallelConfig
+from mindspeed_rl.core.context_parallelism import ContextParallelism
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.registry import spec_from_hf_config
 

@@ -12,7 +12,7 @@ from support.published import PUBLISHED, published_config
 
 from mindspeed_rl.config import RLRunConfig, TrainConfig
 from mindspeed_rl.config.arguments import parse
-from mindspeed_rl.config.context_parallel import ContextParallelism
+from mindspeed_rl.core.context_parallelism import ContextParallelism
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.models.registry import spec_from_hf_config

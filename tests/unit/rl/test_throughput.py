@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from support.rl_run import COUNTS, PROMPTS, make_run
 
+from mindspeed_rl.metrics.throughput import devices_of
 from mindspeed_rl.models.flops import training_flops
-from mindspeed_rl.rl.throughput import devices_of, passes, step_throughput
+from mindspeed_rl.rl.throughput import passes, step_throughput
 
 SECONDS = {
     "time/step_s": 8.0, "time/generate_s": 2.0, "time/reward_s": 0.5, "time/wait_s": 1.5,
@@ -60,5 +61,5 @@ def test_the_peak_is_of_the_precision_of_training(
 ) -> None:
     job = make_run(tmp_path, flags).parts.job
     monkeypatch.setattr(type(job.platform), "device_name", "Ascend910_9382")
-    devices = devices_of(job.config, job.plan, job.platform)
+    devices = devices_of(job.config, job.plan.parallel.world, job.platform.device_name)
     assert (devices.count, devices.per_card, devices.peak_tflops) == (1, 2, peak)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from support.layout_cases import MOE, spec_of
 
+from mindspeed_rl.compat.ascend_builds import check_dummy_batches
 from mindspeed_rl.config import EngineTuningConfig, RLRunConfig
 from mindspeed_rl.config.arguments import parse
-from mindspeed_rl.config.ascend_builds import check_dummy_batches
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.platforms.cpu import CpuPlatform
@@ -125,7 +125,7 @@ def test_what_both_say_alike_and_what_is_new_is_merged(backend: AscendBackend) -
 def test_graphs_that_write_dummy_tokens_into_the_cache_are_refused(
     mode: str, version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mindspeed_rl.config.ascend_builds.version", lambda name: version)
+    monkeypatch.setattr("mindspeed_rl.compat.ascend_builds.version", lambda name: version)
     if refused:
         with pytest.raises(UsageError, match=f"--rollout-graph-mode {mode}"):
             check_dummy_batches(mode)
@@ -134,7 +134,7 @@ def test_graphs_that_write_dummy_tokens_into_the_cache_are_refused(
 
 
 def test_graphs_of_several_data_parallel_ranks_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mindspeed_rl.config.ascend_builds.version", lambda name: "0.23.0")
+    monkeypatch.setattr("mindspeed_rl.compat.ascend_builds.version", lambda name: "0.23.0")
     flags = "--rollout-graph-mode full-decode --rollout-dp"
     for dp in (1, 2):
         config = parse(RLRunConfig, f"{flags} {dp}".split(), "test").config
@@ -158,7 +158,7 @@ def test_rl_config_is_for_builds_that_read_it(
     build: str, value: object, problem: str, backend: AscendBackend,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("mindspeed_rl.config.ascend_builds.version", lambda name: build)
+    monkeypatch.setattr("mindspeed_rl.compat.ascend_builds.version", lambda name: build)
     given = {"additional_config": {"rl_config": value}}
     if not problem:
         assert backend.settings(given)["additional_config"]["rl_config"] == value

@@ -22,7 +22,7 @@ from mindspeed_rl.planning.suggestions import plan_of
 from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.rollout.vllm_ascend.arguments import ascend_arguments
 
-VERSION = "mindspeed_rl.config.ascend_builds.version"
+VERSION = "mindspeed_rl.compat.ascend_builds.version"
 ONE, SEVERAL = EngineLayout(8, 1), EngineLayout(8, 1, dp=2, expert_parallel=True)
 
 

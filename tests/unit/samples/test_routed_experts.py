@@ -224,7 +224,7 @@ def install(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
             raise PackageNotFoundError(name)
         return build
 
-    monkeypatch.setattr("mindspeed_rl.config.ascend_builds.version", version)
+    monkeypatch.setattr("mindspeed_rl.compat.ascend_builds.version", version)
 
 
 def test_an_engine_that_does_not_tell_is_refused(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.config import agreement
-from mindspeed_rl.config.agreement import AgreementBounds, agreement_bounds
-from mindspeed_rl.rl.agreement import EngineAgreement, check_difference
+from mindspeed_rl.core.agreement import AgreementBounds, agreement_bounds
+from mindspeed_rl.metrics.agreement import EngineAgreement, check_difference
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "mismatch.md"
 BOUNDS = AgreementBounds(0.05, 0.2)

@@ -5,24 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.agreement import AgreementBounds, agreement_bounds
-from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.core.agreement import AgreementBounds
 
 FIRST_STEPS = 5
 """Number of compared steps at the start of a run that later ones are compared with."""
 GROWTH = 3.0
 """A run warns of a mean that is this many times that of its first steps."""
-
-
-def bounds_of(config: RLRunConfig, spec: ModelSpec) -> AgreementBounds:
-    """Return how far trainer and engine may be apart in a run."""
-    return agreement_bounds(
-        bf16=config.train.bf16 or config.rollout.engine_is_bf16(config.train),
-        experts=spec.moe is not None,
-        latent_attention=spec.latent_attention,
-        limit=config.rollout.rl_sync_check_tol,
-    )
 
 
 def check_difference(where: str, mean: float, bounds: AgreementBounds) -> str:

@@ -9,7 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
-from mindspeed_rl.config.rollout import EngineTuningConfig, RolloutConfig
 from mindspeed_rl.core.errors import UsageError
 
 # Builds whose record of experts was read. Those after them are release candidates.
@@ -48,13 +47,18 @@ def check_dummy_batches(graph_mode: str) -> None:
         )
 
 
-def check_routed_experts(rollout: RolloutConfig, tuning: EngineTuningConfig) -> None:
+def check_routed_experts(*, ep: int, dp: int, flashcomm: bool) -> None:
     """Refuse replay of the engine's experts where it does not record those of all tokens.
 
     Up to 0.23.0.post1 vLLM's own recorder runs, which takes the rows that a router sees for those
     of its rank. They are when every rank of an engine computes all tokens. MC2 and all-to-all leave
     a part of them, and an all-gather of data-parallel ranks pads unequal batches, at which the
     recorder fails.
+
+    Args:
+        ep: Expert-parallel size of the engine.
+        dp: Its data-parallel size.
+        flashcomm: Whether ``--rollout-flashcomm`` is given.
 
     Raises:
         UsageError: The installed build was not read, or ranks exchange tokens.
@@ -65,11 +69,10 @@ def check_routed_experts(rollout: RolloutConfig, tuning: EngineTuningConfig) -> 
             f"{flag}: how vllm-ascend {build} records experts is not known, only that of "
             f"{_FIRST_RECORD} and {_LAST_RECORD}; install one of them, or use trainer"
         )
-    ep = rollout.rl_inference_expert_model_parallel_size
     exchanges = {
         f"--rollout-ep {ep}": ep > 1,
-        f"--rollout-dp {rollout.rollout_dp}": rollout.rollout_dp > 1,
-        "--rollout-flashcomm": tuning.rollout_flashcomm,
+        f"--rollout-dp {dp}": dp > 1,
+        "--rollout-flashcomm": flashcomm,
     }
     if given := [name for name, is_given in exchanges.items() if is_given]:
         raise UsageError(
