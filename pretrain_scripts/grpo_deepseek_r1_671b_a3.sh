@@ -22,7 +22,7 @@ source "$HERE/launch.sh"
 source "$HERE/models/deepseek_v3_671b.sh"
 
 PHASE_TIMEOUT_S="${PHASE_TIMEOUT_S:-7200}"
-npu_environment "$PHASE_TIMEOUT_S"
+npu_environment
 
 CKPT_LOAD_DIR="${CKPT_LOAD_DIR:-$ROOT/models/DeepSeek-R1-bf16}"
 CKPT_SAVE_DIR="${CKPT_SAVE_DIR:-$ROOT/outputs/deepseek_r1_671b/checkpoints}"

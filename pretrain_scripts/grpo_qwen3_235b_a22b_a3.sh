@@ -21,7 +21,7 @@ source "$HERE/launch.sh"
 source "$HERE/models/qwen3_235b_a22b.sh"
 
 PHASE_TIMEOUT_S="${PHASE_TIMEOUT_S:-14400}"
-npu_environment "$PHASE_TIMEOUT_S"
+npu_environment
 
 CKPT_LOAD_DIR="${CKPT_LOAD_DIR:-$ROOT/models/Qwen3-235B-A22B}"
 CKPT_SAVE_DIR="${CKPT_SAVE_DIR:-$ROOT/outputs/qwen3_235b_a22b/checkpoints}"

@@ -18,11 +18,9 @@ if [[ -z "${PYTHON:-}" ]]; then
     [[ ! -x "$ROOT/.venv/bin/python" ]] || PYTHON="$ROOT/.venv/bin/python"
 fi
 
-# npu_environment [SECONDS]: what HCCL must know of a run whose phases take up to SECONDS; without,
-# the run tells it
+# npu_environment: what HCCL must know before a run; the run sets how long a collective may take
 npu_environment() {
     export HCCL_CONNECT_TIMEOUT="${HCCL_CONNECT_TIMEOUT:-3600}"
-    (( $# == 0 )) || export HCCL_EXEC_TIMEOUT="${HCCL_EXEC_TIMEOUT:-$1}"
     # Listens on the host where nothing else does; MASTER_PORT stays outside.
     export HCCL_IF_BASE_PORT="${HCCL_IF_BASE_PORT:-60000}"
     export TASK_QUEUE_ENABLE="${TASK_QUEUE_ENABLE:-1}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.config import agreement
+from mindspeed_rl.core import agreement
 from mindspeed_rl.core.agreement import AgreementBounds, agreement_bounds
 from mindspeed_rl.metrics.agreement import EngineAgreement, check_difference
 

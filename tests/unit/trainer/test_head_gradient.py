@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_rl.config import logit_tiles
+from mindspeed_rl.core import logit_tiles
 from mindspeed_rl.core.logit_tiles import LogitTile, logit_tile
 from mindspeed_rl.trainer.logprobs import selected_logprobs
 from mindspeed_rl.trainer.weight_gradient import WeightGradient
