@@ -29,7 +29,7 @@ def config_of(machine: str, flags: str, checkpoint: Path) -> RLRunConfig:
 
 
 REFUSED = [
-    ("a3", MOE, "--rl-routing-replay rollout --rollout-flashcomm", "--rl-routing-replay rollout"),
+    ("a3", MOE, "--rl-routing-replay rollout --rollout-ep 4", "--rl-routing-replay rollout"),
     ("h200", MOE, "--rl-routing-replay rollout", "--rl-routing-replay rollout"),
     ("h200", DENSE, "--rollout-rebalance all", "--rollout-rebalance all"),
     ("h200", DENSE, "--rollout-graph-mode full-decode", "--rollout-graph-mode"),
