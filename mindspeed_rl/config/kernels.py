@@ -9,8 +9,8 @@ from mindspeed_rl.config.model import ModelConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flag import flag, flag_names
 from mindspeed_rl.core.installed import (
-    has_nvidia_driver,
     has_transformer_engine,
+    probable_platform,
     resolve_platform,
 )
 from mindspeed_rl.models.param_names import GROUPED, LOCAL, TRANSFORMER_ENGINE, ParamNames
@@ -95,9 +95,8 @@ def module_names(model: ModelConfig, platform: str) -> ParamNames:
     A script may ask for Transformer Engine where there is none; it then gets local modules. On CUDA
     ``auto`` groups experts as well.
     """
-    kind, chosen = resolve_platform(platform), model.transformer_impl == "auto"
-    if chosen and kind == "auto":
-        kind = "cuda" if has_nvidia_driver() else "cpu"
+    chosen = model.transformer_impl == "auto"
+    kind = probable_platform(platform) if chosen else resolve_platform(platform)
     if model.transformer_impl == "local" or not has_transformer_engine(kind):
         return LOCAL
     grouped = model.moe_grouped_gemm or (chosen and kind == "cuda")

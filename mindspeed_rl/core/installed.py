@@ -38,6 +38,14 @@ def has_nvidia_driver() -> bool:
     return Path("/dev/nvidiactl").exists()
 
 
+def probable_platform(name: str) -> str:
+    """Replace ``auto`` by the platform that torch will most likely find, without loading torch."""
+    kind = resolve_platform(name)
+    if kind != "auto":
+        return kind
+    return "cuda" if has_nvidia_driver() else "cpu"
+
+
 def has_transformer_engine(platform: str) -> bool:
     """Whether megatron-core's Transformer Engine modules can be built on a platform.
 

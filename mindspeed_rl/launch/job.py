@@ -17,7 +17,7 @@ from mindspeed_rl.config.dispositions import disposition_lines
 from mindspeed_rl.config.kernels import experts_note, module_names
 from mindspeed_rl.config.npu import NpuSetup, check_npu, group_buffers, npu_setup
 from mindspeed_rl.core.errors import Mistakes, UsageError
-from mindspeed_rl.core.installed import resolve_platform
+from mindspeed_rl.core.installed import probable_platform, resolve_platform
 from mindspeed_rl.launch import bootstrap, machine
 from mindspeed_rl.launch.failures import JOIN, WatchdogSettings
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
@@ -125,7 +125,7 @@ def limits_of(checked: Checked[Run, Plan_co]) -> PhaseLimits:
     """Return the limits of the phases of a run."""
     config: Any = checked.parsed.config
     assert isinstance(checked.plan, RunPlan)
-    return phase_limits(config, checked.plan, resolve_platform(config.parallel.platform))
+    return phase_limits(config, checked.plan, probable_platform(config.parallel.platform))
 
 
 def prepare_rank(checked: Checked[Run, Plan_co]) -> list[str]:

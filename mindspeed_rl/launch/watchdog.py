@@ -48,7 +48,7 @@ from mindspeed_rl.launch.failures import (
     whereabouts,
     write_error_file,
 )
-from mindspeed_rl.planning.phase_limits import PhaseLimits
+from mindspeed_rl.planning.phase_limits import LEARNING_STEPS, PhaseLimits
 
 # Signals that the guard receives, with the handlers to restore afterwards.
 _HANDLED: dict[int, Any] = {
@@ -68,6 +68,8 @@ class PhaseClock:
 
     def __init__(self, limits: PhaseLimits) -> None:
         self._limits = limits
+        self._longest_s = 0.0
+        self._num_trained = 0
         self.current = (START, time.monotonic(), limits.of(START))
         """Name, begin and limit (in seconds) of the phase; always replaced as one tuple."""
 
@@ -75,13 +77,21 @@ class PhaseClock:
     def phase(self, name: str, limit_s: float | None = None) -> Iterator[None]:
         """Enter a phase with a new deadline; the end restores the outer phase with a new deadline.
 
-        After an exception the inner phase stays, as the place where the job ended.
+        After an exception the inner phase stays, as the place where the job ended. After the first
+        steps the longest phase over samples bounds the next ones.
         """
         before, _, limit_before = self.current
-        limit_s = self._limits.of(name) if limit_s is None else limit_s
-        self.current = (name, time.monotonic(), limit_s)
+        if limit_s is None:
+            known = self._num_trained >= LEARNING_STEPS
+            limit_s = self._limits.of(name, self._longest_s if known else None)
+        begin = time.monotonic()
+        self.current = (name, begin, limit_s)
         yield
-        self.current = (before, time.monotonic(), limit_before)
+        end = time.monotonic()
+        self.current = (before, end, limit_before)
+        if name in self._limits.over_samples:
+            self._longest_s = max(self._longest_s, end - begin)
+            self._num_trained += name == "train"
 
     @property
     def name(self) -> str:
@@ -100,7 +110,9 @@ class PhaseClock:
             return ""
         if phase == JOIN:
             return f"exceeded --distributed-timeout-minutes {limit_s / 60:g} ({seconds:.0f} s)"
-        return f"exceeded --phase-timeout-s {limit_s:g} ({seconds:.0f} s)"
+        return (
+            f"exceeded its limit of {limit_s:g} s, which --phase-timeout-s sets ({seconds:.0f} s)"
+        )
 
 
 class Heartbeats:

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
 from mindspeed_rl.models.flops import sequence_flops
 from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.models.tensors import num_parameters
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
+from mindspeed_rl.rollout.registry import engine_provider
 
 GENERATE_FLOPS = 5e12
 """Operations per second of a device at which rollouts count as alive.
@@ -25,6 +27,14 @@ DECODE_STEP_S = 0.2
 """One token of the longest response; 0.171 s in eager mode at 480B (vllm-ascend issue 7723)."""
 UPDATE_PASSES = 4
 """An update in forward passes: one, two backward, and one for layers that are recomputed."""
+STORAGE_BYTES_PER_S = 5e8
+"""Bytes per second of a slow shared file system, of the whole job."""
+STATE_BYTES = 14
+"""Bytes of a checkpoint per parameter: weights in bf16, master weights and two moments in fp32."""
+GROWTH = 10
+"""A phase over samples may take so many times the longest one of the steps before."""
+LEARNING_STEPS = 2
+"""Number of steps after which a run knows how long its phases take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +44,25 @@ class PhaseLimits:
     Attributes:
         other: Limit of the phases that are not in ``of_phase``.
         of_phase: Limits by the names of phases.
+        over_samples: Names of the phases whose limits are for samples of the greatest length.
     """
 
     other: float
     of_phase: Mapping[str, float] = field(default_factory=dict)
+    over_samples: frozenset[str] = frozenset()
 
-    def of(self, phase: str) -> float:
-        """Return the limit of a phase."""
-        return self.of_phase.get(phase, self.other)
+    def of(self, phase: str, longest_s: float | None = None) -> float:
+        """Return the limit of a phase.
+
+        Args:
+            phase: Name of the phase.
+            longest_s: Seconds of the longest phase over samples so far, which bounds the next ones;
+                ``None``: not known yet.
+        """
+        limit = self.of_phase.get(phase, self.other)
+        if longest_s is None or phase not in self.over_samples:
+            return limit
+        return min(limit, max(self.other, GROWTH * longest_s))
 
     @property
     def longest(self) -> float:
@@ -60,9 +81,9 @@ def phase_limits(
 ) -> PhaseLimits:
     """Return the limits of the phases of a run. Pure.
 
-    ``--phase-timeout-s`` is the limit of every phase. Without it each has the default, and phases
-    over the samples of a step have, on top, what these take at the speeds above when all are as
-    long as the flags allow.
+    ``--phase-timeout-s`` is the limit of every phase. Without it each has the default. Phases over
+    the samples of a step have, on top, what these take at the speeds above when all are as long as
+    the flags allow; phases over files, what a checkpoint takes on a slow file system.
 
     Args:
         config: Configuration of the run.
@@ -72,9 +93,13 @@ def phase_limits(
     other = config.logging.phase_limit_s
     if config.logging.phase_timeout_s is not None or isinstance(config, ScoreRunConfig):
         return PhaseLimits(other)
+    files = other + STATE_BYTES * num_parameters(plan.spec) / STORAGE_BYTES_PER_S
+    of_files = dict.fromkeys(("load", "save", "export"), files)
     if isinstance(config, PretrainRunConfig):
-        work = config.train.global_batch_size * _forward(plan.spec, config.train.seq_length)
-        return PhaseLimits(other, {"train": other + _train_s(plan, platform, UPDATE_PASSES * work)})
+        length = config.train.seq_length or plan.spec.max_position_embeddings
+        work = UPDATE_PASSES * config.train.global_batch_size * _forward(plan.spec, length)
+        over_samples = {"train": other + _train_s(plan, platform, work)}
+        return PhaseLimits(other, over_samples | of_files, frozenset(over_samples))
     assert isinstance(plan, RLPlan)
     samples = plan.batch.samples
     # A rank whose engine is ready early waits for the slowest one.
@@ -82,23 +107,35 @@ def phase_limits(
     generate = other + _generate_s(config, plan, platform, asked)
     work = samples * _forward(plan.spec, plan.max_model_len) * _passes(config, plan)
     train = other + _train_s(plan, platform, work)
-    return PhaseLimits(other, {"generate": generate, "wait": generate, "train": train})
+    over_samples = dict.fromkeys(("generate", "wait"), generate)
+    over_samples |= dict.fromkeys(("train", "update"), train)
+    return PhaseLimits(other, over_samples | of_files, frozenset(over_samples))
 
 
 def evaluation_limit(config: RLRunConfig, plan: RLPlan, platform: str, num_prompts: int) -> float:
-    """Return the limit of an evaluation on so many prompts, in seconds. Pure."""
+    """Return the limit of an evaluation on so many prompts, in seconds. Pure.
+
+    The greedy responses come before the sampled ones.
+    """
     limit = config.logging.phase_limit_s
     if config.logging.phase_timeout_s is not None:
         return limit
-    samples = num_prompts * (1 + config.prompts.rl_eval_samples)
-    return limit + _generate_s(config, plan, platform, samples)
+    sampled = num_prompts * config.prompts.rl_eval_samples
+    passes = [num_prompts, sampled] if sampled else [num_prompts]
+    return limit + sum(_generate_s(config, plan, platform, count) for count in passes)
 
 
 def _generate_s(config: RLRunConfig, plan: RLPlan, platform: str, samples: int) -> float:
-    """Return the seconds in which engines that are alive give so many responses."""
+    """Return the seconds in which engines that are alive give so many responses.
+
+    An engine has so many of them at once, and the turns of a response wait for those of others.
+    """
     speed = plan.parallel.world * (CPU_FLOPS if platform == "cpu" else GENERATE_FLOPS)
     per_token, _ = sequence_flops(plan.spec)
-    longest = config.rollout.rollout_max_response_length
+    at_once = engine_provider().sizes(config.engine_options, plan.spec, platform).sequences
+    batches = math.ceil(samples / (plan.engine.num_replicas * at_once))
+    turns = config.environment.rl_environment_max_turns if config.environment.rl_environment else 1
+    longest = turns * batches * config.rollout.rollout_max_response_length
     return max(samples * plan.max_model_len * per_token / speed, longest * DECODE_STEP_S)
 
 
