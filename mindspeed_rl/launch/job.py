@@ -20,6 +20,7 @@ from mindspeed_rl.core.errors import Mistakes, UsageError
 from mindspeed_rl.core.installed import probable_platform, resolve_platform
 from mindspeed_rl.launch import bootstrap, machine
 from mindspeed_rl.launch.failures import JOIN, WatchdogSettings
+from mindspeed_rl.models.param_names import LOCAL
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
 from mindspeed_rl.planning.budget import machine_on, npu_machine
 from mindspeed_rl.planning.hccl_buffers import hccl_buffers, with_group_sizes
@@ -176,6 +177,7 @@ def run_job(
             # A rank may wait in a collective for as long as another one is in a phase.
             minutes = max(minutes, math.ceil(limits.longest / 60))
             platform = bootstrap.start(parallel.platform, minutes, world, checked.setup)
+        check_modules(checked.plan, platform)
         ignored = ignored_flags(checked.parsed, platform)
         flag_notes = tuple(disposition_lines(checked.parsed, ignored))
         job = Job(config, checked.plan, world, platform, watchdog, ignored, flag_notes)
@@ -189,6 +191,19 @@ def run_job(
             dist.destroy_process_group()
     except BaseException as error:
         watchdog.fail(error)
+
+
+def check_modules(plan: object, platform: Platform) -> None:
+    """Refuse modules of a device on a CPU. Local.
+
+    Raises:
+        UsageError: ``--platform auto`` was planned for a GPU that torch does not see.
+    """
+    if platform.name == "cpu" and isinstance(plan, RunPlan) and plan.megatron.modules != LOCAL:
+        raise UsageError(
+            "--platform auto: this machine has NVIDIA's driver and Transformer Engine, but torch "
+            "sees no GPU; show it one (CUDA_VISIBLE_DEVICES), or add --platform cpu"
+        )
 
 
 def tell_other_nodes(world: bootstrap.World, error: UsageError, settings: WatchdogSettings) -> None:

@@ -110,9 +110,7 @@ class PhaseClock:
             return ""
         if phase == JOIN:
             return f"exceeded --distributed-timeout-minutes {limit_s / 60:g} ({seconds:.0f} s)"
-        return (
-            f"exceeded its limit of {limit_s:g} s, which --phase-timeout-s sets ({seconds:.0f} s)"
-        )
+        return f"exceeded {limit_s:g} s, see --phase-timeout-s ({seconds:.0f} s)"
 
 
 class Heartbeats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import harmonic_mean
 
 from mindspeed_rl.core.memory import MemoryPhase
 from mindspeed_rl.core.tables import aligned
@@ -37,7 +38,7 @@ def benchmark_lines(
     engine = ("rollout/preemptions", "rollout/kv_cache_use_max", "rollout/prefix_cache_hit_rate")
     yield "  " + ", ".join(f"{name} {_mean(counted, name):.4g}" for name in engine)
     if "throughput/update_mfu" in counted[0]:
-        share = _mean(counted, "throughput/update_mfu")
+        share = _rate(counted, "throughput/update_mfu")
         yield f"  model FLOPs utilisation of the update {share:.1%}"
     yield "peak memory of the fullest rank, GiB, all steps:"
     yield from _indented(_memory(steps, predicted))
@@ -49,6 +50,11 @@ def _indented(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 def _mean(steps: Sequence[Mapping[str, float]], name: str) -> float:
     return sum(step.get(name, 0.0) for step in steps) / len(steps)
+
+
+def _rate(steps: Sequence[Mapping[str, float]], name: str) -> float:
+    """Return the rate over all steps: they have equally much work, so its mean is harmonic."""
+    return harmonic_mean([step[name] for step in steps if name in step])
 
 
 def _seconds(steps: Sequence[Mapping[str, float]]) -> list[list[str]]:
@@ -72,7 +78,7 @@ def _rates(steps: Sequence[Mapping[str, float]]) -> list[list[str]]:
     for part, prefix in _PARTS.items():
         for kind, which in (("", "response"), ("all_", "prompt + response")):
             names = (f"{group}/{prefix}{kind}{rate}{unit}" for unit in units)
-            rows.append([part, which, *(f"{_mean(steps, name):.1f}" for name in names)])
+            rows.append([part, which, *(f"{_rate(steps, name):.1f}" for name in names)])
     return rows
 
 

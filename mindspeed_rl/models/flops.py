@@ -4,7 +4,8 @@ A forward pass takes 2 N operations per token, with N the weights that the token
 and per layer 2 h (d_k + d_v) for each pair of a token and one before it, with h heads of d_k
 channels of keys and d_v of values. A backward pass takes twice as many. That is 6 N per token and
 attention (Kaplan et al. 2020, arXiv:2001.08361; Chowdhery et al. 2022, arXiv:2204.02311, appendix
-B); attention is counted as causal, half of all pairs.
+B); attention is counted as causal, half of all pairs. As usual, N has the head for
+all tokens, although log-probs of prompts are not computed.
 """
 
 from __future__ import annotations

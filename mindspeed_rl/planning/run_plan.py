@@ -175,6 +175,16 @@ def plan_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     )
 
 
+def is_first_old_pass_free(config: RLRunConfig, iterations: int) -> bool:
+    """Whether the first optimizer step of a batch computes its old log-probs itself.
+
+    So it does on-policy, unless samples are used several times or something needs the log-probs
+    before the update.
+    """
+    needed_early = config.kl.rl_kl_in_reward or config.policy_loss.loss.selects
+    return config.rl.old_logprob == "on-policy" and iterations == 1 and not needed_early
+
+
 def check_engine(config: object, plan: object, platform: str) -> None:
     """Refuse what the rollout engine of a platform cannot do, in a start and in its dry run. Local.
 

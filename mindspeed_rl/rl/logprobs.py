@@ -8,7 +8,7 @@ import torch
 
 from mindspeed_rl.core.memory import MemoryOwner
 from mindspeed_rl.metrics.metric_set import Max, MetricSet
-from mindspeed_rl.planning.step_time import is_first_old_pass_free
+from mindspeed_rl.planning.run_plan import is_first_old_pass_free
 from mindspeed_rl.rl.batches import StepBatches, sample_of_token
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.samples.rollout_info import RolloutInfo

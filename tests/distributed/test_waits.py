@@ -61,7 +61,7 @@ def waits_world(world: World, model: str, loss: str, experts: bool) -> Found:
         waits.counts = False  # borders are found on the host
         row = make(*args)
         waits.counts = True
-        rows.append(weakref.ref(row.queries))
+        rows.append(weakref.ref(row.blocks[0].queries))
         return row
 
     def alive() -> int:

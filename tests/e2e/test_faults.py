@@ -100,7 +100,11 @@ def test_a_rank_that_raises_is_named_once(world: Path, port: int) -> None:
 @pytest.mark.parametrize(
     ("fault", "timeout_s", "cause"),
     [
-        ("1:train:1:sleep", PHASE_TIMEOUT_S, f"exceeded --phase-timeout-s {PHASE_TIMEOUT_S} "),
+        (
+            "1:train:1:sleep",
+            PHASE_TIMEOUT_S,
+            f"exceeded {PHASE_TIMEOUT_S} s, see --phase-timeout-s ",
+        ),
         pytest.param("0:export:1:stop", 600, SILENT.format(0, "export"), marks=pytest.mark.slow),
         pytest.param(
             "1:build engine:1:native", 600, SILENT.format(1, "build engine"), marks=pytest.mark.slow

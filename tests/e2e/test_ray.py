@@ -118,7 +118,7 @@ def is_agent(pid: int) -> bool:
     [
         ("1:train:2:raise", 1, "the job ends: rank 1 in phase train: RuntimeError: planted fault"),
         ("1:exchange:2:kill", 1, "the job ends: rank 1 in phase exchange: process "),
-        ("1:train:2:sleep", 1, "exceeded --phase-timeout-s 15 "),
+        ("1:train:2:sleep", 1, "exceeded 15 s, see --phase-timeout-s "),
         ("1:train:2:stop", 1, "rank 1 in phase train: no heartbeat for"),
         ("1:train:2:mistake", 2, "error: --lr 7: too large"),
     ],

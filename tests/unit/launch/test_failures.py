@@ -211,13 +211,31 @@ def test_a_phase_over_its_limit_names_its_flag(clock: FakeClock, phases: PhaseCl
         clock.now = 721.0
         assert not phases.overdue(), "the limit of all phases, from its begin"
         clock.now = 722.0
-        assert phases.overdue() == "exceeded --phase-timeout-s 600 (601 s)"
+        assert phases.overdue() == "exceeded 600 s, see --phase-timeout-s (601 s)"
     with phases.phase("generate"):
         clock.now = 1622.0
         assert not phases.overdue(), "it has a limit of its own"
         clock.now = 1623.0
-        assert phases.overdue() == "exceeded --phase-timeout-s 900 (901 s)"
+        assert phases.overdue() == "exceeded 900 s, see --phase-timeout-s (901 s)"
     assert phases.name == "start" and phases.seconds == 0.0
+
+
+def test_steps_shorten_the_limits_of_the_next_ones(clock: FakeClock) -> None:
+    """From the third step on; a phase that is not over samples keeps its limit."""
+    names = ("generate", "train")
+    limits = PhaseLimits(600.0, {"generate": 9000.0, "train": 8000.0}, frozenset(names))
+    phases = PhaseClock(limits)
+
+    def limit_of(name: str, seconds: float) -> float:
+        with phases.phase(name):
+            found = phases.current[2]
+            clock.now += seconds
+        return found
+
+    for generate, train in ((50.0, 30.0), (70.0, 20.0)):
+        assert (limit_of("generate", generate), limit_of("train", train)) == (9000.0, 8000.0)
+    assert (limit_of("generate", 200.0), limit_of("train", 5.0)) == (700.0, 2000.0)
+    assert limit_of("save", 0.0) == 600.0
 
 
 # -- the store -------------------------------------------------------------------------------------

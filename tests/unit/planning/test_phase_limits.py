@@ -38,7 +38,11 @@ def test_a_phase_has_the_time_that_all_of_its_tokens_take() -> None:
     assert limits.of("generate") == limits.of("wait") == pytest.approx(generate)
     # Old log-probs, forward, twice as much backward, and once more for recomputation.
     assert limits.of("train") == pytest.approx(1800 + 5 * 8192 * SEQUENCE / (8 * 2.5e13))
-    assert limits.of("reward") == limits.of("save") == 1800
+    assert limits.of("update") == limits.of("train"), "it is within train, with a clock of its own"
+    assert limits.of("reward") == 1800
+    # 14 bytes a parameter at 0.5 GB/s.
+    files = pytest.approx(1800 + 14 * 7_615_616_512 / 5e8)
+    assert limits.of("save") == limits.of("load") == limits.of("export") == files
     assert limits.longest == limits.of("train")
     assert f"generate {generate:.0f}" in limits.line() and "others 1800" in limits.line()
 
@@ -55,6 +59,34 @@ def test_one_long_response_has_its_time() -> None:
     """However few samples there are, its tokens come one after the other."""
     flags = "--grpo-prompts-per-step 1 --rollout-max-response-length 20000"
     assert phase_limits(*run_of(flags), "npu").of("generate") == pytest.approx(1800 + 4000)
+
+
+def test_responses_that_wait_for_a_place_in_the_engine_have_its_time() -> None:
+    """Eight engines of one rank have 2 of 40 responses at once; every turn waits for the slowest."""
+    flags = """--grpo-prompts-per-step 20 --grpo-group-size 2 --rollout-tp 1 --vllm-max-num-seqs 2
+        --rollout-max-response-length 20000"""
+    assert phase_limits(*run_of(flags), "npu").of("generate") == pytest.approx(1800 + 3 * 4000)
+    turns = f"{flags} --rl-environment calculator --rl-environment-max-turns 5"
+    assert phase_limits(*run_of(turns), "npu").of("generate") == pytest.approx(1800 + 15 * 4000)
+
+
+def test_after_the_first_steps_a_phase_may_take_ten_times_the_longest() -> None:
+    """A hang is not waited for as long as samples of the greatest length would take."""
+    limits = phase_limits(*run_of(""), "npu")
+    generate = limits.of("generate")
+    assert limits.of("generate", 300.0) == 3000 < generate
+    assert limits.of("wait", 20.0) == 1800, "never less than the default"
+    assert limits.of("generate", generate) == generate, "never more than without"
+    assert limits.of("save", 1.0) == limits.of("save"), "files are not samples"
+
+
+def test_supervised_runs_without_a_length_have_the_time_of_the_longest() -> None:
+    given = [*MODEL.split(), *"--global-batch-size 64".split()]
+    config = parse(PretrainRunConfig, given, "test").config
+    limits = phase_limits(config, plan_of(config, 8), "npu")
+    length = 32768
+    sequence = PER_TOKEN * length + PER_PAIR * length**2
+    assert limits.of("train") == pytest.approx(1800 + 4 * 64 * sequence / (8 * 2.5e13))
 
 
 def test_engines_that_are_asked_for_more_have_more_time() -> None:
