@@ -76,8 +76,8 @@ def token_rates(
 def utilisation(part: str, flops: float, seconds: float, devices: Devices) -> dict[str, float]:
     """Return TFLOP/s per device and, where the peak is known, its share of the peak (MFU).
 
-    Model FLOPs utilisation as Chowdhery et al. 2022 define it (arXiv:2204.02311, appendix B): neither
-    recomputation nor padding counts.
+    Model FLOPs utilisation as Chowdhery et al. 2022 define it (arXiv:2204.02311, appendix B):
+    neither recomputation nor padding counts.
 
     Args:
         part: Beginning of the names.

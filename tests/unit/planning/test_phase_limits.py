@@ -62,7 +62,7 @@ def test_one_long_response_has_its_time() -> None:
 
 
 def test_responses_that_wait_for_a_place_in_the_engine_have_its_time() -> None:
-    """Eight engines of one rank have 2 of 40 responses at once; every turn waits for the slowest."""
+    """Eight engines of one rank have 2 of 40 responses each at once; a turn waits for others."""
     flags = """--grpo-prompts-per-step 20 --grpo-group-size 2 --rollout-tp 1 --vllm-max-num-seqs 2
         --rollout-max-response-length 20000"""
     assert phase_limits(*run_of(flags), "npu").of("generate") == pytest.approx(1800 + 3 * 4000)
@@ -81,10 +81,10 @@ def test_after_the_first_steps_a_phase_may_take_ten_times_the_longest() -> None:
 
 
 def test_supervised_runs_without_a_length_have_the_time_of_the_longest() -> None:
-    given = [*MODEL.split(), *"--global-batch-size 64".split()]
+    given = [*MODEL.split(), "--global-batch-size", "64"]
     config = parse(PretrainRunConfig, given, "test").config
     limits = phase_limits(config, plan_of(config, 8), "npu")
-    length = 32768
+    length = 131_072  # max_position_embeddings
     sequence = PER_TOKEN * length + PER_PAIR * length**2
     assert limits.of("train") == pytest.approx(1800 + 4 * 64 * sequence / (8 * 2.5e13))
 
