@@ -99,6 +99,22 @@ def test_a_fused_kernel_computes_the_blocks_of_a_ring(kernel: str, block: int, h
 
 
 @pytest.mark.usefixtures("references")
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_row_of_padding_has_a_backward_pass(kernel: str, context: str) -> None:
+    """Layers in front get gradients of zero, not none, even where padding is not finite."""
+    *tensors, grad, _ = inputs(CONTEXTS[context], "latent")
+    tensors[0][0], tensors[1][1], tensors[2][2] = torch.inf, -torch.inf, torch.nan
+    for plan in make_packed_row([], torch.zeros(8), CONTEXTS[context], KERNELS[kernel]).blocks:
+        q, k, v = (x[:8].clone().requires_grad_() for x in tensors)
+        out = plan.attend(q, k, v, SCALE)
+        assert torch.equal(out, torch.zeros(8, 3, 16))
+        out.backward(grad[:8])
+        for x in (q, k, v):
+            assert x.grad is not None and torch.equal(x.grad, torch.zeros_like(x))
+
+
+@pytest.mark.usefixtures("references")
 @pytest.mark.parametrize("kernel", FUSED)
 def test_fused_kernels_keep_nothing_squared(kernel: str) -> None:
     kept: list[int] = []
