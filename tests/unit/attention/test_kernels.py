@@ -132,6 +132,17 @@ def test_fused_kernels_keep_nothing_squared(kernel: str) -> None:
 
 
 @pytest.mark.usefixtures("references")
+@pytest.mark.parametrize("kernel", FUSED)
+def test_fused_kernels_keep_no_padded_channels(kernel: str) -> None:
+    """Latent attention has fewer channels of values; a row without padding is not copied."""
+    q, k, v, *_ = (x[: sum(SIZES)] for x in inputs(CONTEXTS["alone"], "latent"))
+    row = make_packed_row(SIZES, torch.zeros(sum(SIZES)), plan=KERNELS[kernel])
+    out, _ = row.blocks[0].forward(q, k, v, SCALE)
+    assert out.shape == v.shape
+    assert out.untyped_storage().nbytes() == out.nbytes
+
+
+@pytest.mark.usefixtures("references")
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("most", [1, 3, MAX_PIECES])
 def test_more_pieces_than_the_npu_takes_are_several_calls(
