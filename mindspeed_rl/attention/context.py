@@ -21,7 +21,8 @@ class ContextGroup:
         rank: Position of this rank in the group.
         kind: ``"all_gather"``, ``"p2p"``, ``"a2a"`` or ``"a2a+p2p"``.
         ulysses: Ranks that exchange tokens for heads; 1: none do.
-        group: Process group; ``None``: the world.
+        group: Process group of these ranks; ``None``: this rank is alone, or the group is for
+            plans only, which exchange nothing.
     """
 
     size: int = 1
@@ -76,7 +77,7 @@ def context_group(
         rank: Position of this rank among them.
         ulysses: Ranks that exchange tokens for heads in ``"a2a+p2p"``. A group that they do not
             divide takes the largest number that divides both.
-        group: Process group of these ranks.
+        group: Process group of these ranks, see :class:`ContextGroup`.
     """
     blocks = {"a2a": size, "a2a+p2p": math.gcd(size, ulysses)}
     return ContextGroup(size, rank, kind, blocks.get(kind, 1), group)

@@ -115,7 +115,9 @@ class PackedPlan:
             return out, lse
         queries, keys, values = _equal_channels(*self._selected(q, k, v))
         found, sums = self.kernel.forward(queries, keys, values, self.borders, _factor(q, scale))
-        return self._placed(found[..., : v.size(2)], out), self._placed(sums, lse)
+        # What is kept for the backward pass has no padded channels: contiguous() drops them.
+        out = self._placed(found[..., : v.size(2)], out).contiguous()
+        return out, self._placed(sums, lse)
 
     def backward(
         self,

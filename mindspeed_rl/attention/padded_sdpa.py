@@ -78,6 +78,8 @@ class PaddedPlan:
         dropout: float = 0.0,
     ) -> torch.Tensor:
         """Attend by PyTorch's operator, with gradients; see :class:`~.kernels.AttentionPlan`."""
+        if not self.groups:
+            return _nothing(q, k, v)
         settings = (scale, dropout, q.size(1) != k.size(1))
         # With dropout a second computation would drop other weights.
         outputs = []
@@ -304,4 +306,28 @@ class _MaskedAttention(torch.autograd.Function):
 def masked_attention(*inputs: Any) -> torch.Tensor:
     """Attend as :func:`_attention` does, with the bits of its result and of its gradients."""
     out: torch.Tensor = _MaskedAttention.apply(*inputs)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Nothing(torch.autograd.Function):
+    """The output of a row of padding: zeros, and gradients of zero whatever the inputs hold."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:
+        q, _, v = inputs
+        ctx.shapes = [x.shape for x in inputs]
+        return q.new_zeros(q.size(0), q.size(1), v.size(2))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(grad.new_zeros(shape) for shape in ctx.shapes)
+
+
+def _nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return zeros [T, n, dv] that depend on the inputs.
+
+    The layers in front then have a backward pass as for every other row; megatron-core counts on
+    their hooks when it reduces gradients during the backward pass.
+    """
+    out: torch.Tensor = _Nothing.apply(q, k, v)  # type: ignore[no-untyped-call]
     return out

@@ -65,18 +65,23 @@ class Travelling:
 def merged(
     out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the attention to the keys of two parts. Local.
+    """Return the attention to the keys of two parts, and its log-sum-exp. Local.
+
+    No step subtracts infinities or takes the logarithm of 0, which devices may answer differently.
 
     Args:
-        out: [T, n, dv] fp32, attention to the keys of one part.
+        out: [T, n, dv] fp32, attention to the keys of one part; overwritten by the result.
         lse: [T, n] fp32, log-sum-exp of its scores; -inf: it has no keys.
-        more: Attention to the keys of another part.
+        more: Attention to the keys of another part; overwritten if it is fp32.
         more_lse: Log-sum-exp of its scores.
     """
-    total = torch.logaddexp(lse, more_lse)
-    base = total.masked_fill(total == -torch.inf, 0.0)  # padding sees no key of either
-    weights = [(part - base).exp()[..., None] for part in (lse, more_lse)]
-    return out * weights[0] + more * weights[1], total
+    top = torch.maximum(lse, more_lse)
+    base = top.masked_fill(top == -torch.inf, 0.0)  # padding sees no key of either
+    first, second = (lse - base).exp(), (more_lse - base).exp()
+    total = (first + second).clamp_min(1.0)  # the larger of the two is 1, but for padding
+    out.mul_((first / total)[..., None])
+    out.add_(more.float().mul_((second / total)[..., None]))
+    return out, top + total.log()
 
 
 def _block(blocks: Sequence[AttentionPlan], context: ContextGroup, step: int) -> AttentionPlan:
@@ -101,7 +106,7 @@ class _RingAttention(torch.autograd.Function):
             if out is None or lse is None:
                 out, lse = part.float(), part_lse
             else:
-                out, lse = merged(out, lse, part.float(), part_lse)
+                out, lse = merged(out, lse, part, part_lse)
             if not last:
                 travelling.finish()
         assert out is not None

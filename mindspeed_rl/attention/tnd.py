@@ -8,43 +8,42 @@ tests/ascend; not executed on a device.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from mindspeed_rl.attention.packed_plan import Borders
-from mindspeed_rl.core.errors import UsageError
 
 _MASK_SIZE = 2048
-# The operator takes at most so many pieces.
+# The operator takes at most so many pieces; more are computed by several calls.
 MAX_PIECES = 1024
 # Each softmax statistic lies in memory this many times.
 _COPIES = 8
 
 
+@dataclass(frozen=True, slots=True)
 class TndKernel:
-    """CANN's fused attention; its methods are those of a ``PackedKernel``."""
+    """CANN's fused attention; its methods are those of a ``PackedKernel``.
+
+    Attributes:
+        max_pieces: The most pieces of one call of the operator.
+    """
+
+    max_pieces: int = MAX_PIECES
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, borders: Borders, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend without autograd.
-
-        Raises:
-            UsageError: The row has more pieces than the operator takes.
-        """
-        pieces = len(borders.query_ends)
-        if pieces > MAX_PIECES:
-            raise UsageError(
-                f"--max-tokens-per-micro-batch: a micro-batch has {pieces} pieces of attention; "
-                f"the NPU's attention takes at most {MAX_PIECES}; lower the flag"
-            )
+        """Attend without autograd."""
         with torch.no_grad():
-            out, largest, total, *_ = torch.ops.npu.npu_fusion_attention(
-                q, k, v, q.size(1), "TND", scale=scale, **_pieces(borders, q.device)
-            )
-        lse = largest.reshape(-1, _COPIES)[:, 0] + total.reshape(-1, _COPIES)[:, 0].log()
-        return out, lse[_stored(borders, q.size(1))]
+            found = [
+                _forward(q[rows], k[columns], v[columns], part, scale)
+                for part, rows, columns in _parts(borders, self.max_pieces)
+            ]
+        out, lse = _joined(found)
+        return out, lse
 
     def backward(
         self,
@@ -58,23 +57,78 @@ class TndKernel:
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Call the operator's gradient with the log-sum-exp as maximum, and 1 as the sum."""
-        largest = torch.empty(lse.numel(), dtype=torch.float32, device=q.device)
-        largest[_stored(borders, q.size(1))] = lse
-        largest = largest.view(*lse.shape, 1).expand(-1, -1, _COPIES).contiguous()
-        dq, dk, dv, *_ = torch.ops.npu.npu_fusion_attention_grad(
-            q,
-            k,
-            v,
-            grad.contiguous(),
-            q.size(1),
-            "TND",
-            softmax_max=largest,
-            softmax_sum=torch.ones_like(largest),
-            attention_in=out.to(q.dtype).contiguous(),
-            scale_value=scale,
-            **_pieces(borders, q.device),
-        )
+        found = []
+        for part, rows, columns in _parts(borders, self.max_pieces):
+            inputs = grad[rows], q[rows], k[columns], v[columns], out[rows], lse[rows]
+            found.append(_backward(*inputs, part, scale))
+        dq, dk, dv = _joined(found)
         return dq, dk, dv
+
+
+def _parts(borders: Borders, number: int) -> Iterator[tuple[Borders, slice, slice]]:
+    """Yield the borders of so many pieces at a time, and the slices of their queries and keys."""
+    if len(borders.query_ends) <= number:
+        yield borders, slice(None), slice(None)
+        return
+    row, column = 0, 0
+    for first in range(0, len(borders.query_ends), number):
+        pieces, starts = slice(first, first + number), slice(first, first + number + 1)
+        row_end, column_end = borders.query_ends[pieces][-1], borders.key_ends[pieces][-1]
+        part = replace(
+            borders,
+            query_ends=tuple(end - row for end in borders.query_ends[pieces]),
+            key_ends=tuple(end - column for end in borders.key_ends[pieces]),
+            query_starts=borders.query_starts[starts] - row,
+            key_starts=borders.key_starts[starts] - column,
+        )
+        yield part, slice(row, row_end), slice(column, column_end)
+        row, column = row_end, column_end
+
+
+def _joined(parts: Sequence[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of all calls, one call after the other."""
+    return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, borders: Borders, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call the operator; see :class:`~.packed_plan.PackedKernel`."""
+    out, largest, total, *_ = torch.ops.npu.npu_fusion_attention(
+        q, k, v, q.size(1), "TND", scale=scale, **_pieces(borders, q.device)
+    )
+    lse = largest.reshape(-1, _COPIES)[:, 0] + total.reshape(-1, _COPIES)[:, 0].log()
+    return out, lse[_stored(borders, q.size(1))]
+
+
+def _backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    borders: Borders,
+    scale: float,
+) -> tuple[torch.Tensor, ...]:
+    """Call the operator's gradient; see :class:`~.packed_plan.PackedKernel`."""
+    largest = torch.empty(lse.numel(), dtype=torch.float32, device=q.device)
+    largest[_stored(borders, q.size(1))] = lse
+    largest = largest.view(*lse.shape, 1).expand(-1, -1, _COPIES).contiguous()
+    dq, dk, dv, *_ = torch.ops.npu.npu_fusion_attention_grad(
+        q,
+        k,
+        v,
+        grad.contiguous(),
+        q.size(1),
+        "TND",
+        softmax_max=largest,
+        softmax_sum=torch.ones_like(largest),
+        attention_in=out.to(q.dtype).contiguous(),
+        scale_value=scale,
+        **_pieces(borders, q.device),
+    )
+    return dq, dk, dv
 
 
 def _pieces(borders: Borders, device: torch.device) -> dict[str, Any]:

@@ -298,7 +298,7 @@ class TrainEngine:
         Collective: the ranks that share its row.
         """
         context = self._context_of(batch)
-        if context.group is not None:
+        if context.size > 1:
             dist.all_reduce(values, group=context.group)
         return values
 

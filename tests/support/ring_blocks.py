@@ -34,7 +34,7 @@ def ring_attention_of_blocks(
         q, over = (x[mine].to(device) for x in (tensors[0], grad))
         keys = [[x[place].to(device) for x in tensors[1:]] for place in places]
         parts = [plan.forward(q, *pair, scale) for plan, pair in zip(of_rank, keys, strict=True)]
-        out, lse = reduce(lambda a, b: merged(*a, *b), parts)
+        out, lse = reduce(lambda a, b: merged(*a, *b), ((o.float(), s) for o, s in parts))
         output[mine] = out.cpu()
         for plan, pair, place in zip(of_rank, keys, places, strict=True):
             found = plan.backward(over, q, *pair, out, lse, scale)

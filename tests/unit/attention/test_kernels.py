@@ -7,6 +7,7 @@ are also checked against the signatures of the installed operators.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,11 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mindspeed_rl.attention import varlen
 from mindspeed_rl.attention.context import ContextGroup
-from mindspeed_rl.attention.kernels import KERNELS, AttentionPlan
-from mindspeed_rl.attention.packed_plan import PackedPlan
+from mindspeed_rl.attention.kernels import KERNELS, AttentionPlan, Planner
+from mindspeed_rl.attention.packed_plan import PackedPlan, packed_plan
 from mindspeed_rl.attention.rows import make_packed_row
-from mindspeed_rl.attention.tnd import MAX_PIECES
-from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.attention.tnd import MAX_PIECES, TndKernel
 
 SIZES, TAIL, SCALE = (5, 1, 9, 2), 3, 0.3
 # Heads of queries and of keys, channels of both and of values.
@@ -45,10 +45,11 @@ def references(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.ops.npu, name, REFERENCES[f"npu::{name}"], raising=False)
 
 
-def blocks(kernel: str, context: ContextGroup) -> tuple[AttentionPlan, ...]:
+def blocks(kernel: str | Planner, context: ContextGroup) -> tuple[AttentionPlan, ...]:
     lengths = [2 * context.size * size for size in SIZES]
     tokens = 2 * (sum(SIZES) + TAIL)
-    return make_packed_row(lengths, torch.zeros(tokens), context, KERNELS[kernel]).blocks
+    plan = KERNELS[kernel] if isinstance(kernel, str) else kernel
+    return make_packed_row(lengths, torch.zeros(tokens), context, plan).blocks
 
 
 def inputs(context: ContextGroup, heads: str) -> list[torch.Tensor]:
@@ -99,6 +100,22 @@ def test_a_fused_kernel_computes_the_blocks_of_a_ring(kernel: str, block: int, h
 
 
 @pytest.mark.usefixtures("references")
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_row_of_padding_has_a_backward_pass(kernel: str, context: str) -> None:
+    """Layers in front get gradients of zero, not none, even where padding is not finite."""
+    *tensors, grad, _ = inputs(CONTEXTS[context], "latent")
+    tensors[0][0], tensors[1][1], tensors[2][2] = torch.inf, -torch.inf, torch.nan
+    for plan in make_packed_row([], torch.zeros(8), CONTEXTS[context], KERNELS[kernel]).blocks:
+        q, k, v = (x[:8].clone().requires_grad_() for x in tensors)
+        out = plan.attend(q, k, v, SCALE)
+        assert torch.equal(out, torch.zeros(8, 3, 16))
+        out.backward(grad[:8])
+        for x in (q, k, v):
+            assert x.grad is not None and torch.equal(x.grad, torch.zeros_like(x))
+
+
+@pytest.mark.usefixtures("references")
 @pytest.mark.parametrize("kernel", FUSED)
 def test_fused_kernels_keep_nothing_squared(kernel: str) -> None:
     kept: list[int] = []
@@ -114,12 +131,45 @@ def test_fused_kernels_keep_nothing_squared(kernel: str) -> None:
     assert sorted(kept) == sorted([q.numel(), k.numel(), v.numel(), q.numel(), q[..., 0].numel()])
 
 
-def test_the_npu_takes_so_many_pieces_and_no_more() -> None:
-    lengths = [2] * (MAX_PIECES + 1)
-    row = make_packed_row(lengths, torch.zeros(sum(lengths)), plan=KERNELS["tnd"])
-    x = torch.ones(sum(lengths), 1, 8)
-    with pytest.raises(UsageError, match="--max-tokens-per-micro-batch"):
-        row.blocks[0].attend(x, x, x, None)
+@pytest.mark.usefixtures("references")
+@pytest.mark.parametrize("kernel", FUSED)
+def test_fused_kernels_keep_no_padded_channels(kernel: str) -> None:
+    """Latent attention has fewer channels of values; a row without padding is not copied."""
+    q, k, v, *_ = (x[: sum(SIZES)] for x in inputs(CONTEXTS["alone"], "latent"))
+    row = make_packed_row(SIZES, torch.zeros(sum(SIZES)), plan=KERNELS[kernel])
+    out, _ = row.blocks[0].forward(q, k, v, SCALE)
+    assert out.shape == v.shape
+    assert out.untyped_storage().nbytes() == out.nbytes
+
+
+@pytest.mark.usefixtures("references")
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("most", [1, 3, MAX_PIECES])
+def test_more_pieces_than_the_npu_takes_are_several_calls(
+    most: int, context: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four sequences or more, in calls of so many pieces; the last call has fewer."""
+    group = CONTEXTS[context]
+    calls: list[int] = []
+    *tensors, grad, _ = inputs(group, "grouped")
+    pieces = len(SIZES) * (2 if group.gathers else 1)
+    for name in ("npu_fusion_attention", "npu_fusion_attention_grad"):
+        reference = REFERENCES[f"npu::{name}"]
+
+        def counted(*args: Any, reference: Any = reference, **options: Any) -> Any:
+            calls.append(len(options["actual_seq_qlen"]))
+            return reference(*args, **options)
+
+        monkeypatch.setattr(torch.ops.npu, name, counted)
+    found = []
+    for plan in (partial(packed_plan, kernel=TndKernel(most)), KERNELS["padded_sdpa"]):
+        q, k, v = (x.clone().requires_grad_() for x in tensors)
+        out = blocks(plan, group)[-1].attend(q, k, v, SCALE)
+        (out * grad).sum().backward()
+        found.append((out, q.grad, k.grad, v.grad))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    assert calls == 2 * [min(most, pieces - first) for first in range(0, pieces, most)]
 
 
 @pytest.mark.parametrize("block", [0, 1])

@@ -11,6 +11,7 @@ from support.ring_blocks import ring_attention_of_blocks
 from mindspeed_rl.attention.context import ContextGroup, context_group
 from mindspeed_rl.attention.kernels import KERNELS, planner
 from mindspeed_rl.attention.padded_sdpa import PaddedPlan
+from mindspeed_rl.attention.ring import merged
 from mindspeed_rl.attention.rows import PackedRow, attend, make_packed_row
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.types import TrainSample
@@ -67,6 +68,23 @@ def test_the_blocks_of_a_ring_add_up_to_the_row(ranks: int) -> None:
     torch.testing.assert_close(out, expected.detach().float(), rtol=1e-5, atol=1e-5)
     for mine, theirs in zip(found, plain, strict=True):
         torch.testing.assert_close(mine, theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_parts_are_merged_by_the_sums_of_their_exponentials() -> None:
+    """Against fp64; large scores, a part without keys, and padding, which has none in either."""
+    inf = torch.inf
+    lse = torch.tensor([[0.7, 300.0, -200.0, -inf, 0.25, -inf]])
+    more_lse = torch.tensor([[-0.3, 298.5, -200.5, 1.5, -inf, -inf]])
+    out, more = torch.randn(2, 1, 6, 4, generator=torch.Generator().manual_seed(0))
+    out[0, [3, 5]] = more[0, 4:] = 0.0
+    exact, other = (x.double().exp()[..., None] for x in (lse, more_lse))
+    sums = exact + other
+    wanted = (out.double() * exact + more.double() * other) / sums
+    wanted[0, 5] = 0.0
+    found, total = merged(out, lse, more, more_lse)
+    assert found is out
+    torch.testing.assert_close(found, wanted.float(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(total, sums.log().squeeze(-1).float(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "ulysses"), [("a2a", 4), ("a2a+p2p", 2)])
