@@ -3,7 +3,7 @@
 megatron-core's DistributedDataParallel keeps the gradients of a step in ``main_grad``, fp32, and
 adds the gradient of every micro-batch to it. Autograd would hand it over as a matrix of the
 weight's size and precision. Here the products of blocks are added to ``main_grad`` as they are
-computed, and no such matrix exists.
+computed, and no such matrix is computed; ``--overlap-grad-reduce`` allocates one that nobody reads.
 
 Source of the protocol: megatron-core 0.16.1, ``tensor_parallel/layers.py`` and
 ``distributed/distributed_data_parallel.py``.
