@@ -117,6 +117,21 @@ def test_a_row_of_padding_has_a_backward_pass(kernel: str, context: str) -> None
 
 @pytest.mark.usefixtures("references")
 @pytest.mark.parametrize("kernel", FUSED)
+def test_a_ring_may_have_one_query_of_each_sequence(kernel: str) -> None:
+    """Chunks of one token: the queries that see the keys of later ranks."""
+    q, k, v, grad, _ = (x[:4] for x in inputs(CONTEXTS["ring"], "grouped"))
+    found = []
+    for name in (kernel, "padded_sdpa"):
+        row = make_packed_row([8, 8], torch.zeros(4), CONTEXTS["ring"], KERNELS[name])
+        later = row.blocks[2]
+        out, lse = later.forward(q, k, v, SCALE)
+        found.append((out, lse, *later.backward(grad, q, k, v, out, lse, SCALE)))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("references")
+@pytest.mark.parametrize("kernel", FUSED)
 def test_fused_kernels_keep_nothing_squared(kernel: str) -> None:
     kept: list[int] = []
 
