@@ -6,6 +6,8 @@ are also checked against the signatures of the installed operators.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -185,6 +187,16 @@ def test_more_pieces_than_the_npu_takes_are_several_calls(
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
     assert calls == 2 * [min(most, pieces - first) for first in range(0, pieces, most)]
+
+
+def test_a_platform_imports_no_kernel_of_another() -> None:
+    """Older builds of PyTorch, as NPUs have them, have no ``torch.nn.attention.varlen``."""
+    code = (
+        "import sys, mindspeed_rl.attention.rows as _; "
+        "print([n for n in sys.modules if n.endswith(('.varlen', '.tnd'))])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("block", [0, 1])
