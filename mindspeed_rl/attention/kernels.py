@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
@@ -12,8 +11,6 @@ import torch
 from mindspeed_rl.attention.packed_plan import packed_plan
 from mindspeed_rl.attention.padded_sdpa import padded_plan
 from mindspeed_rl.attention.pieces import Pieces
-from mindspeed_rl.attention.tnd import TND
-from mindspeed_rl.attention.varlen import VARLEN
 from mindspeed_rl.core.errors import UsageError
 
 # The kernel that has no limits: every device, precision and dropout.
@@ -72,12 +69,22 @@ class AttentionPlan(Protocol):
 
 Planner = Callable[[Pieces], AttentionPlan]
 
+
+# A fused kernel is imported by its first plan: no platform needs what those of others import.
+def _varlen_plan(pieces: Pieces) -> AttentionPlan:
+    from mindspeed_rl.attention.varlen import VARLEN
+
+    return packed_plan(pieces, VARLEN)
+
+
+def _tnd_plan(pieces: Pieces) -> AttentionPlan:
+    from mindspeed_rl.attention.tnd import TND
+
+    return packed_plan(pieces, TND)
+
+
 KERNELS: Mapping[str, Planner] = MappingProxyType(
-    {
-        GENERAL: padded_plan,
-        "varlen": partial(packed_plan, kernel=VARLEN),
-        "tnd": partial(packed_plan, kernel=TND),
-    }
+    {GENERAL: padded_plan, "varlen": _varlen_plan, "tnd": _tnd_plan}
 )
 
 

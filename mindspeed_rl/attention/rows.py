@@ -30,6 +30,8 @@ class PackedRow:
             ``None``: they exchange none.
         departure: [u T] int32, the inverse of ``arrival``.
         qkv_format: Tells megatron-core not to cut the row itself.
+        cp_group: Read by megatron-core; ``None``: it keeps its own group, whatever shares the row.
+        local_cp_size: Read by megatron-core, as ``cp_group`` is; ``None``: likewise.
     """
 
     positions: torch.Tensor

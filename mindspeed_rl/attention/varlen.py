@@ -12,6 +12,10 @@ from mindspeed_rl.attention.packed_plan import Borders
 
 # Keys that a query sees to its left and right; -1: all.
 _CAUSAL, _ALL = (-1, 0), (-1, -1)
+# Where the longest piece has one query, flash attention's forward pass (``mha_varlen_fwd``) takes
+# its path for decoding, which swaps queries and the heads of a group, the log-sum-exp included. The
+# number of queries is an upper bound, so a larger one keeps the call on the general path.
+_FEWEST_QUERIES = 2
 
 
 class VarlenKernel:
@@ -28,7 +32,7 @@ class VarlenKernel:
                 v.contiguous(),
                 borders.query_starts,
                 borders.key_starts,
-                borders.max_queries,
+                max(borders.max_queries, _FEWEST_QUERIES),
                 borders.max_keys,
                 return_aux=AuxRequest(lse=True),
                 scale=scale,
@@ -60,7 +64,7 @@ class VarlenKernel:
                 lse.transpose(0, 1).contiguous(),
                 borders.query_starts,
                 borders.key_starts,
-                borders.max_queries,
+                max(borders.max_queries, _FEWEST_QUERIES),
                 borders.max_keys,
                 borders.causal,
                 torch.zeros(2, dtype=torch.uint64, device=q.device),  # no dropout, no random state

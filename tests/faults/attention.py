@@ -51,6 +51,10 @@ ATTENTION: tuple[Fault, ...] = (
           lambda original: lambda borders, heads: _by_shape(original(borders, heads)),
           _KERNELS + "test_a_fused_kernel_computes_the_blocks_of_a_ring[tnd-0-grouped]",
           "Parts of a ring would be merged by the statistics of other heads."),
+    Fault("npu-calls-in-another-order", "mindspeed_rl.attention.tnd:_joined",
+          takes(parts=lambda parts: parts[::-1]),
+          _KERNELS + "test_more_pieces_than_the_npu_takes_are_several_calls[1-alone]",
+          "Sequences of a row with many of them would have the attention of others."),
 )  # fmt: skip
 
 

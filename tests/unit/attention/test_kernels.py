@@ -6,6 +6,8 @@ are also checked against the signatures of the installed operators.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -117,6 +119,21 @@ def test_a_row_of_padding_has_a_backward_pass(kernel: str, context: str) -> None
 
 @pytest.mark.usefixtures("references")
 @pytest.mark.parametrize("kernel", FUSED)
+def test_a_ring_may_have_one_query_of_each_sequence(kernel: str) -> None:
+    """Chunks of one token: the queries that see the keys of later ranks."""
+    q, k, v, grad, _ = (x[:4] for x in inputs(CONTEXTS["ring"], "grouped"))
+    found = []
+    for name in (kernel, "padded_sdpa"):
+        row = make_packed_row([8, 8], torch.zeros(4), CONTEXTS["ring"], KERNELS[name])
+        later = row.blocks[2]
+        out, lse = later.forward(q, k, v, SCALE)
+        found.append((out, lse, *later.backward(grad, q, k, v, out, lse, SCALE)))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("references")
+@pytest.mark.parametrize("kernel", FUSED)
 def test_fused_kernels_keep_nothing_squared(kernel: str) -> None:
     kept: list[int] = []
 
@@ -170,6 +187,16 @@ def test_more_pieces_than_the_npu_takes_are_several_calls(
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
     assert calls == 2 * [min(most, pieces - first) for first in range(0, pieces, most)]
+
+
+def test_a_platform_imports_no_kernel_of_another() -> None:
+    """Older builds of PyTorch, as NPUs have them, have no ``torch.nn.attention.varlen``."""
+    code = (
+        "import sys, mindspeed_rl.attention.rows as _; "
+        "print([n for n in sys.modules if n.endswith(('.varlen', '.tnd'))])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("block", [0, 1])
