@@ -120,28 +120,29 @@ def compare(found: CaseResult, other: CaseResult, label: str) -> None:
 
 def sums_of_rows(world: World) -> dict[int | None, int]:
     """Rank function: the sum over a row of 1, 2, 4 and all ranks; each rank gives 10 ** rank."""
-    from types import SimpleNamespace
-
     import torch
+    import torch.distributed as dist
 
+    from mindspeed_rl.core.context_parallelism import GATHERED
     from mindspeed_rl.core.layout import ParallelLayout
     from mindspeed_rl.core.stages import even_stages
     from mindspeed_rl.platforms.registry import select_platform
     from mindspeed_rl.samples.packing import pack
     from mindspeed_rl.trainer import parallel_state
-    from mindspeed_rl.trainer.train_engine import TrainEngine
+    from mindspeed_rl.trainer.train_engine import context_of
 
     select_platform("cpu").install()
     layout = ParallelLayout.build(
         world=world.size, stages=even_stages(1, 1), cp=world.size, hybrid_context=True
     )
     parallel_state.initialize(layout, 0)
-    engine = TrainEngine.__new__(TrainEngine)
-    engine.layout = SimpleNamespace(parallel=layout)  # type: ignore[assignment]
     found = {}
     for size in (1, 2, 4, None):
-        batch = pack([], 8, shared_by=size)
-        found[size] = int(engine.all_reduce_row(batch, torch.tensor(10**world.rank)))
+        context = context_of(pack([], 8, shared_by=size), layout, GATHERED, world.rank)
+        value = torch.tensor(10**world.rank)
+        if context.size > 1:
+            dist.all_reduce(value, group=context.group)
+        found[size] = int(value)
     return found
 
 
