@@ -13,19 +13,31 @@ from megatron.core import parallel_state, tensor_parallel
 from mindspeed_rl.core.groups import context_group_name
 from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.parallel.groups import check_group
+from mindspeed_rl.platforms.process_groups import process_groups
 
 #: By size: this rank's groups of neighbours along context parallelism, where a layout has several.
 _context_groups: dict[int, dist.ProcessGroup] = {}
+#: This rank's groups that :func:`initialize` created, in the order of their creation.
+_created: list[dist.ProcessGroup] = []
 
 
 def forget() -> None:
-    """Destroy megatron-core's groups, so that another layout can be initialized. Local."""
+    """Destroy the groups of :func:`initialize`, so that another layout can be initialized.
+
+    megatron-core only drops its references to them, and torch keeps a group, with its
+    communicators, until it is destroyed. Groups of others stay. Collective: the world; groups are
+    destroyed in the order in which all ranks created them.
+    """
     parallel_state.destroy_model_parallel()
     _context_groups.clear()
+    for group in _created:
+        dist.destroy_process_group(group)
+    _created.clear()
 
 
 def initialize(layout: ParallelLayout, seed: int) -> None:
     """Create megatron-core's groups and seed its parallel random states. Collective: the world."""
+    before = set(process_groups())
     vpp = layout.stages.vpp
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -44,6 +56,7 @@ def initialize(layout: ParallelLayout, seed: int) -> None:
     check_group(layout, "etp", parallel_state.get_expert_tensor_parallel_group())
     check_group(layout, "edp", parallel_state.get_expert_data_parallel_group())
     _create_context_groups(layout)
+    _created[:] = [group for group in process_groups() if group not in before]
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
