@@ -64,7 +64,7 @@ def test_groups_of_a_layout_are_destroyed_with_it_and_others_stay() -> None:
         before = process_groups()
         for _ in range(2):
             with mock.patch.object(tensor_parallel, "model_parallel_cuda_manual_seed"):
-                parallel_state.initialize(layout, seed=1)
+                parallel_state.initialize(layout, seed=1, timeout_minutes=7)
             created = [group for group in process_groups() if group not in before]
             assert megatron_state.get_tensor_model_parallel_group() in created
             parallel_state.forget()
