@@ -263,6 +263,8 @@ def test_memory_and_a_dry_run_know_the_plan() -> None:
     assert sum(found.packing.samples_by_ranks.values()) == 512
     assert set(found.packing.samples_by_ranks) == {1, 2, 4}
     assert "samples by the context-parallel ranks" in text
+    assert f"up to {found.packing.tokens_of_rank} tokens on a context-parallel rank" in text
+    assert found.packing.tokens_of_rank <= 1000 < found.packing.longest_row
     assert not before.packing.samples_by_ranks
     assert set(found.prediction.groups(0)) - set(before.prediction.groups(0)) == {
         "context_parallel_group_of_2"
