@@ -40,7 +40,8 @@ class Job(Generic[Run, Plan_co]):
     """The arguments of an entry's main function.
 
     ``ignored`` are the flags that were accepted but have no effect here; ``flag_notes`` are lines
-    about what became of all flags.
+    about what became of all flags. A collective may take ``timeout_minutes``: what
+    ``--distributed-timeout-minutes`` says, or as long as the longest phase if that is more.
     """
 
     config: Run
@@ -49,6 +50,7 @@ class Job(Generic[Run, Plan_co]):
     platform: Platform
     watchdog: Watchdog
     ignored: tuple[str, ...]
+    timeout_minutes: int
     flag_notes: tuple[str, ...] = ()
 
     def log_rank0(self, *lines: str) -> None:
@@ -180,7 +182,7 @@ def run_job(
         check_modules(checked.plan, platform)
         ignored = ignored_flags(checked.parsed, platform)
         flag_notes = tuple(disposition_lines(checked.parsed, ignored))
-        job = Job(config, checked.plan, world, platform, watchdog, ignored, flag_notes)
+        job = Job(config, checked.plan, world, platform, watchdog, ignored, minutes, flag_notes)
         job.log_rank0(*notes, limits.line())
         bootstrap.seed_everything(config.train.seed)
         main(job)

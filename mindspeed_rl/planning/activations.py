@@ -30,8 +30,9 @@ class Workload:
     """One optimizer step on one rank.
 
     Attributes:
-        tokens: Tokens of a micro-batch on all context-parallel ranks, padding included.
-        trained: Tokens of a micro-batch that have a loss.
+        tokens: Tokens of a micro-batch on all context-parallel ranks, padding included, if each had
+            as many as the fullest one.
+        trained: Those that have a loss.
         num_micro_batches: Micro-batches of the optimizer step.
         entropy_gradient: Whether the loss has an entropy term.
         num_updates: Optimizer steps whose micro-batches are prepared together.

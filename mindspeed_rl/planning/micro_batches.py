@@ -338,7 +338,8 @@ class PackingEstimate:
         samples: Number of samples on all ranks.
         mean_length: Mean tokens of a sample.
         num_micro_batches: Micro-batches of each data-parallel rank.
-        longest_row: Tokens of the longest micro-batch.
+        longest_row: Tokens of the longest row.
+        tokens_of_rank: Most tokens of a row on one of the context-parallel ranks that share it.
         real_share: Tokens of samples per token that travels.
         samples_by_ranks: Number of samples by the number of context-parallel ranks that share them;
             empty where all ranks share all rows.
@@ -348,6 +349,7 @@ class PackingEstimate:
     mean_length: float
     num_micro_batches: int
     longest_row: int
+    tokens_of_rank: int
     real_share: float
     samples_by_ranks: Mapping[int, int] = field(default_factory=dict)
 
@@ -360,6 +362,7 @@ class PackingEstimate:
             mean_length=sum(lengths) / max(1, len(lengths)),
             num_micro_batches=plan.num_micro_batches,
             longest_row=max(map(max, plan.row_lengths)),
+            tokens_of_rank=plan.tokens_of_rank(rules.context_sizes[-1]),
             real_share=real_share([plan], lengths),
             samples_by_ranks=plan.samples_by_ranks(),
         )

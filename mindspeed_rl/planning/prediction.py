@@ -276,13 +276,15 @@ class MemoryPrediction:
         # Tokens of a row; without a limit they are as --micro-batch-size says.
         room = max(limit, padded) if limit else train.micro_batch_size * padded
         sequences = min(max(1, room // padded), samples)
-        room = min(room, samples * padded)
+        # A hybrid plan may put all sequences on one context-parallel rank, up to its room.
+        spread = parallel.cp if config.parallel.hybrid_context_parallel else 1
+        room = min(round_up(room, spread), spread * samples * padded)
         # Rows that are filled with tokens may hold nearly nothing but responses to short prompts.
         packs = limit != 0
         multiple = parallel.row_multiple(sequence_parallel=config.parallel.shards_sequence)
         return Workload(
             tokens=round_up(room, multiple),
-            trained=min(room, samples * trained) if packs else sequences * trained,
+            trained=min(room, spread * samples * trained) if packs else sequences * trained,
             num_micro_batches=-(-samples // sequences),
             entropy_gradient=entropy,
             num_updates=prepared,

@@ -42,9 +42,13 @@ def _arithmetic(found: Findings) -> Iterator[str]:
     packing, config = found.packing, prediction.config
     equal = isinstance(config, RLRunConfig) and config.benchmark.active
     lengths = "equal lengths" if equal else f"drawn lengths (log-normal, sigma {SIGMA})"
+    # Rows on different numbers of ranks compare by what each rank has of them.
+    row = f"{packing.longest_row} tokens"
+    if packing.samples_by_ranks:
+        row = f"{packing.tokens_of_rank} tokens on a context-parallel rank"
     yield (
         f"packing of {lengths}, mean {packing.mean_length:.0f}: "
-        f"{packing.num_micro_batches} micro-batches of up to {packing.longest_row} tokens, "
+        f"{packing.num_micro_batches} micro-batches of up to {row}, "
         f"{1 / packing.real_share:.3f} tokens travel per real one"
     )
     if packing.samples_by_ranks:

@@ -27,10 +27,18 @@ class ExistingGroup:
     backend: str
 
 
+def process_groups() -> list[dist.ProcessGroup]:
+    """Return torch's groups that this rank is in, in the order of their creation. Local.
+
+    torch has no public list of them.
+    """
+    return list(distributed_c10d._world.pg_map)
+
+
 def existing_groups() -> list[ExistingGroup]:
-    """Return all groups that this rank is in, in the order of their creation. Local."""
+    """Describe all groups that this rank is in, in the order of their creation. Local."""
     found = []
-    for group, (_, _) in distributed_c10d._world.pg_map.items():
+    for group in process_groups():
         ranks = tuple(dist.get_process_group_ranks(group))
         name = "world" if group is dist.group.WORLD else group.group_desc.lower()
         name = "engine" if name == _NAMELESS else name

@@ -147,7 +147,7 @@ def load_weights(
 def initialize_parallel(job: Job[Any, RunPlan]) -> None:
     """Create the training grid's process groups. Collective: the world."""
     check_equal_nodes(job.world.local_size)
-    parallel_state.initialize(job.plan.parallel, job.config.train.seed)
+    parallel_state.initialize(job.plan.parallel, job.config.train.seed, job.timeout_minutes)
 
 
 def batch_rules(job: Job[Any, RunPlan]) -> BatchRules:

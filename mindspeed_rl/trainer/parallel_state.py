@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from types import ModuleType
 
@@ -13,19 +14,37 @@ from megatron.core import parallel_state, tensor_parallel
 from mindspeed_rl.core.groups import context_group_name
 from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.parallel.groups import check_group
+from mindspeed_rl.platforms.process_groups import process_groups
 
 #: By size: this rank's groups of neighbours along context parallelism, where a layout has several.
 _context_groups: dict[int, dist.ProcessGroup] = {}
+#: This rank's groups that :func:`initialize` created, in the order of their creation.
+_created: list[dist.ProcessGroup] = []
 
 
 def forget() -> None:
-    """Destroy megatron-core's groups, so that another layout can be initialized. Local."""
+    """Destroy the groups of :func:`initialize`, so that another layout can be initialized.
+
+    megatron-core only drops its references to them, and torch keeps a group, with its
+    communicators, until it is destroyed. Groups of others stay. Collective: the world; groups are
+    destroyed in the order in which all ranks created them.
+    """
     parallel_state.destroy_model_parallel()
     _context_groups.clear()
+    for group in _created:
+        dist.destroy_process_group(group)
+    _created.clear()
 
 
-def initialize(layout: ParallelLayout, seed: int) -> None:
-    """Create megatron-core's groups and seed its parallel random states. Collective: the world."""
+def initialize(layout: ParallelLayout, seed: int, timeout_minutes: int) -> None:
+    """Create megatron-core's groups and seed its parallel random states. Collective: the world.
+
+    Args:
+        layout: Training layout.
+        seed: Seed of the run.
+        timeout_minutes: Limit of one collective.
+    """
+    before = set(process_groups())
     vpp = layout.stages.vpp
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -34,6 +53,7 @@ def initialize(layout: ParallelLayout, seed: int) -> None:
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
+        distributed_timeout_minutes=timeout_minutes,
         create_gloo_process_groups=False,
     )
     check_group(layout, "tp", parallel_state.get_tensor_model_parallel_group())
@@ -43,11 +63,12 @@ def initialize(layout: ParallelLayout, seed: int) -> None:
     check_group(layout, "ep", parallel_state.get_expert_model_parallel_group())
     check_group(layout, "etp", parallel_state.get_expert_tensor_parallel_group())
     check_group(layout, "edp", parallel_state.get_expert_data_parallel_group())
-    _create_context_groups(layout)
+    _create_context_groups(layout, timedelta(minutes=timeout_minutes))
+    _created[:] = [group for group in process_groups() if group not in before]
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def _create_context_groups(layout: ParallelLayout) -> None:
+def _create_context_groups(layout: ParallelLayout, timeout: timedelta) -> None:
     """Create the groups of neighbours that may share a row. Collective: the world.
 
     All ranks create all groups in one order. A row of one rank needs no group, and one of all ranks
@@ -56,7 +77,9 @@ def _create_context_groups(layout: ParallelLayout) -> None:
     rank = dist.get_rank()
     for size in layout.context_sizes[1:-1]:
         for ranks in layout.context_blocks(size):
-            group = dist.new_group(list(ranks), group_desc=context_group_name(size).upper())
+            group = dist.new_group(
+                list(ranks), timeout, group_desc=context_group_name(size).upper()
+            )
             if rank in ranks:
                 _context_groups[size] = group
 

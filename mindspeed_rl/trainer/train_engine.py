@@ -29,6 +29,8 @@ from mindspeed_rl.attention.kernels import planner
 from mindspeed_rl.attention.rows import make_packed_row
 from mindspeed_rl.config import KernelConfig, ModelConfig, ParallelConfig, TrainConfig
 from mindspeed_rl.config.context_parallel import context_parallelism
+from mindspeed_rl.core.context_parallelism import ContextParallelism
+from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.metrics.metric_set import Max, Mean, Metric, MetricSet
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.samples.packing import MicroBatch, padding_mask, split_context
@@ -221,11 +223,7 @@ class TrainEngine:
         ]
 
     def _context_of(self, batch: MicroBatch) -> ContextGroup:
-        """Return the ranks that share a row: as many neighbours as the plan has given it."""
-        size = batch.shared_by or self.layout.parallel.cp
-        rank = self.layout.parallel.coords(dist.get_rank()).cp % size
-        chosen, group = self._context_parallelism, context_process_group(size)
-        return context_group(chosen.kind, size, rank, chosen.ulysses, group)
+        return context_of(batch, self.layout.parallel, self._context_parallelism, dist.get_rank())
 
     def _tokens_of_rank(self, batch: MicroBatch) -> range:
         """Return this rank's positions of a row under sequence parallelism, else all of them."""
@@ -358,6 +356,8 @@ class TrainEngine:
         batches = self._with_borders(batches)
         single = len(self.models) == 1
         lengths = [len(self._tokens_of_rank(batch)) for batch in batches]
+        # Only rows of equal length, on all context-parallel ranks, have messages of seq_length. For
+        # others, such as hybrid rows, it is ignored: planned_messages has the shapes.
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=iter(batches) if single else [iter(batches) for _ in self.models],
@@ -376,6 +376,22 @@ class TrainEngine:
         """Turn hidden states [1, T, h] into (loss, 1, payload), as megatron-core asks."""
         value, payload = loss(batch, self._head(batch, hidden))
         return value, torch.ones((), dtype=torch.int), payload
+
+
+def context_of(
+    batch: MicroBatch, parallel: ParallelLayout, chosen: ContextParallelism, rank: int
+) -> ContextGroup:
+    """Return the ranks that share a row: as many neighbours as its plan has given it. Local.
+
+    Args:
+        batch: Micro-batch of this rank.
+        parallel: Training layout, whose groups exist.
+        chosen: Context parallelism of the run.
+        rank: Global rank of this process.
+    """
+    size = batch.shared_by or parallel.cp
+    place = parallel.coords(rank).cp % size
+    return context_group(chosen.kind, size, place, chosen.ulysses, context_process_group(size))
 
 
 def _routing(modules: Sequence[Any], layout: MegatronLayout, routing: str) -> RoutingReplay:

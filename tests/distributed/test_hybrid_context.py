@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,35 +119,45 @@ def compare(found: CaseResult, other: CaseResult, label: str) -> None:
     assert found.metrics == pytest.approx(other.metrics, rel=TOLERANCE, abs=TOLERANCE), label
 
 
-def sums_of_rows(world: World) -> dict[int | None, int]:
-    """Rank function: the sum over a row of 1, 2, 4 and all ranks; each rank gives 10 ** rank."""
-    from types import SimpleNamespace
+def sums_of_rows(world: World) -> tuple[dict[int | None, int], set[timedelta], int]:
+    """Rank function: the sum over a row of 1, 2, 4 and all ranks; each rank gives 10 ** rank.
 
+    Also the limits of the layout's groups, and how many groups are left without it.
+    """
     import torch
+    import torch.distributed as dist
 
+    from mindspeed_rl.core.context_parallelism import GATHERED
     from mindspeed_rl.core.layout import ParallelLayout
     from mindspeed_rl.core.stages import even_stages
+    from mindspeed_rl.platforms.process_groups import process_groups
     from mindspeed_rl.platforms.registry import select_platform
     from mindspeed_rl.samples.packing import pack
     from mindspeed_rl.trainer import parallel_state
-    from mindspeed_rl.trainer.train_engine import TrainEngine
+    from mindspeed_rl.trainer.train_engine import context_of
 
     select_platform("cpu").install()
     layout = ParallelLayout.build(
         world=world.size, stages=even_stages(1, 1), cp=world.size, hybrid_context=True
     )
-    parallel_state.initialize(layout, 0)
-    engine = TrainEngine.__new__(TrainEngine)
-    engine.layout = SimpleNamespace(parallel=layout)  # type: ignore[assignment]
+    parallel_state.initialize(layout, 0, timeout_minutes=5)
+    _, *groups = process_groups()
+    limits = {g._get_backend(torch.device("cpu")).options._timeout for g in groups}
     found = {}
     for size in (1, 2, 4, None):
-        batch = pack([], 8, shared_by=size)
-        found[size] = int(engine.all_reduce_row(batch, torch.tensor(10**world.rank)))
-    return found
+        context = context_of(pack([], 8, shared_by=size), layout, GATHERED, world.rank)
+        value = torch.tensor(10**world.rank)
+        if context.size > 1:
+            dist.all_reduce(value, group=context.group)
+        found[size] = int(value)
+    parallel_state.forget()
+    return found, limits, len(process_groups())
 
 
 def test_sums_over_a_row_are_over_the_ranks_that_share_it(tmp_path: Path) -> None:
-    found = run_ranks(sums_of_rows, 4, work_dir=tmp_path)
+    ranks = run_ranks(sums_of_rows, 4, work_dir=tmp_path)
+    found = [sums for sums, _, _ in ranks]
     assert [of[1] for of in found] == [1, 10, 100, 1000]
     assert [of[2] for of in found] == [11, 11, 1100, 1100]
     assert [(of[4], of[None]) for of in found] == [(1111, 1111)] * 4
+    assert [(limits, left) for _, limits, left in ranks] == [({timedelta(minutes=5)}, 1)] * 4

@@ -101,7 +101,8 @@ SAMPLES = (
           "tests/unit/samples/test_hybrid_rows.py::"
           "test_ranks_of_a_row_have_it_and_every_token_is_on_one_of_them",
           "Ranks would exchange keys and values of different rows."),
-    Fault("sums-over-rows-of-other-ranks", "mindspeed_rl.trainer.train_engine:context_group",
+    Fault("sums-over-rows-of-other-ranks",
+          "mindspeed_rl.trainer.train_engine:context_process_group",
           lambda original: lambda size: original(4),
           "tests/distributed/test_hybrid_context.py::"
           "test_sums_over_a_row_are_over_the_ranks_that_share_it",

@@ -55,7 +55,8 @@ def pretrain_world(world: World, argv: Sequence[str], output: str) -> PretrainRe
     platform.install()
     plan = plan_pretrain(parsed.config, world.size)
     watchdog = cast(Any, SimpleNamespace(phase=lambda *_, **__: nullcontext()))
-    job = Job(parsed.config, plan, world, platform, watchdog, parsed.ignored)
+    minutes = parsed.config.parallel.distributed_timeout_minutes
+    job = Job(parsed.config, plan, world, platform, watchdog, parsed.ignored, minutes)
     pretrain.main(job)
     first = pretrain.load_source(job).next(parsed.config.train.global_batch_size)
     rows = [[*s.token_ids.tolist(), cast(int, s.token_after)] for s in first.samples]

@@ -418,7 +418,8 @@ def make_run(
     config, world = parsed.config, world or World(0, 1, 0, 1)
     plan = plan_rl(config, world.size)
     nobody = cast(Any, SimpleNamespace(phase=lambda *_: nullcontext()))  # watches the phases
-    job = Job(config, plan, world, CpuPlatform(), nobody, ())
+    minutes = config.parallel.distributed_timeout_minutes
+    job = Job(config, plan, world, CpuPlatform(), nobody, (), minutes)
     policy, engine = TablePolicy(first_table()), TableEngine()
     output = Path(config.logging.output_dir)
     profiler = StepProfiler(config.profiler, job.platform, job.world.rank, output)

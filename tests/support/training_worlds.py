@@ -146,7 +146,8 @@ def make_job(world: World, model: str | Path, flags: Sequence[str]) -> Job[RLRun
     if device == "cpu":  # elsewhere the bootstrap has done it
         platform.install()
     watchdog = cast(Any, SimpleNamespace(phase=lambda *_: nullcontext()))
-    return Job(config, plan, world, platform, watchdog, ())
+    minutes = config.parallel.distributed_timeout_minutes
+    return Job(config, plan, world, platform, watchdog, (), minutes)
 
 
 def start_job(world: World, model: str | Path, flags: Sequence[str]) -> Job[RLRunConfig, RLPlan]:

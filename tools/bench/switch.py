@@ -103,7 +103,8 @@ def start(args: argparse.Namespace) -> Any:
     from mindspeed_rl.launch.job import Job
 
     plan = plan_rl(config, world.size, files=False)  # the model has no tokenizer
-    return Job(config, plan, world, platform, cast(Any, watchdog), ())
+    minutes = config.parallel.distributed_timeout_minutes
+    return Job(config, plan, world, platform, cast(Any, watchdog), (), minutes)
 
 
 Built = tuple[scheduler.DeviceScheduler, scheduler.ColocationPlan, Any, WeightSync]

@@ -237,7 +237,7 @@ def test_flags_that_exclude_each_other() -> None:
 
 
 def test_memory_and_a_dry_run_know_the_plan() -> None:
-    """The longest row of a rank is that of the run without the flag; so is all but groups."""
+    """With enough samples a rank is as full as without the flag; all but groups is the same."""
     words = f"""
         --hf-checkpoint {PUBLISHED["qwen2.5-7b"]} --train-iters 1 --context-parallel-size 4
         --max-prompt-length 500 --rollout-max-response-length 3500 --rl-dry-run-mean-length 1000
@@ -263,10 +263,35 @@ def test_memory_and_a_dry_run_know_the_plan() -> None:
     assert sum(found.packing.samples_by_ranks.values()) == 512
     assert set(found.packing.samples_by_ranks) == {1, 2, 4}
     assert "samples by the context-parallel ranks" in text
+    assert f"up to {found.packing.tokens_of_rank} tokens on a context-parallel rank" in text
+    assert found.packing.tokens_of_rank <= 1000 < found.packing.longest_row
     assert not before.packing.samples_by_ranks
     assert set(found.prediction.groups(0)) - set(before.prediction.groups(0)) == {
         "context_parallel_group_of_2"
     }
+
+
+def test_memory_of_few_samples_is_that_of_a_rank_that_has_them_alone() -> None:
+    """Two short samples go to a rank each where keys and values travel slower than ranks work."""
+    words = f"""
+        --hf-checkpoint {PUBLISHED["qwen2.5-7b"]} --train-iters 1 --context-parallel-size 4
+        --max-prompt-length 40 --rollout-max-response-length 60
+        --grpo-prompts-per-step 1 --grpo-group-size 2 --rollout-tp 4 --rollout-kv-cache-gb 1
+        --max-tokens-per-micro-batch 512
+    """.split()
+    plain, hybrid = (
+        parse(RLRunConfig, [*words, *more], "test").config
+        for more in ([], ["--hybrid-context-parallel"])
+    )
+    found, before = find_out(hybrid, 4).prediction, find_out(plain, 4).prediction
+    slow_links = SequenceCost(linear=1.0, exchanged=4.0)
+    whole, parts = (
+        replace(run_packing(config, prediction.plan), cost=slow_links).assign([100, 90])
+        for config, prediction in ((plain, before), (hybrid, found))
+    )
+    assert (whole.tokens_of_rank(4), parts.tokens_of_rank(4)) == (50, 100)
+    assert (before.workload.tokens, before.workload.trained) == (2 * 104, 2 * 60)
+    assert (found.workload.tokens, found.workload.trained) == (4 * 128, 4 * 2 * 60)
 
 
 def test_the_longest_sequence_must_fit_all_ranks() -> None:

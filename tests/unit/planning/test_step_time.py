@@ -46,7 +46,12 @@ def seconds(*flags: str, speed: Any = SPEED, machine: str = "a3") -> dict[str, P
     config = parse(RLRunConfig, [*words.split(), *flags], "test").config
     prediction = MemoryPrediction(config, plan_of(config, 4), MACHINES[machine])
     packing = PackingEstimate(
-        samples=4, mean_length=250.0, num_micro_batches=4, longest_row=500, real_share=0.8
+        samples=4,
+        mean_length=250.0,
+        num_micro_batches=4,
+        longest_row=500,
+        tokens_of_rank=500,
+        real_share=0.8,
     )
     step = step_seconds(prediction, packing, LENGTHS, speed)
     assert step is not None
@@ -114,7 +119,7 @@ def test_a_machine_without_fitted_constants_has_no_seconds() -> None:
     words = f"--hf-checkpoint {PUBLISHED['qwen2.5-7b']} --train-iters 1 --rollout-kv-cache-gb 1"
     config = parse(RLRunConfig, words.split(), "test").config
     prediction = MemoryPrediction(config, plan_of(config, 4), MACHINES["h200"])
-    packing = PackingEstimate(4, 250.0, 4, 500, 0.8)
+    packing = PackingEstimate(4, 250.0, 4, 500, 500, 0.8)
     assert step_seconds(prediction, packing, LENGTHS) is None
 
 

@@ -1,15 +1,24 @@
-"""Groups are listed with their buffers, and an engine may not replace the trainer's."""
+"""Groups are listed with their buffers; their owner alone destroys and replaces them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state as megatron_state
+from megatron.core import tensor_parallel
 from support.table_engine import single_rank
 
-from mindspeed_rl.platforms.process_groups import ExistingGroup, existing_groups, group_lines
+from mindspeed_rl.core.layout import ParallelLayout
+from mindspeed_rl.core.stages import even_stages
+from mindspeed_rl.platforms.process_groups import (
+    ExistingGroup,
+    existing_groups,
+    group_lines,
+    process_groups,
+)
 from mindspeed_rl.trainer import parallel_state
 
 
@@ -46,6 +55,20 @@ def test_equal_groups_are_reported_together_and_buffers_counted_for_devices_only
         "  device buffers: 528 MiB, of groups in use: world 400, tp 128",
     ]
     assert list(group_lines(groups[4:], {}))[-1] == "  device buffers: 0 MiB"
+
+
+def test_groups_of_a_layout_are_destroyed_with_it_and_others_stay() -> None:
+    layout = ParallelLayout.build(world=1, stages=even_stages(1, 1))
+    with single_rank():
+        engines = dist.new_group([0])
+        before = process_groups()
+        for _ in range(2):
+            with mock.patch.object(tensor_parallel, "model_parallel_cuda_manual_seed"):
+                parallel_state.initialize(layout, seed=1, timeout_minutes=7)
+            created = [group for group in process_groups() if group not in before]
+            assert megatron_state.get_tensor_model_parallel_group() in created
+            parallel_state.forget()
+            assert process_groups() == before == [dist.group.WORLD, engines]
 
 
 def _replace_group() -> None:
