@@ -139,9 +139,11 @@ FAULTS: dict[str, tuple[Shape, str, str, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_no_layout_shows(tmp_path: Path) -> None:
     """Four ranks: every pair of choices."""
-    found = run_ranks(findings, 4, work_dir=tmp_path, args=(str(model_in(tmp_path)),))[0]
+    args = (str(model_in(tmp_path)),)
+    found = run_ranks(findings, 4, work_dir=tmp_path, args=args, timeout_s=840.0)[0]
     assert len({f.layout for f in found}) >= 8 and len({f.cut for f in found}) == 4
     assert [f for f in found if not f.holds] == []
 
