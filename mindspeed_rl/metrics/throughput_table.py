@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import harmonic_mean
 
@@ -53,8 +54,12 @@ def _mean(steps: Sequence[Mapping[str, float]], name: str) -> float:
 
 
 def _rate(steps: Sequence[Mapping[str, float]], name: str) -> float:
-    """Return the rate over all steps: they have equally much work, so its mean is harmonic."""
-    return harmonic_mean([step[name] for step in steps if name in step])
+    """Return the rate over all steps: they have equally much work, so its mean is harmonic.
+
+    Not a number where no step has it.
+    """
+    found = [step[name] for step in steps if name in step]
+    return harmonic_mean(found) if found else math.nan
 
 
 def _seconds(steps: Sequence[Mapping[str, float]]) -> list[list[str]]:

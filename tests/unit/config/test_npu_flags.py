@@ -12,7 +12,7 @@ from support.planned_run import WORLD, expert_config
 from support.published import PUBLISHED
 
 from mindspeed_rl.compat.foreign_flags import Disposition, foreign_flags
-from mindspeed_rl.config import RLRunConfig, kernels
+from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config import npu as npu_flags
 from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.kernels import experts_note, module_names
@@ -152,7 +152,7 @@ def test_auto_takes_transformer_engine_where_there_is_an_nvidia_driver(
     monkeypatch.setattr(
         installed, "find_spec", lambda name: name if name == "transformer_engine" else None
     )
-    monkeypatch.setattr(kernels, "has_nvidia_driver", lambda: driver)
+    monkeypatch.setattr(installed, "has_nvidia_driver", lambda: driver)
     assert module_names(parsed()[0].model, "auto") == (GROUPED if driver else LOCAL)
 
 
