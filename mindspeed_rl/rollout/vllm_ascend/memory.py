@@ -106,9 +106,14 @@ class PoolMemory:
         """Map the tag at its old addresses, with saved contents restored and the rest zero.
 
         Nothing of it stays mapped when that fails.
+
+        Raises:
+            RuntimeError: The device has not enough free memory; the pool's own code would end the
+                process.
         """
         if not self._away and not self._unfilled:
             return
+        self._check_room()
         back = {p: data for p, data in self._allocations().items() if p in self._away}
         try:
             self._pool_in_use(True)
@@ -120,6 +125,17 @@ class PoolMemory:
             self._unmap(back)
             self._pool_in_use(False)
             raise
+
+    def _check_room(self) -> None:
+        known = self._allocations()
+        needed = sum(known[ptr].handle[1] for ptr in self._away)
+        if needed > self._platform.memory().free_bytes:
+            self._platform.release_cached_memory()
+        if needed > (free := self._platform.memory().free_bytes):
+            raise RuntimeError(
+                f"the engine's {self._tag} need {needed / 2**30:.2f} GiB, and the device has "
+                f"{free / 2**30:.2f} GiB free; --rl-dry-run shows what takes memory in each phase"
+            )
 
     def _unmap(self, allocations: dict[int, Any]) -> None:
         """Unmap those of the allocations that are mapped, and mark all of them as unfilled."""

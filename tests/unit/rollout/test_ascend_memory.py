@@ -9,6 +9,7 @@ import torch
 from support.fake_ascend import GARBAGE, FakePool
 from support.line_faults import Planted, fault_before_line
 
+from mindspeed_rl.platforms.base import DeviceMemory
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.platforms.storages import outside, span_of
 from mindspeed_rl.rollout.vllm_ascend import memory
@@ -103,6 +104,37 @@ def test_memory_of_no_tensor_is_not_copied() -> None:
     assert memory.saved_bytes == kept
     assert torch.equal(sleeper.mixed[2:4], torch.tensor([2.0, 3.0]))
     assert torch.equal(sleeper.stray[:5], torch.full((5,), 3.0))
+
+
+class FullPlatform(CpuPlatform):
+    """A device with little free memory, of which cached blocks are released on request."""
+
+    free, cached = 100, 0
+
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(1000 - self.free, self.free, 1000)
+
+    def release_cached_memory(self) -> None:
+        self.free, self.cached = self.free + self.cached, 0
+
+
+@pytest.mark.parametrize(("cached", "fits"), [(23, False), (24, True)])
+def test_memory_that_is_not_there_is_told_before_the_pool_maps_any(cached: int, fits: bool) -> None:
+    """Its ``create_and_map`` ends the process; the weights have 124 bytes."""
+    sleeper = Sleeper()
+    platform = FullPlatform()
+    weights = PoolMemory(
+        sleeper.pool, "weights", sleeper.pool.wake_up, platform, save=False, lost=list
+    )
+    weights.free()
+    platform.free, platform.cached = 100, cached
+    if fits:
+        weights.bring_back()
+        assert sleeper.mapped == {True}
+    else:
+        with pytest.raises(RuntimeError, match="the engine's weights need"):
+            weights.bring_back()
+        assert sleeper.mapped == {False}
 
 
 def test_an_error_before_any_line_changes_nothing() -> None:
