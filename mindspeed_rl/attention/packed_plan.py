@@ -217,9 +217,12 @@ def _equal_channels(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     Flash attention wants both; zeros change no score, and only zeros come out of values of zero.
     """
     channels = round_up(max(x.size(-1) for x in tensors), 8)
-    return tuple(
-        x if x.size(-1) == channels else F.pad(x, (0, channels - x.size(-1))) for x in tensors
-    )
+    return tuple(x if x.size(-1) == channels else _widened(x, channels) for x in tensors)
+
+
+def _widened(x: torch.Tensor, channels: int) -> torch.Tensor:
+    # Padding is no kernel of AI Cores, joining is.
+    return torch.cat([x, x.new_zeros(*x.shape[:-1], channels - x.size(-1))], dim=-1)
 
 
 def _factor(q: torch.Tensor, scale: float | None) -> float:

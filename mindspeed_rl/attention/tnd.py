@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from mindspeed_rl.attention.packed_plan import Borders
@@ -98,7 +99,7 @@ def _forward(
         q, k, v, q.size(1), "TND", scale=scale, **_pieces(borders, q.device)
     )
     lse = largest.reshape(-1, _COPIES)[:, 0] + total.reshape(-1, _COPIES)[:, 0].log()
-    return out, lse[_stored(borders, q.size(1))]
+    return out, lse[_stored(borders, q.size(1), q.device)]
 
 
 def _backward(
@@ -113,7 +114,7 @@ def _backward(
 ) -> tuple[torch.Tensor, ...]:
     """Call the operator's gradient; see :class:`~.packed_plan.PackedKernel`."""
     largest = torch.empty(lse.numel(), dtype=torch.float32, device=q.device)
-    largest[_stored(borders, q.size(1))] = lse
+    largest[_stored(borders, q.size(1), q.device)] = lse
     largest = largest.view(*lse.shape, 1).expand(-1, -1, _COPIES).contiguous()
     dq, dk, dv, *_ = torch.ops.npu.npu_fusion_attention_grad(
         q,
@@ -143,21 +144,20 @@ def _pieces(borders: Borders, device: torch.device) -> dict[str, Any]:
     return found
 
 
-def _stored(borders: Borders, heads: int) -> torch.Tensor:
+def _stored(borders: Borders, heads: int, device: torch.device) -> torch.Tensor:
     """Return [queries, n], where the statistic of each query and head is in memory.
 
     The operator says [queries, n, 8], and stores piece after piece, each as [n, queries, 8]:
-    MindSpeed's ring attention reorders them, and newer operators have ``softmax_layout``.
+    MindSpeed's ring attention reorders them, and newer operators have ``softmax_layout``. What
+    depends on the pieces is found on the host, because an AI Core does not repeat elements.
     """
-    starts = borders.query_starts.long()
-    lengths = starts.diff()
-    number = borders.query_ends[-1]
-    start, length = (
-        x.repeat_interleave(lengths, output_size=number) for x in (starts[:-1], lengths)
-    )
-    place = torch.arange(number, device=starts.device) - start
-    head = torch.arange(heads, device=starts.device)
-    return (start * heads + place)[:, None] + head * length[:, None]
+    ends = np.asarray(borders.query_ends)
+    lengths = np.diff(ends, prepend=0)
+    start, length = (np.repeat(x, lengths) for x in (ends - lengths, lengths))
+    first = start * heads + np.arange(len(start)) - start
+    of_query = torch.from_numpy(np.stack([first, length])).to(device)
+    head = torch.arange(heads, device=device)
+    return of_query[0][:, None] + head * of_query[1][:, None]
 
 
 TND = TndKernel()

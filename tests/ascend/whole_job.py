@@ -108,12 +108,13 @@ def _prepare_fork(
     *,
     deterministic: bool = False,
     buffer_mb: int = 0,
+    longest_phase_s: float = 0.0,
 ) -> list[str]:
     """The environment without the check that torch is not imported yet."""
     from mindspeed_rl.launch import bootstrap
 
     assert not deterministic and not buffer_mb
-    bootstrap.set_defaults(platform, environ)
+    bootstrap.set_defaults(platform, environ, longest_phase_s)
     return []
 
 
