@@ -23,9 +23,10 @@ def _prepare(
     *,
     deterministic: bool = False,
     buffer_mb: int = 0,
+    longest_phase_s: float = 0.0,
 ) -> list[str]:
     assert platform == "cpu" and not deterministic and not buffer_mb
-    bootstrap.set_defaults(platform, environ)
+    bootstrap.set_defaults(platform, environ, longest_phase_s)
     return []
 
 
