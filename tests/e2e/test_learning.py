@@ -1,6 +1,6 @@
 """Whole RL runs: one that must learn in the hardest wiring there is, one in bfloat16.
 
-Real megatron-core and real vLLM in torchrun processes. The reward is the share of digits in the
+Real megatron-core and real vLLM. The reward is the share of digits in the
 response: an untrained model has some, so that no warm start is needed.
 """
 

@@ -33,9 +33,10 @@ TRAINER_LIBRARIES = (
     "megatron.core.distributed", "megatron.core.optimizer", "megatron.core.models.gpt",
     "megatron.core.pipeline_parallel",
 )  # fmt: skip
-# What vllm imports, which itself looks at the environment and is left to the ranks.
 _ENGINE_LIBRARIES = (
-    "openai", "fastapi", "aiohttp", "xgrammar", "zmq", "prometheus_client", "scipy.stats",
+    "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.v1.engine.llm_engine",
+    "vllm.model_executor.models.qwen2", "vllm.model_executor.models.qwen3_moe",
+    "vllm.model_executor.models.deepseek_v2", "xgrammar", "scipy.stats",
 )  # fmt: skip
 _POLL_S = 0.02
 
