@@ -31,6 +31,7 @@ from mindspeed_rl.core.data_source import ALLOWED, DataSource
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.installed import resolve_platform
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.models.hf_files import check_tokenizer_files, find_weights
 from mindspeed_rl.models.registry import spec_from_hf_config, value_spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec
@@ -40,7 +41,6 @@ from mindspeed_rl.planning.micro_batches import (
     check_hybrid_context,
     packing_rules,
 )
-from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 

@@ -300,11 +300,11 @@ WIRING = (
           "Dropout of a resumed run would draw other numbers."),
     # --- evaluation and rewards
     Fault("evaluation-with-the-seeds-of-training",
-          "mindspeed_rl.rl.rollout_worker:RolloutWorker.run",
+          "mindspeed_rl.generation.rollout_worker:RolloutWorker.run",
           _as_in_training,
           _REPORT + "test_sampled_evaluations_have_seeds_and_a_temperature_of_their_own",
           "Sampled evaluations would not be independent of what was trained on."),
-    Fault("evaluation-at-another-temperature", "mindspeed_rl.rl.evaluate:_answers",
+    Fault("evaluation-at-another-temperature", "mindspeed_rl.generation.evaluate:_answers",
           takes(temperature=lambda _: 1.0),
           _REPORT + "test_sampled_evaluations_have_seeds_and_a_temperature_of_their_own",
           "Accuracy would be that of another way to answer."),

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from mindspeed_rl.algorithms.losses import LossSettings, policy_loss, supervised_loss
 from mindspeed_rl.algorithms.policy_losses import SurrogateSettings
 from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.types import TrainSample
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.job import Job

@@ -21,8 +21,8 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.planning.micro_batches import PackingRules, drawn_lengths, real_share
 from mindspeed_rl.planning.run_plan import RLPlan, run_packing

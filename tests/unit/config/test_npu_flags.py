@@ -11,10 +11,10 @@ from megatron.core import parallel_state
 from support.planned_run import WORLD, expert_config
 from support.published import PUBLISHED
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.compat.foreign_flags import Disposition, foreign_flags
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config import npu as npu_flags
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.kernels import experts_note, module_names
 from mindspeed_rl.config.npu import check_npu, group_buffers, npu_setup
 from mindspeed_rl.core import installed

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from support.published import PUBLISHED, published_config
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.planning.findings import find_out
 from mindspeed_rl.planning.run_plan import check_engine

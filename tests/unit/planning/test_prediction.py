@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from support.published import PUBLISHED, published_config
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig, TrainConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.context_parallelism import ContextParallelism
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages
+from mindspeed_rl.engines.registry import engine_provider
+from mindspeed_rl.engines.vllm.layout import VllmLayout
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.planning.activations import TrainingMemory, Workload, chunks_in_flight
 from mindspeed_rl.planning.engine_memory import EngineMemory
@@ -22,8 +24,6 @@ from mindspeed_rl.planning.model_state import model_state, save_staging
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.suggestions import plan_of
 from mindspeed_rl.rl.build_models import batch_rules
-from mindspeed_rl.rollout.registry import engine_provider
-from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 
