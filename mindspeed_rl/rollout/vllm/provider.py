@@ -17,7 +17,11 @@ from mindspeed_rl.core.graph_sizes import even_graph_sizes
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.rollout.provider import EngineProvider, EngineSettings, EngineSizes
-from mindspeed_rl.rollout.vllm.arguments import check_host_tuning, host_arguments
+from mindspeed_rl.rollout.vllm.arguments import (
+    check_host_tuning,
+    check_step_tokens,
+    host_arguments,
+)
 from mindspeed_rl.rollout.vllm.capabilities import (
     CAPABILITIES,
     check_model_support,
@@ -147,10 +151,11 @@ class VllmProvider(EngineProvider):
     def check_build(self, config: RLRunConfig, layout: RolloutLayout, platform: str) -> None:
         """Refuse what the backends of vLLM and vLLM-Ascend refuse, by the same functions."""
         options, tuning = config.engine_options, config.engine
+        longest = config.prompts.max_prompt_length + config.rollout.rollout_max_response_length
         if platform != "npu":
             check_model_support(platform, layout.spec)
             check_host_tuning(tuning, platform)
-            host_arguments(options, layout, platform)
+            check_step_tokens(host_arguments(options, layout, platform), longest)
             return
         checkpoint = config.model.hf_checkpoint
         # Like a dry run's, the path may be the file itself.
@@ -162,7 +167,8 @@ class VllmProvider(EngineProvider):
             given = tuple(int(size) for size in tuning.rollout_graph_sizes if size.isdigit())
             sequences = self.sizes(options, layout.spec, platform).sequences
             sizes = given or even_graph_sizes(sequences, tuning.rollout_graph_count)
-        merged_arguments(options, layout, ascend_arguments(tuning, sizes))
+        arguments = merged_arguments(options, layout, ascend_arguments(tuning, sizes))
+        check_step_tokens(arguments, longest)
 
     def installed_layout(
         self, layout: RolloutLayout, options: Mapping[str, object], platform: str
