@@ -59,35 +59,6 @@ def check_host_tuning(tuning: EngineTuningConfig, platform: str) -> None:
         raise UsageError(f"--rollout-dp-sync packed: not with vLLM on {platform}; use engine")
 
 
-def check_step_tokens(arguments: Mapping[str, Any], longest: int) -> None:
-    """Refuse fewer tokens in a step of the engine than vLLM's scheduler accepts. Pure.
-
-    The conditions are those of ``SchedulerConfig.verify_max_model_len`` in vLLM.
-
-    Args:
-        arguments: Arguments of ``vllm.LLM``.
-        longest: Tokens of the longest sequence.
-
-    Raises:
-        UsageError: Steps have fewer tokens than sequences, or than a sequence that is read whole.
-    """
-    tokens, sequences = (arguments.get(f"max_num_{name}") for name in ("batched_tokens", "seqs"))
-    if not isinstance(tokens, int):
-        return
-    whole = arguments.get("enable_chunked_prefill") is False
-    if whole and tokens < longest:
-        raise UsageError(
-            f"--vllm-max-num-batched-tokens {tokens}: without chunked prefill (vLLM on CPU has "
-            f"none here) a step must have room for the longest sequence, {longest} tokens; give at "
-            f"least {longest}, or lower --max-prompt-length or --rollout-max-response-length"
-        )
-    if isinstance(sequences, int) and tokens < sequences:
-        raise UsageError(
-            f"--vllm-max-num-batched-tokens {tokens} --vllm-max-num-seqs {sequences}: each "
-            f"sequence has a token in a step; allowed are at least {sequences} tokens"
-        )
-
-
 def host_arguments(
     options: Mapping[str, object], layout: RolloutLayout, platform: str
 ) -> dict[str, Any]:

@@ -25,8 +25,7 @@ from mindspeed_rl.rollout.vllm.patches.derived_state import DerivedState
 from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.rollout.vllm.patches.step_sync import StepSync
 
-# Makes vLLM route at random, evenly. vLLM keeps its variables as they are when an engine is built
-# (``envs.enable_envs_cache``), so later changes have no effect on it.
+# Makes vLLM route at random, evenly. A built engine goes on with what its variables were then.
 _ROUTING_STRATEGY = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
 
 
@@ -47,20 +46,15 @@ class HostBackend:
         tuning = settings.tuning
         self._platform, self._layout, self._tuning = platform, settings.layout, tuning
         self._forces_balance = settings.force_balance
-        self._strategy_before: str | None = None
         check_host_tuning(tuning, platform.name)
 
     def settings(self, options: Mapping[str, object]) -> dict[str, Any]:
         return host_arguments(options, self._layout, self._platform.name)
 
     def prepare(self) -> StepSync | None:
-        """Patch kernels, expert parallelism and names of shared memory on CPU, and step sync.
-
-        With forced balance the variable of vLLM's random router is set until :meth:`parts`.
-        """
+        """Patch kernels, expert parallelism and names of shared memory on CPU, and step sync."""
         check_model_support(self._platform.name, self._layout.spec)
         if self._forces_balance:
-            self._strategy_before = os.environ.get(_ROUTING_STRATEGY)
             os.environ[_ROUTING_STRATEGY] = "uniform_random"
         engine, packs = self._layout.engine, CAPABILITIES[self._platform.name].packed_sync
         if self._platform.name == "cpu":
@@ -76,10 +70,6 @@ class HostBackend:
         return step_sync.apply(self._platform.name) if packed else None
 
     def parts(self, llm: Any) -> EngineParts:
-        if self._forces_balance:
-            os.environ.pop(_ROUTING_STRATEGY)
-            if self._strategy_before is not None:
-                os.environ[_ROUTING_STRATEGY] = self._strategy_before
         if self._platform.name == "cpu" and self._layout.engine.tp > 1:
             dist.barrier()
             shared_memory_names.unlink()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.compat.ascend_builds import check_dummy_batches, check_routed_experts
 from mindspeed_rl.config import RLRunConfig
@@ -17,11 +17,7 @@ from mindspeed_rl.core.graph_sizes import even_graph_sizes
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.rollout.provider import EngineProvider, EngineSettings, EngineSizes
-from mindspeed_rl.rollout.vllm.arguments import (
-    check_host_tuning,
-    check_step_tokens,
-    host_arguments,
-)
+from mindspeed_rl.rollout.vllm.arguments import check_host_tuning, host_arguments
 from mindspeed_rl.rollout.vllm.capabilities import (
     CAPABILITIES,
     check_model_support,
@@ -151,11 +147,10 @@ class VllmProvider(EngineProvider):
     def check_build(self, config: RLRunConfig, layout: RolloutLayout, platform: str) -> None:
         """Refuse what the backends of vLLM and vLLM-Ascend refuse, by the same functions."""
         options, tuning = config.engine_options, config.engine
-        longest = config.prompts.max_prompt_length + config.rollout.rollout_max_response_length
         if platform != "npu":
             check_model_support(platform, layout.spec)
             check_host_tuning(tuning, platform)
-            check_step_tokens(host_arguments(options, layout, platform), longest)
+            self._check_step(host_arguments(options, layout, platform), config)
             return
         checkpoint = config.model.hf_checkpoint
         # Like a dry run's, the path may be the file itself.
@@ -168,7 +163,19 @@ class VllmProvider(EngineProvider):
             sequences = self.sizes(options, layout.spec, platform).sequences
             sizes = given or even_graph_sizes(sequences, tuning.rollout_graph_count)
         arguments = merged_arguments(options, layout, ascend_arguments(tuning, sizes))
-        check_step_tokens(arguments, longest)
+        self._check_step(arguments, config)
+
+    def _check_step(self, arguments: Mapping[str, Any], config: RLRunConfig) -> None:
+        """Refuse the tokens of a step that vLLM refuses (``verify_max_model_len``)."""
+        tokens, needed = arguments.get(self.batched_tokens_option), arguments.get("max_num_seqs", 0)
+        if arguments.get("enable_chunked_prefill") is False:
+            longest = config.prompts.max_prompt_length + config.rollout.rollout_max_response_length
+            needed = max(needed, longest)
+        if isinstance(tokens, int) and tokens < needed:
+            raise UsageError(
+                f"--vllm-max-num-batched-tokens {tokens}: a step has a token of each sequence, or "
+                f"without chunked prefill (as on CPU) a whole one; give at least {needed}"
+            )
 
     def installed_layout(
         self, layout: RolloutLayout, options: Mapping[str, object], platform: str

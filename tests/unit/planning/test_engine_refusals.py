@@ -64,7 +64,7 @@ REFUSED = [
         "--vllm-max-num-batched-tokens 100 --rollout-chunked-prefill off",
         "--vllm-max-num-batched-tokens 100",
     ),
-    ("h200", DENSE, "--vllm-max-num-batched-tokens 15", "--vllm-max-num-seqs 16"),
+    ("h200", DENSE, "--vllm-max-num-batched-tokens 15", "give at least 16"),
     ("h200", DENSE, "--swap-optimizer --use-distributed-optimizer", "--swap-optimizer"),
 ]
 

@@ -17,9 +17,9 @@ from mindspeed_rl.config import EngineTuningConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.platforms.cpu import CpuPlatform
+from mindspeed_rl.platforms.process_state import preserved_environment
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.registry import engine_provider
-from mindspeed_rl.rollout.vllm import host_backend
 from mindspeed_rl.rollout.vllm.host_backend import HostBackend
 from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.rollout.vllm.tuning import check_tuning, read_expert_map
@@ -156,7 +156,6 @@ def test_experts_are_random_for_engines_that_are_built_for_it(
     before: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's variable is as it was once the engine is built, so that no child inherits it."""
-    monkeypatch.setattr(host_backend, "parts_by_storage", lambda _: "parts")
     monkeypatch.delenv(VARIABLE, raising=False)
     if before is not None:
         monkeypatch.setenv(VARIABLE, before)
@@ -167,7 +166,7 @@ def test_experts_are_random_for_engines_that_are_built_for_it(
     platform: Any = SimpleNamespace(name="cuda")
     backend = HostBackend(settings, platform)
     assert os.environ.get(VARIABLE) == before
-    backend.prepare()
-    assert os.environ[VARIABLE] == "uniform_random"
-    assert backend.parts(None) == "parts"
+    with preserved_environment():  # as around every build
+        backend.prepare()
+        assert os.environ[VARIABLE] == "uniform_random"
     assert os.environ.get(VARIABLE) == before
