@@ -199,7 +199,7 @@ WIRING = (
           "Each rank would see the tail of its own tokens, and the largest of those be reported."),
     Fault("mismatch-counts-of-the-last-micro-batch",
           "mindspeed_rl.algorithms.histogram:MagnitudeHistogram.add",
-          lambda original: (lambda self, values: (self.counts.zero_(), original(self, values))),
+          lambda original: (lambda self, *values: (self.counts.zero_(), original(self, *values))),
           "tests/unit/rl/test_step.py::test_the_quantiles_of_the_mismatch_are_of_all_tokens",
           "The quantiles would be of a few of the tokens."),
     Fault("a-mismatch-that-is-no-number-passes",

@@ -25,7 +25,7 @@ from mindspeed_rl.engines.vllm.patches.step_sync import StepSync
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.rollout.provider import EngineSettings
 
-# Makes vLLM route at random, evenly; it is read when a model is built and in every layer.
+# Makes vLLM route at random, evenly. A built engine goes on with what its variables were then.
 _ROUTING_STRATEGY = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
 
 
@@ -46,8 +46,6 @@ class HostBackend:
         tuning = settings.tuning
         self._platform, self._layout, self._tuning = platform, settings.layout, tuning
         self._forces_balance = settings.force_balance
-        if settings.force_balance:
-            os.environ[_ROUTING_STRATEGY] = "uniform_random"
         check_host_tuning(tuning, platform.name)
 
     def settings(self, options: Mapping[str, object]) -> dict[str, Any]:
@@ -56,6 +54,8 @@ class HostBackend:
     def prepare(self) -> StepSync | None:
         """Patch kernels, expert parallelism and names of shared memory on CPU, and step sync."""
         check_model_support(self._platform.name, self._layout.spec)
+        if self._forces_balance:
+            os.environ[_ROUTING_STRATEGY] = "uniform_random"
         engine, packs = self._layout.engine, CAPABILITIES[self._platform.name].packed_sync
         if self._platform.name == "cpu":
             plain_linear.apply()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.compat.ascend_builds import check_dummy_batches, check_routed_experts
 from mindspeed_rl.config import RLRunConfig
@@ -150,7 +150,7 @@ class VllmProvider(EngineProvider):
         if platform != "npu":
             check_model_support(platform, layout.spec)
             check_host_tuning(tuning, platform)
-            host_arguments(options, layout, platform)
+            self._check_step(host_arguments(options, layout, platform), config)
             return
         checkpoint = config.model.hf_checkpoint
         # Like a dry run's, the path may be the file itself.
@@ -162,7 +162,20 @@ class VllmProvider(EngineProvider):
             given = tuple(int(size) for size in tuning.rollout_graph_sizes if size.isdigit())
             sequences = self.sizes(options, layout.spec, platform).sequences
             sizes = given or even_graph_sizes(sequences, tuning.rollout_graph_count)
-        merged_arguments(options, layout, ascend_arguments(tuning, sizes))
+        arguments = merged_arguments(options, layout, ascend_arguments(tuning, sizes))
+        self._check_step(arguments, config)
+
+    def _check_step(self, arguments: Mapping[str, Any], config: RLRunConfig) -> None:
+        """Refuse the tokens of a step that vLLM refuses (``verify_max_model_len``)."""
+        tokens, needed = arguments.get(self.batched_tokens_option), arguments.get("max_num_seqs", 0)
+        if arguments.get("enable_chunked_prefill") is False:
+            longest = config.prompts.max_prompt_length + config.rollout.rollout_max_response_length
+            needed = max(needed, longest)
+        if isinstance(tokens, int) and tokens < needed:
+            raise UsageError(
+                f"--vllm-max-num-batched-tokens {tokens}: a step has a token of each sequence, or "
+                f"without chunked prefill (as on CPU) a whole one; give at least {needed}"
+            )
 
     def installed_layout(
         self, layout: RolloutLayout, options: Mapping[str, object], platform: str

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.layout_cases import GQA, LATENT, MOE, spec_of
@@ -18,7 +21,10 @@ from mindspeed_rl.engines.vllm.host_backend import HostBackend
 from mindspeed_rl.engines.vllm.layout import VllmLayout
 from mindspeed_rl.engines.vllm.tuning import check_tuning, read_expert_map
 from mindspeed_rl.platforms.cpu import CpuPlatform
+from mindspeed_rl.platforms.process_state import preserved_environment
 from mindspeed_rl.rollout.provider import EngineSettings
+
+VARIABLE = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
 
 
 @pytest.mark.parametrize(
@@ -143,3 +149,24 @@ def test_flags_of_vllm_ascend_are_refused_elsewhere() -> None:
             HostBackend(settings(EngineTuningConfig(**flags)), CpuPlatform())
     foretold = EngineTuningConfig(rollout_graph_sizes=("auto",), rollout_graph_count=4)
     HostBackend(settings(foretold), CpuPlatform())
+
+
+@pytest.mark.parametrize("before", [None, "uniform_random", ""])
+def test_experts_are_random_for_engines_that_are_built_for_it(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's variable is as it was once the engine is built, so that no child inherits it."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if before is not None:
+        monkeypatch.setenv(VARIABLE, before)
+    layout = VllmLayout(spec_of(MOE), EngineLayout(1, 1))
+    settings = EngineSettings(
+        "unused", layout, 0, "bfloat16", 16, 1, 0, {}, EngineTuningConfig(), force_balance=True
+    )
+    platform: Any = SimpleNamespace(name="cuda")
+    backend = HostBackend(settings, platform)
+    assert os.environ.get(VARIABLE) == before
+    with preserved_environment():  # as around every build
+        backend.prepare()
+        assert os.environ[VARIABLE] == "uniform_random"
+    assert os.environ.get(VARIABLE) == before
