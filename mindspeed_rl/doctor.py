@@ -16,8 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core import versions
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.diagnosis.devices import device_rows

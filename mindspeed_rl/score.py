@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import ScoreRunConfig
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.planning.run_plan import ScorePlan, plan_score
-from mindspeed_rl.rollout.registry import engine_provider
 
 if TYPE_CHECKING:
     from mindspeed_rl.data.scores import ScoreInputs, Scores
@@ -134,7 +134,7 @@ def gather(job: ScoreJob, sequences: ScoreInputs, mine: list[TokenScore]) -> Sco
 
 def compare_files(argv: list[str]) -> int:
     """Print the table of ``--compare A B``, which needs no torchrun; return the exit status."""
-    from mindspeed_rl.config.arguments import parse
+    from mindspeed_rl.command_line.arguments import parse
     from mindspeed_rl.data.scores import compare, read_scores
 
     try:

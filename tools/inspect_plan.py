@@ -27,10 +27,10 @@ from reshard_figures import (
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.tables import aligned
+from mindspeed_rl.engines.vllm.layout import VllmLayout
 from mindspeed_rl.metrics.progress import RunProgress
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
-from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.executor import ROUNDS_IN_FLIGHT, round_bytes, split_rounds
 from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.layouts.hf_file import HfFileLayout

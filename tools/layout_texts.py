@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import ScoreRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.layouts import engine_layout, training_layout
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.engines.vllm.layout import VllmLayout
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 TRAIN_KEYS = {

@@ -20,14 +20,14 @@ from mindspeed_rl.algorithms.aggregation import AGGREGATIONS
 from mindspeed_rl.algorithms.catalogue import Catalogue
 from mindspeed_rl.algorithms.kl import KL_ESTIMATORS
 from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES
+from mindspeed_rl.command_line.arguments import ENTRIES, OwnFlag, own_flags
 from mindspeed_rl.compat.foreign_flags import Disposition, ForeignFlag, foreign_flags
-from mindspeed_rl.config.arguments import ENTRIES, OwnFlag, own_flags
 from mindspeed_rl.config.engine_options import as_flag
 from mindspeed_rl.config.reward_spec import BUILT_IN_REWARDS
 from mindspeed_rl.config.rewards import fields_of
 from mindspeed_rl.core.flag import flag_names
+from mindspeed_rl.engines.vllm.options import RESERVED
 from mindspeed_rl.rewards.registry import built_in_reward, verdicts
-from mindspeed_rl.rollout.vllm.options import RESERVED
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 FLAGS_PAGE = "flags.md"

@@ -157,22 +157,34 @@ def _over(values: torch.Tensor, sequences: Sequences, level: str) -> torch.Tenso
     return sequences.spread(whole)
 
 
-def mismatch_terms(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, Term]:
+def mismatch_terms(
+    trainer: torch.Tensor, engine: torch.Tensor, counted: torch.Tensor | None = None
+) -> dict[str, Term]:
     """Return how far the engine's log-probs are from the trainer's on the sampled tokens.
 
     Both must be of the weights that sampled: after an update the difference is learning. k1 and k3
     estimate KL(engine || trainer) per token, chi2 is the mean of rho^2 - 1, and the two negative
     log-likelihoods are the logarithms of the perplexities.
+
+    Args:
+        trainer: [N] log-probs of the trainer.
+        engine: [N] log-probs of the engine.
+        counted: [N] bool, the tokens that those weights sampled; ``None``: all of them.
     """
     difference = trainer - engine
     count = difference.new_full((), float(difference.numel()))
+    if counted is not None:
+        count = counted.sum().to(count)
     rho = bounded(difference).exp()
 
+    def only_counted(values: torch.Tensor, otherwise: float) -> torch.Tensor:
+        return values if counted is None else values.masked_fill(~counted, otherwise)
+
     def mean(values: torch.Tensor) -> MeanTerm:
-        return MeanTerm(values.sum(), count)
+        return MeanTerm(only_counted(values, 0.0).sum(), count)
 
     return {
-        "mismatch/max_abs_logprob": MaxTerm.of(difference.abs()),
+        "mismatch/max_abs_logprob": MaxTerm.of(only_counted(difference.abs(), -math.inf)),
         "mismatch/mean_abs_logprob": mean(difference.abs()),
         "mismatch/k1": mean(-difference),
         "mismatch/k3": mean(rho - bounded(difference) - 1.0),

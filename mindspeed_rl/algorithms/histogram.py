@@ -48,15 +48,21 @@ class MagnitudeHistogram:
 
         return cls(torch.zeros(1 + _NUM_EDGES, dtype=torch.int64, device=device))
 
-    def add(self, values: torch.Tensor) -> None:
-        """Count [N] fp32 values. Local; the host does not wait for the device."""
+    def add(self, values: torch.Tensor, counted: torch.Tensor | None = None) -> None:
+        """Count [N] fp32 values. Local; the host does not wait for the device.
+
+        Args:
+            values: The values.
+            counted: [N] bool, which of them; ``None``: all.
+        """
         import torch
 
         # The bits of magnitudes are in the order of the magnitudes. What the mask leaves fits fp32,
         # which divides it exactly; shifts of integers have no kernel on the AI Cores of an NPU.
         edges = (values.detach().contiguous().view(torch.int32) & _MASK).float() / _STEP
         bins = (edges - (_FIRST - 1)).clamp(0, _NUM_EDGES).long()
-        self.counts.index_add_(0, bins, torch.ones_like(bins))
+        each = torch.ones_like(bins) if counted is None else counted.to(bins.dtype)
+        self.counts.index_add_(0, bins, each)
 
     def upper_quantiles(self, shares: Sequence[float], reduce: SumOverRanks) -> list[float]:
         """Return, for each share, the largest edge that this part of all values reaches.

@@ -134,17 +134,17 @@ def _smallest_chosen(
 ) -> int:
     """Find the least of the ``number`` largest allowed keys of all ranks. Collective: 8 calls."""
     # Flipping the sign bit makes the order of signed integers that of unsigned ones.
-    flat = torch.cat([(k ^ _SIGN)[a] for k, a in zip(keys, allowed, strict=True)])
+    flat, left = torch.cat([k ^ _SIGN for k in keys]), torch.cat(list(allowed))
     border = 0
     for level in range(_BYTES - 1, -1, -1):
         digit = flat >> 8 * level & 0xFF
-        counts = reduce(torch.bincount(digit, minlength=256)).tolist()
+        counts = reduce(flat.new_zeros(256).index_add_(0, digit, left.long())).tolist()
         value = 255
         while value > 0 and counts[value] < number:
             number -= counts[value]
             value -= 1
         border |= value << 8 * level
-        flat = flat[digit == value]
+        left = left & (digit == value)
     if border >= 2**63:
         border -= 2**64
     return border ^ _SIGN  # back to the order of signed integers

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -66,12 +67,10 @@ def _scan(rows: torch.Tensor, discount: float) -> torch.Tensor:
 def rewards_to_tokens(rewards: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """Put the reward of each sequence at its last token, 0 elsewhere: [S] -> [N]. Local."""
     tokens = rewards.new_zeros(sum(lengths))
-    if not lengths:
-        return tokens
-    counts = torch.tensor(lengths, device=rewards.device)
-    has_tokens = counts > 0
-    tokens[counts.cumsum(0)[has_tokens] - 1] = rewards[has_tokens]
-    return tokens
+    ends = [end for end, length in zip(accumulate(lengths), lengths, strict=True) if length]
+    places = [[end - 1 for end in ends], [i for i, length in enumerate(lengths) if length]]
+    last, owner = torch.tensor(places, dtype=torch.int64, device=rewards.device)
+    return tokens.index_copy_(0, last, rewards.index_select(0, owner))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,27 +117,29 @@ def whitened(
     """Compute (x - mean) / std over all counted tokens of the step, on all ranks and micro-batches.
 
     The standard deviation is unbiased, in two passes. All 0 when it is below 1e-4 or fewer than
-    two tokens count. Collective as ``reduce`` is: two calls.
+    two tokens count. The host does not wait for the device. Collective as ``reduce`` is: two calls.
 
     Args:
         parts: [N] of each micro-batch of this rank.
         counted: [N] bool of each micro-batch; other tokens become 0 and are in no statistic.
         reduce: Sums a tensor over the ranks that hold the other tokens.
     """
-    kept = [x[mask] for x, mask in zip(parts, counted, strict=True)]
-    device = kept[0].device
-    count = sum(x.numel() for x in kept)
-    local = torch.stack([_sum(kept), torch.tensor(float(count), device=device)])
-    total, number = reduce(local).tolist()
-    mean = total / max(1.0, number)
-    squares = reduce(_sum([(x - mean).square() for x in kept])[None])
-    std = float((squares / max(1.0, number - 1)).sqrt())
-    if std < MIN_STD or number < 2:
-        return [torch.zeros_like(x) for x in parts]
+    others = [~mask for mask in counted]
+    total, number = reduce(torch.stack([_sum(parts, others), _total(counted).to(parts[0])]))
+    mean = total / number.clamp(min=1)
+    squares = reduce(_sum([(x - mean).square() for x in parts], others)[None])[0]
+    std = (squares / (number - 1).clamp(min=1)).sqrt()
+    flat = (std < MIN_STD) | (number < 2)
     return [
-        ((x - mean) / std).masked_fill(~mask, 0.0) for x, mask in zip(parts, counted, strict=True)
+        ((x - mean) / std).masked_fill(other | flat, 0.0)
+        for x, other in zip(parts, others, strict=True)
     ]
 
 
-def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _sum(parts: Sequence[torch.Tensor], left_out: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of all values that are not left out, which may be NaN."""
+    return _total([x.masked_fill(mask, 0.0) for x, mask in zip(parts, left_out, strict=True)])
+
+
+def _total(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([x.sum() for x in parts]).sum()

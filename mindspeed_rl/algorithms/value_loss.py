@@ -74,12 +74,17 @@ def explained_variance(
         values: [N] of the same tokens.
         reduce: Sums a tensor over the ranks that hold the other tokens.
     """
-    known = [~r.isnan() for r in returns]
-    targets = torch.cat([r[k] for r, k in zip(returns, known, strict=True)])
-    errors = targets - torch.cat([v[k] for v, k in zip(values, known, strict=True)])
-    count = targets.new_tensor(float(targets.numel()))
-    sums = reduce(torch.stack([targets.sum(), errors.sum(), count]))
+    targets = torch.cat(list(returns))
+    none, errors = targets.isnan(), targets - torch.cat(list(values))
+
+    def total(values: torch.Tensor) -> torch.Tensor:
+        return values.masked_fill(none, 0.0).sum()
+
+    count = (~none).sum().to(targets)
+    sums = reduce(torch.stack([total(targets), total(errors), count]))
     mean, bias = (sums[:2] / sums[2].clamp(min=1)).unbind()
-    squares = reduce(torch.stack([(targets - mean).square().sum(), (errors - bias).square().sum()]))
+    squares = reduce(
+        torch.stack([total((targets - mean).square()), total((errors - bias).square())])
+    )
     spread, rest = squares.tolist()
     return 1.0 - rest / spread if spread > 0 else 0.0

@@ -10,9 +10,11 @@ import torch.distributed as dist
 
 from mindspeed_rl.attention.context import ContextGroup
 
+_FP32 = 4  # bytes
+
 
 class _GatherTokens(torch.autograd.Function):
-    """Tokens of all ranks; the gradients of all ranks are summed."""
+    """Tokens of all ranks; the gradients of all ranks are summed, in fp32 at least."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, context: ContextGroup) -> torch.Tensor:
@@ -23,8 +25,14 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        mine = grad.new_empty(grad.size(0) // ctx.context.size, *grad.shape[1:])
-        dist.reduce_scatter_tensor(mine, grad.contiguous(), group=ctx.context.group)
+        size, group, grad = ctx.context.size, ctx.context.group, grad.contiguous()
+        if grad.element_size() < _FP32:  # the parts travel as they are, and are added up here
+            parts = torch.empty_like(grad)
+            dist.all_to_all_single(parts, grad, group=group)
+            total = parts.view(size, -1, *grad.shape[1:]).sum(0, dtype=torch.float32)
+            return total.to(grad.dtype), None
+        mine = grad.new_empty(grad.size(0) // size, *grad.shape[1:])
+        dist.reduce_scatter_tensor(mine, grad, group=group)
         return mine, None
 
 
@@ -39,7 +47,8 @@ def gather_keys(
         context: Ranks that share the row.
 
     Returns:
-        [size T, m, d] and [size T, m, dv]; their gradients are summed over the ranks.
+        [size T, m, d] and [size T, m, dv]; their gradients are summed over the ranks in fp32, and
+        those of half precision are rounded once.
     """
     both = torch.cat([k, v], dim=-1)
     whole: torch.Tensor = _GatherTokens.apply(both, context)  # type: ignore[no-untyped-call]

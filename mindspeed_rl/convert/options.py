@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mindspeed_rl.command_line.arguments import build_parser, parse_sections
 from mindspeed_rl.compat.foreign_flags import Disposition, read_flags
-from mindspeed_rl.config.arguments import build_parser, parse_sections
 from mindspeed_rl.convert.format import LayoutFlags
 from mindspeed_rl.convert.formats import FORMATS
 from mindspeed_rl.core.flag import flag

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.installed import foreign_packages, resolve_platform
+from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.launch import machine
 from mindspeed_rl.platforms.allocator_settings import without_expandable_segments
 from mindspeed_rl.platforms.custom_operators import add_custom_operators
-from mindspeed_rl.rollout.registry import engine_provider
 
 if TYPE_CHECKING:
     from mindspeed_rl.config.npu import NpuSetup

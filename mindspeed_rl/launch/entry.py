@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
+from mindspeed_rl.command_line.arguments import ParsedArguments, Run, parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
-from mindspeed_rl.config.arguments import ParsedArguments, Run, parse
 from mindspeed_rl.config.launch import LaunchConfig, check_launch
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch import bootstrap

@@ -9,15 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from mindspeed_rl.command_line.arguments import ParsedArguments, Run
+from mindspeed_rl.command_line.dispositions import disposition_lines
 from mindspeed_rl.compat.architecture import check_foreign_architecture
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.architecture import check_architecture, model_config
-from mindspeed_rl.config.arguments import ParsedArguments, Run
-from mindspeed_rl.config.dispositions import disposition_lines
 from mindspeed_rl.config.kernels import experts_note, module_names
 from mindspeed_rl.config.npu import NpuSetup, check_npu, group_buffers, npu_setup
 from mindspeed_rl.core.errors import Mistakes, UsageError
 from mindspeed_rl.core.installed import probable_platform, resolve_platform
+from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.launch import bootstrap, machine
 from mindspeed_rl.launch.failures import JOIN, WatchdogSettings
 from mindspeed_rl.models.param_names import LOCAL
@@ -26,7 +27,6 @@ from mindspeed_rl.planning.budget import machine_on, npu_machine
 from mindspeed_rl.planning.hccl_buffers import hccl_buffers, with_group_sizes
 from mindspeed_rl.planning.phase_limits import PhaseLimits, phase_limits
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan, check_engine
-from mindspeed_rl.rollout.registry import engine_provider
 
 if TYPE_CHECKING:
     from mindspeed_rl.launch.watchdog import Watchdog

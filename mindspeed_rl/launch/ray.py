@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.launch import LaunchConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.installed import VISIBLE_DEVICES, import_ray, resolve_platform

@@ -154,12 +154,14 @@ class TrainingMemory:
         heads = max(1, attention.num_kv_heads // self.layout.parallel.tp)
         return self.context.ulysses // math.gcd(self.context.ulysses, heads)
 
-    def _context_buffers(self, layer: int, work: Workload) -> int:
+    def context_buffers(self, layer: int, work: Workload) -> int:
         """Return what context parallelism needs for a moment in the backward pass of a layer.
 
-        Gathered keys and values have gradients of their size before these are summed over ranks. A
-        ring has two buffers of keys and values, two of their gradients in fp32, and those of the
-        queries in fp32. Ranks that exchange tokens for heads have a copy to send.
+        Gathered keys and values have a copy in the order of their sequences, and gradients of
+        their size in that order and in the order of ranks. A ring has two buffers of keys and
+        values, two of their gradients in fp32, and those of the queries in fp32; of one block also
+        gradients of keys and values in both orders, and queries, output and gradient in order.
+        Ranks that exchange tokens for heads have a copy to send.
         """
         parallel, attention = self.layout.parallel, self.layout.spec.layers[layer].attention
         if parallel.cp == 1:
@@ -168,10 +170,13 @@ class TrainingMemory:
         keys = self._key_values(layer) * self._copies_of_keys(layer)
         queries = attention.num_heads * attention.head_dim // parallel.tp
         if self.context.kind == "all_gather":
-            return tokens * keys * self._item
+            return 3 * tokens * keys * self._item
         exchanged = (queries + keys) * self._item if self.context.ulysses > 1 else 0
-        ring = 2 * keys * (self._item + _FP32) + queries * _FP32 if self.context.ring > 1 else 0
-        return tokens * (exchanged + ring)
+        if self.context.ring == 1:
+            return tokens * exchanged
+        ring = 2 * keys * (self._item + _FP32) + queries * _FP32
+        block = (2 * keys + 3 * queries) * self._item
+        return tokens * (exchanged + ring + block)
 
     def _again(self, layer: int, work: Workload) -> int:
         """Return the bytes of a layer that ``--recompute-modules`` recomputes and does not keep."""
@@ -189,7 +194,7 @@ class TrainingMemory:
         )
         sizes = [self.layer_parts(layer, work) for layer in layers]
         working = max((max(parts.values()) for parts in sizes), default=0) + 2 * gathered
-        working += max((self._context_buffers(layer, work) for layer in layers), default=0)
+        working += max((self.context_buffers(layer, work) for layer in layers), default=0)
         if self.train.recompute_granularity == "full":
             uniform = self.train.recompute_method == "uniform"
             unit = (self.train.recompute_num_layers or 1) if uniform else 1

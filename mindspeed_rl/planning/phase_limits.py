@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
+from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.models.flops import sequence_flops
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.models.tensors import num_parameters
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
-from mindspeed_rl.rollout.registry import engine_provider
 
 GENERATE_FLOPS = 5e12
 """Operations per second of a device at which rollouts count as alive.

@@ -15,6 +15,7 @@ from mindspeed_rl.core.graph_sizes import AUTO, num_default_sizes
 from mindspeed_rl.core.groups import MEGATRON_GROUPS
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner, MemoryPhase, OffloadMode
+from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.planning.activations import TrainingMemory, TrainPeak, Workload
 from mindspeed_rl.planning.communicators import GroupsOfRank, RunGroups
 from mindspeed_rl.planning.engine_memory import EngineMemory
@@ -22,7 +23,6 @@ from mindspeed_rl.planning.hccl_buffers import HcclBuffers, needed_mb
 from mindspeed_rl.planning.micro_batches import token_limit
 from mindspeed_rl.planning.model_state import ModelState, SaveStaging, model_state, save_staging
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
-from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 Table = dict[MemoryOwner, int]

@@ -29,8 +29,8 @@ from mindspeed_rl.config.supervised import check_indexed_data
 from mindspeed_rl.config.training import CheckpointConfig, TrainConfig, check_recompute
 from mindspeed_rl.core.data_source import ALLOWED, DataSource
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.installed import resolve_platform
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.models.hf_files import check_tokenizer_files, find_weights
 from mindspeed_rl.models.registry import spec_from_hf_config, value_spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec
@@ -40,7 +40,6 @@ from mindspeed_rl.planning.micro_batches import (
     check_hybrid_context,
     packing_rules,
 )
-from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
@@ -206,9 +205,6 @@ def check_engine(config: object, plan: object, platform: str) -> None:
 def _check_rl_flags(config: RLRunConfig, world: int, files: bool) -> None:
     """Check what flags alone say, and with ``files`` the files that they name."""
     engine_provider().check_options(config.engine_options)
-    platform = resolve_platform(config.parallel.platform)
-    if platform != "auto":  # else only torch can tell: it is checked when the engine is built
-        engine_provider().check_run(config, platform)
     check_algorithms(config)
     _check_sampling(config)
     if files:

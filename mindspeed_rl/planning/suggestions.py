@@ -11,10 +11,10 @@ from mindspeed_rl.config.engine_options import as_flag
 from mindspeed_rl.config.npu import check_npu
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import FIXED_MODES
+from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.planning.budget import resolve_offload
 from mindspeed_rl.planning.prediction import MemoryPrediction, Peak
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan, check_engine, plan_pretrain, plan_rl
-from mindspeed_rl.rollout.registry import engine_provider
 
 # Without graphs no sizes are captured: flags about them would be refused.
 _EAGER = {"rollout_graph_mode": "eager", "rollout_graph_sizes": ()}

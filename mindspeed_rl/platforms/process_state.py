@@ -18,6 +18,8 @@ from mindspeed_rl.platforms.base import Platform
 
 # Variables that the running engine, CANN and its tools go on reading.
 _KEPT = ("VLLM_", "ASCEND_")
+# vLLM reads it while it builds an engine, and another engine must not.
+_OF_BUILD = ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY",)
 
 
 @contextmanager
@@ -47,6 +49,11 @@ def preserved_environment() -> Iterator[None]:
         yield
     finally:
         for name in set(os.environ) - set(before):
-            if not name.startswith(_KEPT):
+            if not _stays(name):
                 del os.environ[name]
-        os.environ |= {n: value for n, value in before.items() if not n.startswith(_KEPT)}
+        os.environ |= {n: value for n, value in before.items() if not _stays(n)}
+
+
+def _stays(name: str) -> bool:
+    """Whether the running engine goes on reading a variable."""
+    return name.startswith(_KEPT) and name not in _OF_BUILD

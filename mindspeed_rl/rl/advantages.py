@@ -96,8 +96,9 @@ def compute_advantages(
             batches = batches.with_column("returns", returns)
     if estimator.whiten:
         advantages = whitened(advantages, counted, run.models.policy.all_reduce_dp_cp)
-    for m, part in zip(tokens.micro, advantages, strict=True):
-        bad = sorted(set(m.sequence_of[~part.isfinite()].tolist()))
+    finite = torch.stack([part.isfinite().all() for part in advantages]).tolist()
+    for m, part, good in zip(tokens.micro, advantages, finite, strict=True):
+        bad = [] if good else sorted(set(m.sequence_of[~part.isfinite()].tolist()))
         _refuse_not_finite([m.sample_ids[i] for i in bad])
     return batches.with_column("advantages", advantages)
 

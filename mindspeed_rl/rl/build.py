@@ -17,6 +17,10 @@ from mindspeed_rl.data.cache import RowCache
 from mindspeed_rl.data.prompts import PromptDataset, blend, load_prompts
 from mindspeed_rl.data.random_prompts import random_prompts
 from mindspeed_rl.environments import EnvironmentRunner, LocalRunner, RayRunner, resolve_environment
+from mindspeed_rl.generation.assignment import EngineAssignment, rebalance_rules
+from mindspeed_rl.generation.multi_turn import Environments
+from mindspeed_rl.generation.rollout_worker import RolloutWorker
+from mindspeed_rl.generation.scoring import RewardFunctions
 from mindspeed_rl.launch.failures import rank_ranges
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.jsonl import JsonlWriter
@@ -29,7 +33,6 @@ from mindspeed_rl.rewards.drawn import NAME as DRAWN
 from mindspeed_rl.rewards.drawn import DrawnRewards
 from mindspeed_rl.rewards.ray_pool import make_reward_pool
 from mindspeed_rl.rewards.scoring import check_row_rewards
-from mindspeed_rl.rl.assignment import EngineAssignment, rebalance_rules
 from mindspeed_rl.rl.build_engine import (
     build_rollout_engine,
     build_weight_sync,
@@ -46,9 +49,6 @@ from mindspeed_rl.rl.build_models import (
     load_tokenizer,
 )
 from mindspeed_rl.rl.components import Components, PromptData, Telemetry
-from mindspeed_rl.rl.multi_turn import Environments
-from mindspeed_rl.rl.rollout_worker import RolloutWorker
-from mindspeed_rl.rl.scoring import RewardFunctions
 from mindspeed_rl.rollout.engine import InferenceEngine
 from mindspeed_rl.samples.columns import Column, experts_column, response_columns
 from mindspeed_rl.samples.device_cache import TensorCache

@@ -22,6 +22,7 @@ from mindspeed_rl.core.graph_sizes import (
     read_history,
 )
 from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
+from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.launch.failures import BUILD_ENGINE
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.planning.budget import device_bytes, machine_on, resolve_offload, usable_bytes
@@ -30,7 +31,6 @@ from mindspeed_rl.planning.run_plan import RLPlan, ScorePlan, check_engine
 from mindspeed_rl.rl.components import Models
 from mindspeed_rl.rollout.engine import EngineState, InferenceEngine
 from mindspeed_rl.rollout.provider import EngineSettings
-from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.resident_memory import trainer_memory

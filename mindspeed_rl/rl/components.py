@@ -14,6 +14,7 @@ from mindspeed_rl.colocation.scheduler import DeviceScheduler
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.data.sampler import PromptSampler
+from mindspeed_rl.generation.rollout_worker import RolloutWorker
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.jsonl import JsonlWriter
 from mindspeed_rl.metrics.loggers import RunLogger
@@ -21,7 +22,6 @@ from mindspeed_rl.metrics.profiler import StepProfiler
 from mindspeed_rl.metrics.telemetry import named_phase
 from mindspeed_rl.metrics.timers import PhaseTimer
 from mindspeed_rl.planning.run_plan import RLPlan
-from mindspeed_rl.rl.rollout_worker import RolloutWorker
 from mindspeed_rl.samples.lengths import LengthHistory
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import SampleStore

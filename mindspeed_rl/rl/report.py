@@ -25,6 +25,7 @@ from mindspeed_rl.config.outputs import (
 from mindspeed_rl.core.files import write_text_atomic
 from mindspeed_rl.core.memory import MemoryOwner
 from mindspeed_rl.core.types import Prompt
+from mindspeed_rl.generation.evaluate import Evaluation, evaluate
 from mindspeed_rl.metrics.agreement import EngineAgreement
 from mindspeed_rl.metrics.constant_rewards import ConstantRewards
 from mindspeed_rl.metrics.jsonl import encode_json
@@ -48,7 +49,6 @@ from mindspeed_rl.platforms.npu_install import determinism_line
 from mindspeed_rl.platforms.process_groups import existing_groups, group_lines
 from mindspeed_rl.rl.build_engine import predict_run
 from mindspeed_rl.rl.components import Components, Models, RunState
-from mindspeed_rl.rl.evaluate import Evaluation, evaluate
 from mindspeed_rl.rl.rollouts import RolloutBatch
 from mindspeed_rl.rl.sync import bounds_of
 from mindspeed_rl.rl.throughput import step_throughput

@@ -9,14 +9,14 @@ from functools import partial
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.types import Prompt
+from mindspeed_rl.generation.assignment import observe_lengths
+from mindspeed_rl.generation.rollout_worker import PassRequest, PhaseContext, RolloutWorker
 from mindspeed_rl.metrics.metric_set import MetricSet
 from mindspeed_rl.metrics.telemetry import named_phase
 from mindspeed_rl.rl.advantages import length_penalty
-from mindspeed_rl.rl.assignment import observe_lengths
 from mindspeed_rl.rl.components import Components, PromptData, RunState
 from mindspeed_rl.rl.dynamic_sampling import Group, fill_step
 from mindspeed_rl.rl.partial_rollouts import complete_groups
-from mindspeed_rl.rl.rollout_worker import PassRequest, PhaseContext, RolloutWorker
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 from mindspeed_rl.samples.store import SampleStore
 

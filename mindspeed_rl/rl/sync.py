@@ -7,11 +7,11 @@ from dataclasses import replace
 from mindspeed_rl.colocation.scheduler import Phase
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.agreement import AgreementBounds, agreement_bounds
+from mindspeed_rl.generation.rollout_worker import PassRequest
 from mindspeed_rl.metrics.agreement import check_difference
 from mindspeed_rl.metrics.metric_set import Mean, MetricSet, reduce_metrics
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.rl.components import Components, RunState
-from mindspeed_rl.rl.rollout_worker import PassRequest
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.rollout_info import SampleKey, exchange_table
 

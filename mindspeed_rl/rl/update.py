@@ -171,12 +171,10 @@ def step_loss(
             known = inputs.logprobs.detach()
         if known is None:
             return outputs
-        engine = inputs.rollout_logprobs
-        if inputs.on_policy_mask is not None:
-            known, engine = known[inputs.on_policy_mask], engine[inputs.on_policy_mask]
+        engine, fresh = inputs.rollout_logprobs, inputs.on_policy_mask
         if gaps is not None:
-            gaps.add(known - engine)
-        return replace(outputs, terms={**outputs.terms, **mismatch_terms(known, engine)})
+            gaps.add(known - engine, fresh)
+        return replace(outputs, terms={**outputs.terms, **mismatch_terms(known, engine, fresh)})
 
     return loss
 

@@ -1,1 +1,1 @@
-"""Rollouts by an inference engine inside the training processes."""
+"""What a run asks of an inference engine inside its processes, whichever it is."""

@@ -14,12 +14,12 @@ from ascend.emulator import process
 
 from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.layout import EngineLayout
+from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.platforms.process_state import preserved_environment
 from mindspeed_rl.platforms.registry import select_platform
 from mindspeed_rl.rollout.provider import EngineSettings
-from mindspeed_rl.rollout.registry import engine_provider
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
 
 GIB = 2**30

@@ -171,8 +171,8 @@ def _setup(features: dict[str, Any]) -> Any:
 
     if "flags" not in features:
         return NpuSetup(features)
+    from mindspeed_rl.command_line.arguments import parse
     from mindspeed_rl.config import RLRunConfig
-    from mindspeed_rl.config.arguments import parse
     from mindspeed_rl.config.kernels import module_names
 
     argv = ["--hf-checkpoint", "x", "--prompt-data", "y", *features["flags"]]

@@ -54,6 +54,6 @@ def operators_of_a_step(
 
 
 def _keep_its_sampler() -> None:
-    from mindspeed_rl.rollout.vllm_ascend import sampling
+    from mindspeed_rl.engines.vllm_ascend import sampling
 
     sampling.apply_patch = lambda patch: None

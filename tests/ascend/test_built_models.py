@@ -12,9 +12,9 @@ import pytest
 from support.family_models import FAMILY_CASES, write_family_model
 
 from mindspeed_rl.core.layout import EngineLayout
+from mindspeed_rl.engines.vllm.capabilities import CAPABILITIES
+from mindspeed_rl.engines.vllm.layout import VllmLayout
 from mindspeed_rl.models.registry import spec_from_hf_config
-from mindspeed_rl.rollout.vllm.capabilities import CAPABILITIES
-from mindspeed_rl.rollout.vllm.layout import VllmLayout
 
 pytestmark = [pytest.mark.ascend_emul, pytest.mark.slow]
 

@@ -23,12 +23,12 @@ from support.fake_ascend import GARBAGE
 from support.layout_cases import GQA, LATENT, MOE, Case, spec_of
 
 from mindspeed_rl.core.layout import EngineLayout
+from mindspeed_rl.engines.vllm.engine import VllmEngine
+from mindspeed_rl.engines.vllm.layout import VllmLayout
 from mindspeed_rl.models.layers import LatentAttention
 from mindspeed_rl.platforms.allocator_settings import WANTED
 from mindspeed_rl.rollout.engine import EngineState
 from mindspeed_rl.rollout.provider import EngineSettings
-from mindspeed_rl.rollout.vllm.engine import VllmEngine
-from mindspeed_rl.rollout.vllm.layout import VllmLayout
 
 pytestmark = pytest.mark.ascend_emul
 
@@ -432,7 +432,7 @@ def test_an_engine_with_nz_weights_is_refused(make: Make, monkeypatch: pytest.Mo
         monkeypatch.context() as patch,
         pytest.raises(RuntimeError, match=r"NZ format \(model\..* has format 29\)"),
     ):
-        patch.setattr("mindspeed_rl.rollout.vllm_ascend.backend.memory_format", lambda param: 29)
+        patch.setattr("mindspeed_rl.engines.vllm_ascend.backend.memory_format", lambda param: 29)
         make("dense")
     monkeypatch.setattr(config._ASCEND_CONFIG, "weight_nz_mode", 1)
     with pytest.raises(RuntimeError, match=r"NZ format \(weight_nz_mode = 1\)"):
@@ -451,7 +451,7 @@ def test_the_packed_reduction_says_what_its_own_says(
     from vllm.distributed import parallel_state
     from vllm_ascend.worker import model_runner_v1
 
-    from mindspeed_rl.rollout.vllm.patches import step_sync
+    from mindspeed_rl.engines.vllm.patches import step_sync
 
     def add_the_other_rank(vector: torch.Tensor, group: object) -> None:
         flat = vector.view(-1)

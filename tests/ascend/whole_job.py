@@ -120,8 +120,8 @@ def _prepare_fork(
 
 def _note(job: WholeJob, noted: Noted) -> None:
     """From now on notes are taken."""
+    from mindspeed_rl.engines.vllm.provider import VllmProvider
     from mindspeed_rl.rl import sync
-    from mindspeed_rl.rollout.vllm.provider import VllmProvider
 
     if job.replay is None:
         from ascend.engine_worlds import process_functions

@@ -24,7 +24,7 @@ def evaluate_sets(world: World, output: str, sizes: Sequence[int]) -> list[tuple
     """
     from support.rl_run import Answers, answering_run
 
-    from mindspeed_rl.rl.evaluate import evaluate
+    from mindspeed_rl.generation.evaluate import evaluate
 
     found = []
     for size in sizes:

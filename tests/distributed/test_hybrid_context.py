@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.spawn import run_ranks
@@ -15,15 +15,16 @@ from support.tiers import slow_but
 from mindspeed_rl.launch.bootstrap import World
 
 if TYPE_CHECKING:
+    import torch
     from support.training_worlds import CaseResult
 
     from mindspeed_rl.core.types import TrainSample
 
 pytestmark = pytest.mark.distributed
 
-# Only the order of sums differs, and the padding that experts see. Static rows differ from one rank
-# by up to 1.5e-6 of the gradient of a parameter, and hybrid ones from static ones by 2.4e-6.
-TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 5e-6
+# Only the order of sums differs, and the padding that experts see: in fp32 by up to 2.1e-6 of the
+# gradient of a parameter, in fp64 by 4.1e-15, so that this is rounding.
+TOLERANCE, GRADIENT_TOLERANCE, DOUBLE_TOLERANCE = 1e-6, 5e-6, 1e-13
 COMMON = ("--make-vocab-size-divisible-by", "8", "--max-prompt-length", "12",
           "--rollout-max-response-length", "20")  # fmt: skip
 _CP2, _CP4 = ("--context-parallel-size", "2"), ("--context-parallel-size", "4")
@@ -43,7 +44,8 @@ LAYOUTS = {
 }
 ONE_RANK = (1, (), 128, ("qwen3", "qwen2-tied", *EXPERTS))
 QUICK = ("cp4-ep4",)
-Results = dict[str, tuple["CaseResult", list[int]]]
+# Of each model and way: all results, the sizes of groups, and this rank's gradients in fp64.
+Results = dict[str, tuple["CaseResult", list[int], dict[str, "torch.Tensor"]]]
 
 
 def both_ways(
@@ -53,7 +55,7 @@ def both_ways(
     models: dict[str, str],
     samples: Sequence[TrainSample],
 ) -> Results:
-    """Rank function: each model with rows on some ranks and on all; and the sizes of groups."""
+    """Rank function: each model with rows on some ranks and on all, in fp32 and in fp64."""
     from support.training_worlds import Case, run_case, start_job
 
     from mindspeed_rl.rl.build_models import batch_rules, build_engine
@@ -67,41 +69,75 @@ def both_ways(
             plan = batch_rules(job).plan([s.length for s in samples])
             sizes = {place.size for places in plan.places or () for place in places}
             result = run_case(job, engine, Case(kind, num_steps=1), samples)
-            found[f"{name}/{kind}"] = (result, sorted(sizes))
-    return found if world.rank == 0 else {}
+            double = gradients_in_double(job, samples) if world.size > 1 else {}
+            found[f"{name}/{kind}"] = (result, sorted(sizes), double)
+    return found
+
+
+def gradients_in_double(job: Any, samples: Sequence[TrainSample]) -> dict[str, torch.Tensor]:
+    """This rank's gradients of one optimizer step that is computed in fp64. Collective."""
+    from support.batches import local_batches
+    from support.double_precision import double_precision
+    from support.training_worlds import Case, make_loss, with_reference
+
+    from mindspeed_rl.rl.build_models import build_engine
+
+    with double_precision():
+        engine = build_engine(job, "policy", 1, job.config.rl.rl_default_temperature)
+    batches = with_reference(local_batches(job, engine, samples))  # alike in both precisions
+    with double_precision():
+        engine.forward_backward(batches, make_loss(Case("double"), samples, []))
+        return engine.gradients()
 
 
 @pytest.fixture(scope="session")
 def worlds(
     models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Results]:
+) -> Callable[[str], list[Results]]:
     from support.family_models import VOCAB
     from support.training_worlds import make_samples
 
     @cache
-    def run(name: str) -> Results:
+    def run(name: str) -> list[Results]:
         ranks, flags, tokens, names = LAYOUTS.get(name, ONE_RANK)
         paths = {model: str(models[model]) for model in names}
         args = (flags, tokens, paths, make_samples(VOCAB))
         folder = tmp_path_factory.mktemp(f"hybrid-{name}")
-        result: Results = run_ranks(both_ways, ranks, work_dir=folder, args=args)[0]
-        return result
+        return run_ranks(both_ways, ranks, work_dir=folder, args=args)
 
     return run
 
 
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS, QUICK))
 def test_rows_on_some_ranks_train_as_rows_on_all(
-    layout: str, worlds: Callable[[str], Results]
+    layout: str, worlds: Callable[[str], list[Results]]
 ) -> None:
-    found, one_rank = worlds(layout), worlds("one rank")
+    found, one_rank = worlds(layout)[0], worlds("one rank")[0]
     _, flags, _, names = LAYOUTS[layout]
     for model in names:
-        (hybrid, sizes), (static, none) = found[f"{model}/hybrid"], found[f"{model}/static"]
+        hybrid, sizes, _ = found[f"{model}/hybrid"]
+        static, none, _ = found[f"{model}/static"]
         assert none == [] and {1, int(flags[1])} <= set(sizes), (model, sizes)
-        one, _ = one_rank[f"{model}/static"]
+        one, *_ = one_rank[f"{model}/static"]
         for where, other in (("all ranks", static), ("one rank", one)):
             compare(hybrid, other, f"{model} against {where}")
+
+
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, QUICK))
+def test_in_double_precision_nothing_but_rounding_is_left(
+    layout: str, worlds: Callable[[str], list[Results]]
+) -> None:
+    """Each rank has whole gradients of its weights, so the same rank can be compared."""
+    import torch
+    from support.training_worlds import relative_errors
+
+    for rank in worlds(layout):
+        for model in LAYOUTS[layout][3]:
+            (*_, hybrid), (*_, static) = rank[f"{model}/hybrid"], rank[f"{model}/static"]
+            assert {g.dtype for g in (*hybrid.values(), *static.values())} == {torch.float64}
+            errors = relative_errors(hybrid, static)
+            worst = max((error, name) for name, error in errors.items())
+            assert worst[0] <= DOUBLE_TOLERANCE, (model, worst)
 
 
 def compare(found: CaseResult, other: CaseResult, label: str) -> None:

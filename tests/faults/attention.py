@@ -48,7 +48,7 @@ ATTENTION: tuple[Fault, ...] = (
           _KERNELS + "test_a_fused_kernel_attends_as_the_general_one[varlen-alone-grouped]",
           "On devices tokens would see those that come after them."),
     Fault("npu-statistics-in-the-order-of-their-shape", "mindspeed_rl.attention.tnd:_stored",
-          lambda original: lambda borders, heads: _by_shape(original(borders, heads)),
+          lambda original: lambda *given: _by_shape(original(*given)),
           _KERNELS + "test_a_fused_kernel_computes_the_blocks_of_a_ring[tnd-0-grouped]",
           "Parts of a ring would be merged by the statistics of other heads."),
     Fault("npu-calls-in-another-order", "mindspeed_rl.attention.tnd:_joined",

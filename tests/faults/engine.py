@@ -8,9 +8,9 @@ from typing import Any
 
 from faults.planting import Fault, keeps, skipped, takes, without
 
-_ENGINE = "tests/unit/rollout/test_vllm_engine.py::"
+_ENGINE = "tests/unit/engines/test_vllm_engine.py::"
 _CACHE = "tests/unit/samples/test_tensor_cache.py::"
-_REQUESTS = "tests/unit/rollout/test_engine_requests.py::"
+_REQUESTS = "tests/unit/engines/test_engine_requests.py::"
 _UNCHANGED = "tests/simulated/test_rebalance.py::test_nothing_is_lost_doubled_or_changed"
 
 
@@ -42,31 +42,31 @@ def _overwrites(original: Callable[..., Any]) -> Callable[..., Any]:
 
 ENGINE = (
     Fault("prefix-cache-survives-an-update",
-          "mindspeed_rl.rollout.vllm.engine:VllmEngine.finish_update",
+          "mindspeed_rl.engines.vllm.engine:VllmEngine.finish_update",
           without("_reset_prefix_cache"), _ENGINE + "test_no_cached_prefix_survives_an_update",
           "Prompts seen before would be continued from keys and values of older weights."),
-    Fault("prefix-cache-survives-sleep", "mindspeed_rl.rollout.vllm.engine:VllmEngine.free_cache",
+    Fault("prefix-cache-survives-sleep", "mindspeed_rl.engines.vllm.engine:VllmEngine.free_cache",
           without("_reset_prefix_cache"),
           _ENGINE + "test_no_cached_prefix_survives_sleep_at_an_unchanged_version",
           "Every chat template is a common prefix, whose blocks are zeros after waking."),
     Fault("any-version-of-the-weights-generates",
-          "mindspeed_rl.rollout.vllm.engine:VllmEngine._require",
+          "mindspeed_rl.engines.vllm.engine:VllmEngine._require",
           lambda original: lambda self, call, _: original(self, call, self._version),
           _ENGINE + "test_weights_of_another_version_do_not_generate",
           "Samples of other weights would count as on-policy."),
     Fault("experts-of-the-token-after",
-          "mindspeed_rl.rollout.vllm_ascend.routed_experts:ReturnedExperts.take",
+          "mindspeed_rl.engines.vllm_ascend.routed_experts:ReturnedExperts.take",
           lambda original: lambda self, name, output, first, count: original(
               self, name, output, first + 1, count),
           "tests/unit/samples/test_routed_experts.py::"
           "test_what_vllm_ascend_returns_is_cut_to_the_response",
           "The trainer would replay the experts of another token."),
-    Fault("half-an-update-generates", "mindspeed_rl.rollout.vllm.engine:VllmEngine.begin_update",
+    Fault("half-an-update-generates", "mindspeed_rl.engines.vllm.engine:VllmEngine.begin_update",
           keeps("_version"), _ENGINE + "test_half_written_weights_do_not_generate",
           "After a failed sync the engine would sample from a mixture of two versions."),
     Fault("logprobs-from-before-the-temperature",
-          "mindspeed_rl.rollout.vllm_ascend.sampling:report_processed_logprobs", skipped,
-          "tests/unit/rollout/test_ascend_process.py::"
+          "mindspeed_rl.engines.vllm_ascend.sampling:report_processed_logprobs", skipped,
+          "tests/unit/engines/test_ascend_process.py::"
           "test_both_parts_of_the_sampler_report_processed_logprobs",
           "Rollout log-probs on NPUs would be those of another distribution."),
     Fault("seeds-forget-the-step", "mindspeed_rl.rollout.requests:request_seed",
@@ -78,7 +78,7 @@ ENGINE = (
           "tests/unit/algorithms/test_sampling_noise.py::test_a_row_follows_from_its_seed_and_draw_alone",
           "A request on an NPU would draw the same random numbers at every token."),
     Fault("tokens-of-an-earlier-engine-lost",
-          "mindspeed_rl.rollout.vllm.requests:OpenRequests.finish",
+          "mindspeed_rl.engines.vllm.requests:OpenRequests.finish",
           _own_tokens_only, _UNCHANGED,
           "A moved response would lose its beginning."),
     Fault("an-entry-of-the-cache-is-overwritten",

@@ -122,7 +122,7 @@ SAMPLES = (
           takes(prompts=lambda prompts: [p for k in range(3) for p in prompts[k::3]]),
           _STEP + "test_collect_gives_every_sample_with_its_prompt_and_reward",
           "Advantages would compare answers to different questions."),
-    Fault("rewards-of-other-samples", "mindspeed_rl.rl.scoring:Scorer.finish",
+    Fault("rewards-of-other-samples", "mindspeed_rl.generation.scoring:Scorer.finish",
           _rewards_in_order_of_ids,
           _STEP + "test_collect_gives_every_sample_with_its_prompt_and_reward",
           "Samples are scored in the order in which they end."),

@@ -12,8 +12,8 @@ import pytest
 from support.published import PUBLISHED, published_config
 from support.recipes import recipe_flags
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.memory import MemoryPhase
 from mindspeed_rl.models.flops import active_parameters, attention_flops
 from mindspeed_rl.models.registry import spec_from_hf_config

@@ -16,12 +16,12 @@ from support.architecture import ROOT
 from support.published_scripts import Script, published_scripts
 from support.tiers import slow_but
 
+from mindspeed_rl.command_line.arguments import own_flags, parse
+from mindspeed_rl.command_line.dispositions import disposition_lines
 from mindspeed_rl.compat.classify import classify
 from mindspeed_rl.compat.foreign_flags import foreign_flags
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config import npu as npu_flags
-from mindspeed_rl.config.arguments import own_flags, parse
-from mindspeed_rl.config.dispositions import disposition_lines
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.job import Checked, plan_run

@@ -13,6 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl.core.types import Completion
+from mindspeed_rl.engines.vllm.requests import OpenRequests
+from mindspeed_rl.engines.vllm.step_loop import run_steps
 from mindspeed_rl.rollout.rebalance import Rebalancer, RebalanceRules
 from mindspeed_rl.rollout.rebalance_plan import (
     Load,
@@ -25,8 +27,6 @@ from mindspeed_rl.rollout.rebalance_plan import (
 )
 from mindspeed_rl.rollout.requests import GenerationRequest
 from mindspeed_rl.rollout.stats import StepStats
-from mindspeed_rl.rollout.vllm.requests import OpenRequests
-from mindspeed_rl.rollout.vllm.step_loop import run_steps
 
 VERSION = 3
 COST = StepCost(ridge_tokens=64)

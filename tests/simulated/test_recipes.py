@@ -15,8 +15,8 @@ from support.published import PUBLISHED
 from support.recipes import RECIPES, SCRIPTS, recipe_flags
 from support.tiers import slow_but
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.convert.options import parse_options
 from mindspeed_rl.diagnosis.environment import environment_rows
 from mindspeed_rl.diagnosis.facts import Facts

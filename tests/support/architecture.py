@@ -43,18 +43,23 @@ ROOMS: Mapping[str, Room] = {
     "models": Room(("core",)),
     "algorithms": Room(("core",), TORCH),
     "config": Room(("core", "compat", "models", "algorithms")),
+    "command_line": Room(("core", "compat", "config")),
     "parallel": Room(("core",), TORCH_DISTRIBUTED),
     "platforms": Room(("core", "config"), TORCH_DISTRIBUTED),
     "metrics": Room(("core", "config", "parallel", "platforms"), TORCH_DISTRIBUTED),
     "weights": Room(("core", "models", "parallel", "metrics"), TORCH_DISTRIBUTED),
     "rollout": Room(
+        ("core", "config", "models", "parallel", "platforms", "metrics", "weights"),
+        TORCH_DISTRIBUTED,
+    ),
+    "engines": Room(
         (
             *("core", "compat", "config", "models", "algorithms", "parallel", "platforms"),
-            *("metrics", "weights"),
+            *("metrics", "weights", "rollout"),
         ),
         TORCH_DISTRIBUTED | {"vllm"},
     ),
-    "planning": Room(("core", "config", "models", "rollout", "weights")),
+    "planning": Room(("core", "config", "models", "rollout", "engines", "weights")),
     "samples": Room(("core", "metrics", "parallel", "planning"), TORCH_DISTRIBUTED),
     "attention": Room(("core", "samples"), TORCH_DISTRIBUTED),
     "data": Room(("core",), TORCH),
@@ -63,7 +68,8 @@ ROOMS: Mapping[str, Room] = {
     "colocation": Room(("core", "metrics", "platforms", "rollout"), TORCH),
     "checkpoint": Room(("core", "config", "models", "weights"), TORCH),
     "convert": Room(
-        ("core", "compat", "config", "models", "weights", "checkpoint"), TORCH_DISTRIBUTED
+        ("core", "compat", "config", "command_line", "models", "weights", "checkpoint"),
+        TORCH_DISTRIBUTED,
     ),
     "trainer": Room(
         (
@@ -76,16 +82,23 @@ ROOMS: Mapping[str, Room] = {
     "diagnosis": Room(("core", "platforms")),
     "launch": Room(
         (
-            *("core", "compat", "config", "models", "platforms", "rollout", "planning"),
-            *("rewards", "diagnosis"),
+            *("core", "compat", "config", "command_line", "models", "platforms", "engines"),
+            *("planning", "rewards", "diagnosis"),
+        ),
+        TORCH_DISTRIBUTED,
+    ),
+    "generation": Room(
+        (
+            *("core", "config", "algorithms", "parallel", "metrics", "rollout", "planning"),
+            *("samples", "data", "rewards", "environments", "colocation"),
         ),
         TORCH_DISTRIBUTED,
     ),
     "rl": Room(
         (
             *("core", "config", "models", "parallel", "platforms", "metrics", "weights"),
-            *("rollout", "planning", "algorithms", "samples", "data", "rewards"),
-            *("environments", "colocation", "checkpoint", "trainer", "launch"),
+            *("rollout", "engines", "planning", "algorithms", "samples", "data", "rewards"),
+            *("environments", "colocation", "checkpoint", "trainer", "launch", "generation"),
         ),
         TORCH_DISTRIBUTED,
     ),
@@ -107,6 +120,7 @@ LIGHT = (
     "compat",
     "models",
     "config",
+    "command_line",
     *(
         f"algorithms.{name}"
         for name in ("advantages", "aggregation", "bounds", "catalogue", "kl", "policy_losses")
@@ -121,11 +135,11 @@ LIGHT = (
     "weights.layouts",
     "rollout.provider",
     "rollout.rebalance_plan",
-    "rollout.registry",
-    *(f"rollout.vllm.{name}" for name in ("capabilities", "layout", "options", "provider")),
-    "rollout.vllm.arguments",
-    "rollout.vllm.tuning",
-    "rollout.vllm_ascend.arguments",
+    "engines.registry",
+    *(f"engines.vllm.{name}" for name in ("capabilities", "layout", "options", "provider")),
+    "engines.vllm.arguments",
+    "engines.vllm.tuning",
+    "engines.vllm_ascend.arguments",
     "platforms.allocator_settings",
     "launch.failures",
     "metrics.jsonl",
@@ -137,8 +151,8 @@ DEVICE_CODE = ("platforms",)
 PRIVATE_ACCESS = (
     "convert.torch_files",  # tensors without data, and their places in a file
     "convert.torch_dist",  # entries of a distributed checkpoint's index
-    "rollout.vllm",
-    "rollout.vllm_ascend",
+    "engines.vllm",
+    "engines.vllm_ascend",
     "attention.varlen",  # the operator that autograd of varlen_attn calls
     "trainer.patches",
     "platforms",

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan, plan_pretrain, plan_rl
 
 SMALL_QWEN2: dict[str, Any] = {

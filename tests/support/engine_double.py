@@ -14,13 +14,13 @@ import torch
 from support.layout_cases import GQA, spec_of
 
 from mindspeed_rl.core.layout import EngineLayout
+from mindspeed_rl.engines.vllm.backend import EngineParts
+from mindspeed_rl.engines.vllm.engine import VllmEngine
+from mindspeed_rl.engines.vllm.host_backend import parts_by_storage
+from mindspeed_rl.engines.vllm.layout import VllmLayout
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.requests import SamplingSettings
-from mindspeed_rl.rollout.vllm.backend import EngineParts
-from mindspeed_rl.rollout.vllm.engine import VllmEngine
-from mindspeed_rl.rollout.vllm.host_backend import parts_by_storage
-from mindspeed_rl.rollout.vllm.layout import VllmLayout
 
 CACHE_BYTES = 4096
 

@@ -81,7 +81,7 @@ def three_syncs(
 ) -> Moved:
     """Collective: the world. The trainer's weights double between syncs, and are put back."""
     from mindspeed_rl.core.layout import EngineLayout
-    from mindspeed_rl.rollout.vllm.layout import VllmLayout
+    from mindspeed_rl.engines.vllm.layout import VllmLayout
     from mindspeed_rl.weights.executor import Resharder
     from mindspeed_rl.weights.transports import make_transport
 

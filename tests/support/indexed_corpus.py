@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import torch
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.planning.run_plan import plan_pretrain

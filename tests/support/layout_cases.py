@@ -12,6 +12,7 @@ from support.layout_arrays import Case, Latent
 
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages, listed_stages
+from mindspeed_rl.engines.vllm.layout import VOCAB_PADDING, VllmLayout
 from mindspeed_rl.models.layers import (
     Attention,
     DenseMLP,
@@ -22,7 +23,6 @@ from mindspeed_rl.models.layers import (
 )
 from mindspeed_rl.models.rope import RopeSpec
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.rollout.vllm.layout import VOCAB_PADDING, VllmLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 MAX_WORLD, MAX_EXPERTS = 16, 32

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from support.published import PUBLISHED
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
 
 WORLD = 32
 EXPERT_RUN = tuple(

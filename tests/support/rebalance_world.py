@@ -11,12 +11,12 @@ from typing import Any, cast
 from support.rollout_worlds import loaded_engine
 
 from mindspeed_rl.core.types import Completion
+from mindspeed_rl.engines.vllm.requests import OpenRequests
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.rollout.rebalance import Rebalancer, RebalanceRules
 from mindspeed_rl.rollout.rebalance_plan import StepCost
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, request_seed
 from mindspeed_rl.rollout.stats import StepStats
-from mindspeed_rl.rollout.vllm.requests import OpenRequests
 
 COUNTS = (20, 2)
 CAPACITY = 8

@@ -32,10 +32,11 @@ from support.table_engine import (
 from mindspeed_rl.attention.rows import make_packed_row
 from mindspeed_rl.colocation.memory_ledger import MemoryLedger
 from mindspeed_rl.colocation.scheduler import DeviceScheduler
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
 from mindspeed_rl.core.types import Completion, Prompt
+from mindspeed_rl.generation.scoring import RewardFunctions
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.jsonl import JsonlWriter
@@ -52,7 +53,6 @@ from mindspeed_rl.rl.build import build_rollout_worker, build_sample_store
 from mindspeed_rl.rl.components import Components, Models, PromptData, RunState, Telemetry
 from mindspeed_rl.rl.logprobs import compute_logprobs
 from mindspeed_rl.rl.rollouts import RolloutBatch, generate_rollouts
-from mindspeed_rl.rl.scoring import RewardFunctions
 from mindspeed_rl.rl.sync import sync_weights
 from mindspeed_rl.rl.update import update
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from mindspeed_rl.colocation.scheduler import DeviceScheduler
-    from mindspeed_rl.rollout.vllm.engine import VllmEngine
+    from mindspeed_rl.engines.vllm.engine import VllmEngine
     from mindspeed_rl.trainer.train_engine import TrainEngine
     from mindspeed_rl.weights.sync import WeightSync
 
@@ -385,7 +385,7 @@ def _process_state() -> dict[str, object]:
 
 def shared_memory() -> tuple[str, list[str]]:
     """This job's nonce, and the segments under its name that still have one."""
-    from mindspeed_rl.rollout.vllm.patches import shared_memory_names
+    from mindspeed_rl.engines.vllm.patches import shared_memory_names
 
     (nonce,) = shared_memory_names._NONCE
     return nonce, segments_of(nonce)

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from mindspeed_rl.algorithms.losses import LossSettings, policy_loss, supervised_loss
 from mindspeed_rl.algorithms.policy_losses import SurrogateSettings
 from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.types import TrainSample
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.job import Job
@@ -208,12 +208,7 @@ def run_case(
 
     batches = local_batches(job, engine, samples)
     if case.loss == "grpo":
-        batches = [
-            b.with_column("old_logprobs", b.column("rollout_logprobs")).with_column(
-                "ref_logprobs", _reference(b)
-            )
-            for b in batches
-        ]
+        batches = with_reference(batches)
     annotated = engine.logprobs(batches)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     loss = make_loss(case, samples, seen)
@@ -274,9 +269,14 @@ def in_hf_coordinates(
     return {name: tensor.cpu() for name, tensor in whole.items()}
 
 
-def _reference(batch: MicroBatch) -> torch.Tensor:
-    """Reference log-probs that are a function of the sample alone."""
-    return batch.column("rollout_logprobs") - 0.1
+def with_reference(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """The same with old log-probs and a reference's that are functions of the sample alone."""
+    found = []
+    for batch in batches:
+        known = batch.column("rollout_logprobs")
+        columns = {"old_logprobs": known, "ref_logprobs": known - 0.1}
+        found.append(functools.reduce(lambda b, c: b.with_column(*c), columns.items(), batch))
+    return found
 
 
 def _reduced_gradients(

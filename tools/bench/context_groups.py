@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.layout import num_chunks, round_up
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.models.flops import context_values

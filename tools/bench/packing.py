@@ -21,8 +21,8 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.planning.micro_batches import PackingRules, drawn_lengths, real_share
 from mindspeed_rl.planning.run_plan import RLPlan, run_packing
@@ -91,6 +91,7 @@ def measure(case: Drawn) -> dict[str, float]:
         ep = plan.parallel.ep
         per_rank = max(1.0, ep / moe.top_k)  # of k experts on k ranks: each over the mean
         found["busiest_padded"] = 1 + (found["padded"] - 1) * per_rank
+        found["busiest_now"] = found["now"]  # every rank has its share of the padding
     return found
 
 
@@ -103,8 +104,8 @@ def main() -> None:
     """Print the table."""
     parser_of(__doc__).parse_args()
     results = {name: measure(case) for name, case in CASES.items()}
-    columns = ("padded", "now", "busiest_padded")
-    rows = [["tokens per real one", "padded", "now", "floor", "busiest, padded"]]
+    columns = ("padded", "now", "busiest_padded", "busiest_now")
+    rows = [["tokens per real one", "padded", "now", "floor", "busiest, padded", "busiest, now"]]
     for name, found in results.items():
         cells = [f"{found[c]:.3f}" if c in found else "-" for c in columns]
         rows.append([name, *cells[:2], "1", *cells[2:]])

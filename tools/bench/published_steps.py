@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.planning.budget import machine_on
 from mindspeed_rl.planning.findings import predicted_lengths

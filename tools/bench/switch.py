@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.colocation import scheduler, transition
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.memory import MemoryOwner
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.launch import bootstrap

@@ -18,10 +18,10 @@ _PINS = {
 }
 # Which vLLM a file of ours runs on, by prefix; the first that fits. Others run on both.
 _VLLM_OF = (
-    ("rollout/vllm_ascend/", (VLLM_NPU,)),
-    ("rollout/vllm/patches/step_sync.py", (VLLM_CPU, VLLM_NPU)),
-    ("rollout/vllm/patches/", (VLLM_CPU,)),
-    ("rollout/vllm/host_backend.py", (VLLM_CPU,)),
+    ("engines/vllm_ascend/", (VLLM_NPU,)),
+    ("engines/vllm/patches/step_sync.py", (VLLM_CPU, VLLM_NPU)),
+    ("engines/vllm/patches/", (VLLM_CPU,)),
+    ("engines/vllm/host_backend.py", (VLLM_CPU,)),
     ("platforms/npu", (VLLM_NPU,)),
     ("", (VLLM_CPU, VLLM_NPU)),
 )
@@ -30,12 +30,12 @@ _VLLM_OF = (
 # What arrives as an argument, where nothing in the file says from where: our name -> what it is.
 _ARRIVES = {
     "platforms/accelerator.py": {"self._api": ("torch_npu", "npu")},
-    "rollout/vllm_ascend/memory.py": {
+    "engines/vllm_ascend/memory.py": {
         "self._camem": ("vllm_ascend.device_allocator.camem", ""),
         "self._wake": ("vllm_ascend.worker.worker", "NPUWorker.wake_up"),
     },
     # vLLM-Ascend's runner has both attributes from vLLM's, as the CPU's has
-    "rollout/vllm/engine_memory.py": {
+    "engines/vllm/engine_memory.py": {
         "runner": ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner"),
         "compilation": ("vllm.config", "CompilationConfig"),
     },

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.shared_sums import Reduce, alone, on_ranks
+from support.waits import Waits
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mindspeed_rl.algorithms.advantages import ESTIMATORS, AdvantageSettings, GroupRewards, teaches
@@ -212,6 +213,15 @@ def test_generalized_advantages(discount: float, trace: float) -> None:
         np.testing.assert_allclose(
             found.returns.numpy(), discounted_sums(rewards, LENGTHS, discount).numpy(), rtol=1e-9
         )
+
+
+def test_the_host_waits_for_no_token() -> None:
+    """Neither to place rewards nor to whiten what a mask leaves, which may be NaN elsewhere."""
+    rewards, counted = torch.arange(1.0, len(LENGTHS) + 1), torch.arange(9) % 4 != 0
+    with Waits() as waits:
+        tokens = rewards_to_tokens(rewards, LENGTHS)
+        whitened([tokens.masked_fill(~counted, NAN)], [counted], alone)
+    assert waits.found == {}
 
 
 def test_whitening_is_over_all_counted_tokens_of_all_ranks() -> None:

@@ -21,8 +21,8 @@ from mindspeed_rl.algorithms.catalogue import Catalogue, Choice
 from mindspeed_rl.algorithms.kl import KL_ESTIMATORS
 from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES, SurrogateSettings
 from mindspeed_rl.algorithms.types import LossInputs, Sequences
+from mindspeed_rl.command_line.arguments import build_parser, own_flags
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import build_parser, own_flags
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
 CATALOGUES: tuple[Catalogue[Any], ...] = (ESTIMATORS, POLICY_LOSSES, AGGREGATIONS, KL_ESTIMATORS)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.shared_sums import Reduce, alone, on_ranks
+from support.waits import Waits
 
 from mindspeed_rl.algorithms.histogram import (
     BINS_PER_OCTAVE,
@@ -41,6 +42,16 @@ def test_a_quantile_is_that_of_a_sort_within_a_bin(values: list[float], share: f
     wanted = exact(part, share)
     (found,) = counted(part).upper_quantiles([share], alone)
     assert found <= wanted < found + max(found / BINS_PER_OCTAVE, 2.0**-30)
+
+
+def test_values_that_are_not_counted_do_not_show() -> None:
+    generator = torch.Generator().manual_seed(1)
+    values, mask = torch.randn(200, generator=generator), torch.arange(200) % 3 == 0
+    found = MagnitudeHistogram.empty(CPU)
+    with Waits() as waits:
+        found.add(values.masked_fill(~mask, math.nan), mask)
+    assert waits.found == {}
+    assert torch.equal(found.counts, counted(values[mask]).counts)
 
 
 def test_log_uniform_values_of_all_ranks() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.shared_sums import Reduce, means, on_ranks
+from support.waits import Waits
 
 from mindspeed_rl.algorithms.correction import (
     CORRECTION_LEVELS,
@@ -166,6 +167,15 @@ def test_mismatch_terms() -> None:
         "mismatch/trainer_ppl": pytest.approx(math.exp(1.5)),
         "mismatch/engine_ppl": pytest.approx(math.exp(1.75)),
     }
+    with Waits() as waits:  # tokens that others sampled count for nothing, infinite ones as well
+        masked = mismatch_terms(
+            torch.tensor([-math.inf, -1.0, -9.0, -2.0]),
+            torch.tensor([-0.5, -1.5, -1.0, -2.0]),
+            torch.tensor([False, True, False, True]),
+        )
+    assert waits.found == {} and means(masked) == found
+    of_two = masked["mismatch/max_abs_logprob"]
+    assert isinstance(of_two, MaxTerm) and float(of_two.value) == 0.5
     empty = mismatch_terms(torch.zeros(0), torch.zeros(0))["mismatch/max_abs_logprob"]
     assert isinstance(empty, MaxTerm) and float(empty.value) == -math.inf
     assert derived_mismatch({"mismatch/chi2": math.nan}) == {}

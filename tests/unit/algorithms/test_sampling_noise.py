@@ -12,7 +12,7 @@ from mindspeed_rl.algorithms.sampling_noise import (
     draw_keys,
     exponential_noise,
 )
-from mindspeed_rl.rollout.vllm_ascend import sampling
+from mindspeed_rl.engines.vllm_ascend import sampling
 
 DRAWS = 100_000
 # A request of many tokens, many requests at one token, and both at once.

@@ -22,11 +22,11 @@ from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages
+from mindspeed_rl.engines.vllm.layout import VllmLayout
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
 from mindspeed_rl.models.rules import Cut, WeightRow
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
 from mindspeed_rl.models.tensors import tensor_groups
-from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.layouts.base import TableLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 

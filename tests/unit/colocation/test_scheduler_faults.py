@@ -19,12 +19,12 @@ from mindspeed_rl.colocation.host_pool import HostPool
 from mindspeed_rl.colocation.scheduler import CHAIN, ColocationPlan, DeviceScheduler, Phase
 from mindspeed_rl.colocation.storage_group import StorageGroup
 from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
+from mindspeed_rl.engines.vllm import engine as vllm_engine
+from mindspeed_rl.engines.vllm import engine_memory
 from mindspeed_rl.platforms import storages
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.platforms.storages import num_bytes, storages_of
 from mindspeed_rl.rollout.engine import EngineState, InferenceEngine
-from mindspeed_rl.rollout.vllm import engine as vllm_engine
-from mindspeed_rl.rollout.vllm import engine_memory
 from mindspeed_rl.weights import sync as weight_sync
 from mindspeed_rl.weights.sync import WeightSync
 from mindspeed_rl.weights.traffic import RankTraffic

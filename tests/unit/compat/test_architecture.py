@@ -4,10 +4,10 @@ import pytest
 from support.published import published_config
 from support.published_scripts import script_flags
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.compat.architecture import check_foreign_architecture, value_in
 from mindspeed_rl.compat.foreign_flags import Disposition, foreign_flags
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.job import check_script
 

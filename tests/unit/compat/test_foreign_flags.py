@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mindspeed_rl.command_line.arguments import own_flags
 from mindspeed_rl.compat.classify import classify
 from mindspeed_rl.compat.foreign_flags import Disposition, foreign_flags, read_flags
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import own_flags
 
 OWN = frozenset(
     spelling for _, flags in own_flags(RLRunConfig) for flag in flags for spelling in flag.spellings

@@ -8,8 +8,8 @@ import pytest
 from support.checked_runs import configured
 
 from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES
+from mindspeed_rl.command_line.arguments import OwnFlag, own_flags
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import OwnFlag, own_flags
 from mindspeed_rl.config.check_algorithms import check_algorithms
 
 

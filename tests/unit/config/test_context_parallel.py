@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.published import published_config
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import ModelConfig, RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.context_parallel import context_parallelism
 from mindspeed_rl.config.layouts import training_layout
 from mindspeed_rl.config.model import ParallelConfig

@@ -11,10 +11,10 @@ from megatron.core import parallel_state
 from support.planned_run import WORLD, expert_config
 from support.published import PUBLISHED
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.compat.foreign_flags import Disposition, foreign_flags
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config import npu as npu_flags
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.kernels import experts_note, module_names
 from mindspeed_rl.config.npu import check_npu, group_buffers, npu_setup
 from mindspeed_rl.core import installed
@@ -24,7 +24,7 @@ from mindspeed_rl.launch.job import npu_setup_of
 from mindspeed_rl.models.param_names import GROUPED, LOCAL, TRANSFORMER_ENGINE
 from mindspeed_rl.planning.budget import machine_on
 from mindspeed_rl.planning.prediction import MemoryPrediction
-from mindspeed_rl.planning.run_plan import plan_rl
+from mindspeed_rl.planning.run_plan import check_engine, plan_rl
 from mindspeed_rl.planning.suggestions import plan_of
 
 
@@ -208,10 +208,14 @@ def test_single_experts_of_mindspeed_are_not_tensor_parallel(
         plan_rl(config, WORLD, files=False)
 
 
-def test_what_the_engine_lacks_on_npus_is_refused_by_the_plan() -> None:
+def test_what_the_engine_lacks_on_npus_is_refused() -> None:
     """Ranks of an engine that exchange tokens do not tell the experts of all."""
+
+    def planned(*flags: str) -> tuple[Any, Any]:
+        config = expert_config(*flags)
+        return config, plan_rl(config, WORLD, files=False)
+
     asked = ("--platform", "npu", "--rl-routing-replay", "rollout")
     with pytest.raises(UsageError, match="--rl-routing-replay rollout with --rollout-ep 16"):
-        plan_rl(expert_config(*asked), WORLD, files=False)
-    alone = expert_config(*asked, "--rollout-ep", "1", "--rollout-dp", "1")
-    assert plan_rl(alone, WORLD, files=False).engine.dp == 1
+        check_engine(*planned(*asked), "npu")
+    check_engine(*planned(*asked, "--rollout-ep", "1", "--rollout-dp", "1"), "npu")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from support.checked_runs import check_pretrain_run, check_rl_run, configured, write_inputs
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.check_algorithms import check_algorithms
 from mindspeed_rl.config.npu import check_npu
 from mindspeed_rl.config.outputs import check_paths

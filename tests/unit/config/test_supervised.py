@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support.indexed_corpus import write_corpus
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import IndexedDataConfig, PretrainRunConfig, RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.supervised import Blend, check_indexed_data, data_bytes, parse_blend
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.pretrain import refuse_other_data

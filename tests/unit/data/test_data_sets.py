@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -15,10 +19,11 @@ import pytest
 from make_tiny_model import build_tokenizer
 
 from mindspeed_rl.config import PromptConfig
+from mindspeed_rl.core import locks
 from mindspeed_rl.core.data_source import DataSource
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.cache import RowCache
-from mindspeed_rl.data.library import library_rows
+from mindspeed_rl.data.library import library_rows, local_place
 from mindspeed_rl.data.prompts import PromptDataset, blend, load_prompts
 from mindspeed_rl.data.rows import read_rows
 
@@ -125,6 +130,29 @@ def test_the_hub_by_revision_subset_and_split(hub: Path, name: str, rows: list[A
 def test_what_the_hub_does_not_have_is_named(hub: Path, name: str, told: str) -> None:
     with pytest.raises(UsageError, match=f"--prompt-data {name}: .*{told}"):
         list(read_rows(name, "--prompt-data"))
+
+
+def test_of_ranks_that_start_together_one_downloads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other waits, and then looks at the cache alone."""
+    waits, asked = threading.Event(), []
+
+    def snapshot(place: str, *, repo_type: str, revision: str, local_files_only: bool) -> str:
+        asked.append(local_files_only)
+        assert local_files_only or waits.wait(30)
+        return f"{place}/{repo_type}/{revision}"
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: waits.set())
+    monkeypatch.setattr(locks, "time", clock)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    source = DataSource("org/sums@v2", "org/sums", True, "v2")
+    with ThreadPoolExecutor(2) as ranks:
+        found = list(ranks.map(lambda _: local_place(source, "--prompt-data"), range(2)))
+    assert found == [Path("org/sums/dataset/v2")] * 2
+    assert asked == [False, True]
 
 
 def test_splits_of_folders(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from support.jobs import free_port
 from support.published import PUBLISHED
 
 from mindspeed_rl import doctor
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.diagnosis.rows import Status, green, red
 from mindspeed_rl.launch import bootstrap
 

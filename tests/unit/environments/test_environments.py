@@ -23,10 +23,10 @@ from mindspeed_rl.environments import (
     resolve_environment,
 )
 from mindspeed_rl.environments.builtin.calculator import Calculator, calculate
+from mindspeed_rl.generation import multi_turn
+from mindspeed_rl.generation.multi_turn import Continuation, Environments, exchange_continuations
 from mindspeed_rl.metrics.metric_set import Mean
 from mindspeed_rl.rewards import RewardError
-from mindspeed_rl.rl import multi_turn
-from mindspeed_rl.rl.multi_turn import Continuation, Environments, exchange_continuations
 from mindspeed_rl.rl.resume import carryover_state, restored_carryover
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
 from mindspeed_rl.samples.packing import pack

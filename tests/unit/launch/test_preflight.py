@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from support.published import PUBLISHED
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.diagnosis.rows import DoctorRow, Status
 from mindspeed_rl.doctor import layout_rows
 from mindspeed_rl.launch import bootstrap

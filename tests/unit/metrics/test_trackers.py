@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig, TrackerConfig, diagnostics
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.diagnostics import check_trackers
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.metrics.loggers import RunLogger

@@ -15,12 +15,12 @@ from support.family_models import FAMILY_CASES, FamilyCase, write_family_model
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages
+from mindspeed_rl.engines.vllm.layout import VllmLayout
 from mindspeed_rl.models import families, registry
 from mindspeed_rl.models.layers import DenseMLP, GroupedQueryAttention, LayerSpec
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.rope import RopeSpec
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
-from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 GUIDE = ROOT / "docs/adding_a_family.md"

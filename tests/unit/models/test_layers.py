@@ -18,6 +18,8 @@ from mindspeed_rl.config.layouts import training_layout
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages
+from mindspeed_rl.engines.vllm.capabilities import check_model_support
+from mindspeed_rl.engines.vllm.layout import VllmLayout
 from mindspeed_rl.models import registry
 from mindspeed_rl.models.blocks import (
     DENSE_MLP,
@@ -43,8 +45,6 @@ from mindspeed_rl.planning.activations import TrainingMemory, Workload
 from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.model_state import model_state
 from mindspeed_rl.rollout.provider import EngineSizes
-from mindspeed_rl.rollout.vllm.capabilities import check_model_support
-from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 WIDE = GroupedQueryAttention(num_heads=4, num_kv_heads=4, head_dim=6)

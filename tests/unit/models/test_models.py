@@ -12,12 +12,12 @@ from support.published import published_config
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages
+from mindspeed_rl.engines.vllm.layout import VllmLayout
 from mindspeed_rl.models.attention_rules import GroupedQKV
 from mindspeed_rl.models.layers import GroupedQueryAttention
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.rules import Share
 from mindspeed_rl.models.spec import eos_ids_of, read_hf_config
-from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 QWEN2 = published_config("qwen2.5-7b")

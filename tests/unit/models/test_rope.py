@@ -9,9 +9,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.rope import rope_of
-from mindspeed_rl.rollout.registry import engine_provider
 
 _CONTEXT = "original_max_position_embeddings"
 KINDS: dict[str, dict[str, Any]] = {

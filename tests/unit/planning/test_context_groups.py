@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.published import PUBLISHED
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import ParallelConfig, RLRunConfig, TrainConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import nested_sizes
 from mindspeed_rl.planning.context_groups import SharedRow

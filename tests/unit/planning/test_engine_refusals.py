@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from support.published import PUBLISHED, published_config
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
+from mindspeed_rl.core import installed
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.planning.findings import find_out
 from mindspeed_rl.planning.run_plan import check_engine
@@ -50,6 +51,20 @@ REFUSED = [
         '--vllm-compilation-config {"cudagraph_capture_sizes":[3]}',
         "--vllm-compilation-config.cudagraph_capture_sizes",
     ),
+    ("cpu", DENSE, "--vllm-max-num-batched-tokens 100", "--vllm-max-num-batched-tokens 100"),
+    (
+        "h200",
+        DENSE,
+        "--vllm-max-num-batched-tokens 100 --vllm-enable-chunked-prefill false",
+        "--vllm-max-num-batched-tokens 100",
+    ),
+    (
+        "a3",
+        DENSE,
+        "--vllm-max-num-batched-tokens 100 --rollout-chunked-prefill off",
+        "--vllm-max-num-batched-tokens 100",
+    ),
+    ("h200", DENSE, "--vllm-max-num-batched-tokens 15", "give at least 16"),
     ("h200", DENSE, "--swap-optimizer --use-distributed-optimizer", "--swap-optimizer"),
 ]
 
@@ -81,6 +96,8 @@ def test_models_that_the_engine_of_the_machine_lacks_are_refused(
     [
         ("cpu", "--rl-routing-replay rollout --rollout-rebalance waiting"),
         ("cpu", "--vllm-enforce-eager false"),
+        ("h200", "--vllm-max-num-batched-tokens 100"),
+        ("a3", "--vllm-max-num-batched-tokens 100 --rollout-chunked-prefill on"),
         ("a3", "--rollout-rebalance all --rollout-graph-sizes 8 16 --rollout-multistream-moe"),
         ("h200", "--rl-routing-replay trainer --rollout-rebalance waiting"),
     ],
@@ -89,3 +106,16 @@ def test_what_the_engine_has_passes(machine: str, flags: str) -> None:
     config = config_of(machine, flags, PUBLISHED[MOE])
     platform = {"cpu": "cpu", "a3": "npu", "h200": "cuda"}[machine]
     check_engine(config, plan_of(config, 4), platform)
+
+
+def test_a_dry_run_is_for_its_machine_not_for_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags that only NPUs refuse, for a CPU, where torch_npu is installed."""
+    config = config_of("cpu", "--rl-routing-replay rollout --rollout-ep 4", PUBLISHED[MOE])
+    found = installed.find_spec
+    monkeypatch.setattr(
+        installed, "find_spec", lambda name: object() if name == "torch_npu" else found(name)
+    )
+    assert installed.resolve_platform("auto") == "npu"
+    check_engine(config, plan_of(config, 4), "cpu")
+    with pytest.raises(UsageError, match="--rl-routing-replay rollout"):
+        check_engine(config, plan_of(config, 4), "npu")

@@ -8,8 +8,8 @@ import pytest
 from support.published import PUBLISHED
 
 from mindspeed_rl import doctor
+from mindspeed_rl.command_line.arguments import ParsedArguments, parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import ParsedArguments, parse
 from mindspeed_rl.config.npu import group_buffers
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.groups import MEGATRON_GROUPS

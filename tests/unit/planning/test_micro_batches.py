@@ -8,8 +8,8 @@ from math import log
 import pytest
 from support.published import PUBLISHED
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.planning.findings import find_out
 from mindspeed_rl.planning.micro_batches import drawn_lengths
 from mindspeed_rl.planning.report import as_json, lines

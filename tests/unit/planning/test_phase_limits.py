@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.published import PUBLISHED
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.planning.phase_limits import evaluation_limit, phase_limits
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.planning.suggestions import plan_of

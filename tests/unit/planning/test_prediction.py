@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from support.published import PUBLISHED, published_config
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig, TrainConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.context_parallelism import ContextParallelism
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import even_stages
+from mindspeed_rl.engines.registry import engine_provider
+from mindspeed_rl.engines.vllm.layout import VllmLayout
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.planning.activations import TrainingMemory, Workload, chunks_in_flight
 from mindspeed_rl.planning.engine_memory import EngineMemory
@@ -22,8 +24,6 @@ from mindspeed_rl.planning.model_state import model_state, save_staging
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.suggestions import plan_of
 from mindspeed_rl.rl.build_models import batch_rules
-from mindspeed_rl.rollout.registry import engine_provider
-from mindspeed_rl.rollout.vllm.layout import VllmLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 
@@ -188,10 +188,14 @@ def test_kinds_of_context_parallelism_keep_and_need_their_own() -> None:
     alone = training(tiny(world=2)).peak(0, replace(WORK, tokens=16, trained=8)).activations
     queries, keys = 16 * 2 * 4, 16 * 2 * 2 * 4  # elements; keys with values
     more = {
-        # the other rank's keys in each layer; gradients of all keys
-        ContextParallelism("all_gather"): 2 * keys * 2 + 2 * keys * 2,
-        # two buffers of keys, two of gradients in fp32; gradients of queries in fp32
-        ContextParallelism("p2p", ring=2): 2 * keys * 2 + 2 * keys * 4 + queries * 4,
+        # the other rank's keys in each layer; all keys in order, their gradients in two orders
+        ContextParallelism("all_gather"): 2 * keys * 2 + 3 * (2 * keys) * 2,
+        # two buffers of keys, two of gradients in fp32; gradients of queries in fp32; of a block
+        # gradients of keys in two orders, and queries, output and gradient in order
+        ContextParallelism("p2p", ring=2): 2 * keys * 2
+        + 2 * keys * 4
+        + queries * 4
+        + (2 * keys + 3 * queries) * 2,
         ContextParallelism("a2a", ulysses=2): (queries + keys) * 2,  # a copy to send
     }
     for kind, expected in more.items():

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from support.published import PUBLISHED, published_config
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.dry_run import MACHINES
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.planning.micro_batches import PackingEstimate

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import ProfilerConfig, RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.config.diagnostics import check_profiler
 from mindspeed_rl.metrics.profiler import StepProfiler
 from mindspeed_rl.metrics.timers import PhaseTimer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.rl.critic import critic_loss
 from mindspeed_rl.rl.update import loss_settings, selection_seed
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support.rl_run import HF_CONFIG, make_run
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import MemoryPhase
 from mindspeed_rl.data.random_prompts import random_prompts

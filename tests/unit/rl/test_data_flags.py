@@ -11,8 +11,8 @@ import pytest
 from make_task_data import write_jsonl
 from make_tiny_model import TinySizes, write_tiny_model
 
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.cache import RowCache
 from mindspeed_rl.pretrain import load_examples

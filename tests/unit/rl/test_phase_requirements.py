@@ -11,8 +11,8 @@ import pytest
 from support.rl_run import TableRun, make_run
 
 from mindspeed_rl.colocation.scheduler import Phase
+from mindspeed_rl.generation.evaluate import evaluate
 from mindspeed_rl.rl import resume
-from mindspeed_rl.rl.evaluate import evaluate
 from mindspeed_rl.rl.sync import sync_weights
 from mindspeed_rl.trainer.train_engine import TrainEngine
 

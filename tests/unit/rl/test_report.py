@@ -16,10 +16,10 @@ from typing import Any, cast
 import pytest
 from support.rl_run import Answers, answering_run, state_at
 
+from mindspeed_rl.generation.evaluate import Evaluation, evaluate, is_right
 from mindspeed_rl.metrics.constant_rewards import ConstantRewards
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.rl.components import Components, RunState
-from mindspeed_rl.rl.evaluate import Evaluation, evaluate, is_right
 from mindspeed_rl.rl.report import RunReporter, check_mismatch
 from mindspeed_rl.rl.rollouts import generate_rollouts
 from mindspeed_rl.samples.store import PlacedSamples

@@ -11,8 +11,8 @@ import pytest
 from support.rl_run import REWARDS, TableRun, make_run
 
 from mindspeed_rl import train_rl
+from mindspeed_rl.generation.evaluate import Evaluation
 from mindspeed_rl.rl import report as rl_report
-from mindspeed_rl.rl.evaluate import Evaluation
 
 
 def train(run: TableRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ from support.table_engine import TableEngine, response_of
 
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.core.types import Prompt
-from mindspeed_rl.rl.assignment import EngineAssignment
-from mindspeed_rl.rl.rollout_worker import PassRequest, RolloutWorker
+from mindspeed_rl.generation.assignment import EngineAssignment
+from mindspeed_rl.generation.rollout_worker import PassRequest, RolloutWorker
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
 
 SETTINGS = SamplingSettings(temperature=1.0, max_response_tokens=4, stop_token_ids=(1,))

@@ -18,11 +18,11 @@ from support.rl_run import make_run
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.types import Completion, Prompt, Rollout
-from mindspeed_rl.rollout.registry import engine_provider
+from mindspeed_rl.engines.registry import engine_provider
+from mindspeed_rl.engines.vllm.patches.routed_experts import ExpertRecorder
+from mindspeed_rl.engines.vllm.requests import OpenRequests
+from mindspeed_rl.engines.vllm_ascend.routed_experts import ReturnedExperts
 from mindspeed_rl.rollout.requests import GenerationRequest
-from mindspeed_rl.rollout.vllm.patches.routed_experts import ExpertRecorder
-from mindspeed_rl.rollout.vllm.requests import OpenRequests
-from mindspeed_rl.rollout.vllm_ascend.routed_experts import ReturnedExperts
 from mindspeed_rl.samples.columns import experts_column, response_columns
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.exchange import Redistribution

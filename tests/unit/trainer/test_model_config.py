@@ -11,8 +11,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from support.published import published_config
 
 from mindspeed_rl.attention.kernels import KERNELS
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.arguments import parse
 from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.launch.job import ignored_flags

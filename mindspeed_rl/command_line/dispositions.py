@@ -1,0 +1,32 @@
+"""Tells what became of the flags of a command line, in the dry run and at the start of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mindspeed_rl.command_line.arguments import ParsedArguments
+
+
+def disposition_lines(parsed: ParsedArguments[Any], ignored: Sequence[str]) -> list[str]:
+    """Return the counts of all flags, those the run goes on without, by reason, and ``ignored``.
+
+    Args:
+        parsed: A parsed command line.
+        ignored: Its flags without meaning here, on this device.
+    """
+    reasons: dict[str, list[str]] = {}
+    for used in parsed.without:
+        reasons.setdefault(used.reason, []).append(used.typed)
+    # Several flags may share a reason: "--a, --b (reason)".
+    silent = [name for text in ignored for name in text.partition(" (")[0].split(", ")]
+    honoured = [name for name in parsed.honoured if name not in silent]
+    counts = (
+        f"{len(honoured)} honoured, {len(parsed.checked_arch)} compared with the model, "
+        f"{len(silent)} without meaning here, {len(parsed.without)} that the run goes on without"
+    )
+    lines = [f"flags: {counts}"]
+    lines += [f"without {', '.join(typed)}: {reason}" for reason, typed in reasons.items()]
+    if ignored:
+        lines.append(f"flags without meaning here: {', '.join(ignored)}")
+    return lines

@@ -1,0 +1,1 @@
+"""Kinds of inference engines, and which one a run has."""

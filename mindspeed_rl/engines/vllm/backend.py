@@ -1,0 +1,129 @@
+"""The interface of a backend: how a platform builds vLLM, keeps its weights and frees its memory.
+
+:class:`~mindspeed_rl.engines.vllm.engine.VllmEngine` is the same on all platforms, and uses the
+backend of its platform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from mindspeed_rl.engines.vllm.patches.step_sync import StepSync
+
+
+class DerivedWeights(Protocol):
+    """State of the built model that is derived from its weights once per update."""
+
+    @property
+    def packs_experts(self) -> bool:
+        """Whether expert parameters are in the order of a kernel between updates."""
+        ...
+
+    def views(self, params: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return the parameters within an update as the layout has them, in the same memory."""
+        ...
+
+    def begin(self) -> None:
+        """Prepare the model for weights to be written."""
+        ...
+
+    def finish(self) -> None:
+        """Derive the state from the weights, all of which were written."""
+        ...
+
+
+class FreeableMemory(Protocol):
+    """A part of the engine's memory that is freed as a whole."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the memory while it is allocated."""
+        ...
+
+    def free(self) -> None:
+        """Free the memory; no effect when it is freed already."""
+        ...
+
+    def bring_back(self) -> None:
+        """Allocate all of the memory again, or nothing when the device has too little."""
+        ...
+
+
+class ExpertSource(Protocol):
+    """The experts that the routers of a built engine chose for the tokens of its requests."""
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        ...
+
+    def take(self, name: str, output: Any, first: int, count: int) -> bytes:
+        """Return the experts of ``count`` tokens of a finished request, which is then forgotten.
+
+        Args:
+            name: vLLM's name of the request.
+            output: vLLM's ``CompletionOutput`` of it.
+            first: Position in the sequence of the first of these tokens.
+            count: Number of tokens.
+
+        Returns:
+            [count, layers with experts, k], one byte each (two above 256 experts).
+
+        Raises:
+            RuntimeError: The engine does not know those of a token.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """The parts of a built engine.
+
+    Attributes:
+        model: vLLM's model, without wrappers.
+        derived: State that is derived from the weights.
+        weights: Memory of the weights.
+        cache: Memory of the key/value cache.
+        stable_addresses: Whether memory comes back at its address, so that graphs stay valid.
+        weight_format: Description of the memory format of the weights, for the log; may be empty.
+    """
+
+    model: torch.nn.Module
+    derived: DerivedWeights
+    weights: FreeableMemory
+    cache: FreeableMemory
+    stable_addresses: bool
+    weight_format: str = ""
+
+
+class Backend(Protocol):
+    """The way in which an engine is built on one platform."""
+
+    def settings(self, options: Mapping[str, object]) -> dict[str, Any]:
+        """Merge the user's options with our arguments of ``vllm.LLM``.
+
+        Ours follow from the model, the platform and our flags.
+
+        Raises:
+            UsageError: An option of the user conflicts with a value that we need.
+        """
+        ...
+
+    def prepare(self) -> StepSync | None:
+        """Patch vLLM before the engine is built. Collective: the world.
+
+        Returns:
+            Our packed reduction of the data-parallel ranks, where it is in use.
+        """
+        ...
+
+    def parts(self, llm: Any) -> EngineParts:
+        """Find the parts of a built engine. Collective: the world."""
+        ...
+
+    def experts(self, llm: Any, layers: Sequence[int]) -> ExpertSource:
+        """Return the record of the experts that a built engine chooses in some layers. Local."""
+        ...

@@ -1,0 +1,93 @@
+"""The backend that builds the published vLLM on CPU and CUDA."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from mindspeed_rl.engines.vllm.arguments import check_host_tuning, host_arguments
+from mindspeed_rl.engines.vllm.backend import EngineParts
+from mindspeed_rl.engines.vllm.capabilities import CAPABILITIES, check_model_support
+from mindspeed_rl.engines.vllm.engine_memory import ZeroedMemory, kv_tensors
+from mindspeed_rl.engines.vllm.patches import (
+    expert_parallel,
+    plain_linear,
+    portable_kernels,
+    shared_memory_names,
+    step_sync,
+)
+from mindspeed_rl.engines.vllm.patches.derived_state import DerivedState
+from mindspeed_rl.engines.vllm.patches.routed_experts import ExpertRecorder
+from mindspeed_rl.engines.vllm.patches.step_sync import StepSync
+from mindspeed_rl.platforms.base import Platform
+from mindspeed_rl.rollout.provider import EngineSettings
+
+# Makes vLLM route at random, evenly. A built engine goes on with what its variables were then.
+_ROUTING_STRATEGY = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
+
+
+class HostBackend:
+    """The backend for CPU and CUDA, which frees memory by storages.
+
+    On a device memory comes back at other addresses, so captured graphs are refused.
+
+    Args:
+        settings: Layout and flags of the engine's execution are read.
+        platform: Platform of the device.
+
+    Raises:
+        UsageError: A flag needs vLLM-Ascend.
+    """
+
+    def __init__(self, settings: EngineSettings, platform: Platform) -> None:
+        tuning = settings.tuning
+        self._platform, self._layout, self._tuning = platform, settings.layout, tuning
+        self._forces_balance = settings.force_balance
+        check_host_tuning(tuning, platform.name)
+
+    def settings(self, options: Mapping[str, object]) -> dict[str, Any]:
+        return host_arguments(options, self._layout, self._platform.name)
+
+    def prepare(self) -> StepSync | None:
+        """Patch kernels, expert parallelism and names of shared memory on CPU, and step sync."""
+        check_model_support(self._platform.name, self._layout.spec)
+        if self._forces_balance:
+            os.environ[_ROUTING_STRATEGY] = "uniform_random"
+        engine, packs = self._layout.engine, CAPABILITIES[self._platform.name].packed_sync
+        if self._platform.name == "cpu":
+            plain_linear.apply()
+            portable_kernels.apply()
+            if engine.expert_parallel or engine.dp > 1 or self._forces_balance:
+                expert_parallel.apply()
+            nonce = [os.urandom(6).hex()]
+            dist.broadcast_object_list(nonce, 0)
+            shared_memory_names.apply(nonce[0])
+        asked = self._tuning.rollout_dp_sync
+        packed = engine.dp > 1 and packs and asked != "engine"
+        return step_sync.apply(self._platform.name) if packed else None
+
+    def parts(self, llm: Any) -> EngineParts:
+        if self._platform.name == "cpu" and self._layout.engine.tp > 1:
+            dist.barrier()
+            shared_memory_names.unlink()
+        return parts_by_storage(llm)
+
+    def experts(self, llm: Any, layers: Sequence[int]) -> ExpertRecorder:
+        recorder = ExpertRecorder(layers)
+        recorder.attach(llm)
+        return recorder
+
+
+def parts_by_storage(llm: Any) -> EngineParts:
+    """Return the parts of a built engine whose memory is freed by the storages of its tensors."""
+    runner: Any = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    cache = ZeroedMemory(kv_tensors(runner))
+    assert cache.num_bytes, "no key/value cache found in vLLM's runner"
+    # Derived parameters are included: they are views of others, or every update recomputes them.
+    parameters = [p.data for _, p in runner.model.named_parameters()]
+    weights = ZeroedMemory(parameters, refilled=True)
+    derived = DerivedState(runner.model, llm.llm_engine.model_config.dtype)
+    return EngineParts(runner.model, derived, weights, cache, stable_addresses=False)

@@ -1,0 +1,1 @@
+"""Passes of generation: who generates what, conversations, rewards, evaluation."""

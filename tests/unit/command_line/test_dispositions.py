@@ -1,0 +1,68 @@
+"""What a run says of all its flags, at its start and in its dry run."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from support.checked_runs import check_rl_run, write_inputs
+
+from mindspeed_rl.command_line.arguments import parse
+from mindspeed_rl.command_line.dispositions import disposition_lines
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.metrics.telemetry import log_description
+
+FLAGS = (
+    "--hf-checkpoint x --prompt-data y --tensor-model-parallel-size 2 --swiglu --split 9,1,0 "
+    "--use-ascend-coc --coc-mode 2 --reuse-fp32-param --num-experts 8 --bf16 --fp16 --nosuch 3"
+)
+
+
+def test_every_flag_is_counted_and_those_gone_without_are_named():
+    parsed = parse(RLRunConfig, FLAGS.split(), "test", keep_refused=True)
+    assert parsed.honoured == (
+        "--hf-checkpoint", "--prompt-data", "--tensor-model-parallel-size", "--bf16",
+    )  # fmt: skip
+    assert [text.split()[0:3] for text in parsed.refused] == [
+        ["unknown", "flag", "--nosuch;"], ["--fp16", "is", "refused:"],
+    ]  # fmt: skip
+    counts, *rest = disposition_lines(parsed, parsed.ignored)
+    assert counts == (
+        "flags: 4 honoured, 1 compared with the model, 2 without meaning here, "
+        "3 that the run goes on without"
+    )
+    coc, reuse, ignored = rest
+    assert coc.startswith("without --use-ascend-coc, --coc-mode 2: matrix products")
+    assert reuse.startswith("without --reuse-fp32-param: optimizer states")
+    assert "--swap-optimizer" in reuse
+    assert ignored == "flags without meaning here: --split 9,1,0, --swiglu"
+
+
+def test_the_start_of_a_run_prints_them(tmp_path, capsys):
+    plan = check_rl_run(write_inputs(tmp_path))
+    parsed = parse(RLRunConfig, FLAGS.split()[:-3], "test")
+    job = SimpleNamespace(
+        config=parsed.config, plan=plan, platform=SimpleNamespace(name="npu"),
+        ignored=parsed.ignored, flag_notes=("flags: a", "without b"), log_rank0=print_lines,
+    )  # fmt: skip
+    log_description(cast(Any, job), "batch")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3:] == ["batch", "flags: a", "without b"]
+
+
+def print_lines(*lines):
+    print("\n".join(lines))
+
+
+def test_a_malformed_value_does_not_hide_what_is_refused():
+    flags = [*FLAGS.split(), "--o2-optimizer", "--micro-batch-size", "x"]
+    with pytest.raises(ValueError, match=r"--o2-optimizer.*--micro-batch-size"):
+        parse(RLRunConfig, flags, "test", keep_refused=True)
+
+
+def test_flags_that_are_idle_on_the_device_are_counted_once():
+    parsed = parse(
+        RLRunConfig, ["--lr", "1e-5", "--overlap-grad-reduce", "--moe-grouped-gemm"], "test"
+    )
+    idle = ["--overlap-grad-reduce, --moe-grouped-gemm (the device has no such kernels)"]
+    counts, named = disposition_lines(parsed, idle)
+    assert "1 honoured" in counts and "2 without meaning here" in counts and idle[0] in named
