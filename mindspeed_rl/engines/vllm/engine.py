@@ -33,6 +33,10 @@ from mindspeed_rl.rollout.rebalance import Rebalancer
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, requests_digest
 from mindspeed_rl.rollout.stats import StepStats
 
+# Cores of engines. What frees one destroys all process groups, those of the trainer included, and
+# the ranks still have to meet for the last time: that waits for the end of the process.
+_CORES: list[Any] = []
+
 
 class VllmEngine:
     """One rank of a vLLM engine.
@@ -115,11 +119,13 @@ class VllmEngine:
             # vLLM derives the data-parallel rank from the global rank, and knows no replicas.
             os.environ["RANK"] = str(self._rank % engine.size)
         try:
-            return LLM(str(Path(model_dir)), **arguments)
+            llm = LLM(str(Path(model_dir)), **arguments)
         except ValueError as error:
             if "KV cache" not in str(error):
                 raise
             raise UsageError(f"--rollout-kv-cache-gb is too small: {error}") from error
+        _CORES.append(llm.llm_engine.engine_core)
+        return llm
 
     def _check_layout(self) -> None:
         built = {name: tuple(p.shape) for name, p in self._views().items()}
