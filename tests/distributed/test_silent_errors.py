@@ -127,6 +127,7 @@ def test_engine_leaves_the_process_as_it_was(world: str, facts: Facts) -> None:
         assert rank.changed_by_generate == []
         assert rank.unshimmed_modules == []
         assert not rank.cuda_available
+        assert rank.groups_stay, "what frees the engine must leave the trainer its groups"
 
 
 @pytest.mark.parametrize("world", WORLD_PARAMETERS)

@@ -5,6 +5,7 @@ Each check of :func:`engine_world` is a function that returns plain facts; the t
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -82,6 +83,7 @@ class EngineFacts:
     freed_bytes: list[int] = field(default_factory=list)
     shared_memory: list[str] = field(default_factory=list)
     nonce: str = ""
+    groups_stay: bool = False
 
 
 @dataclass
@@ -131,6 +133,10 @@ def engine_world(
     facts.unshimmed_modules = unshimmed_modules()
     facts.cuda_available = torch.cuda.is_available()
     facts.nonce, facts.shared_memory = shared_memory()
+    del both, policy
+    gc.unfreeze()  # vLLM froze what was there when its engine was built
+    gc.collect()
+    facts.groups_stay = dist.is_initialized()
     return facts
 
 

@@ -6,7 +6,8 @@ module whose ``main`` is its ``body``; the answer is a line with its process id.
 its exit status is written to ``rank<RANK>.exit`` in the folder. When standard input ends, what
 still runs is killed.
 
-The forks share the hash seed of strings, unlike the ranks that torchrun starts in tests/e2e.
+The forks share the hash seed of strings, and vLLM was imported before they had an environment of
+their own: the ranks that torchrun starts in tests/e2e are as those of a user.
 """
 
 from __future__ import annotations
