@@ -35,10 +35,19 @@ class EnvironmentConfig:
         minimum=1,
         needs=Needs("--rl-environment"),
     )
+    rl_environment_threads: int = flag(
+        8,
+        "Threads of the process that leads an engine, in which environments answer side by side "
+        "while the engine generates; with --rl-environment-ray-workers actors do. 0: the engine "
+        "waits for every answer, and runs repeat to the bit, because a turn then always joins the "
+        "same turns of others.",
+        minimum=0,
+        needs=Needs("--rl-environment"),
+    )
     rl_environment_ray_workers: int = flag(
         0,
         "Ray actors per engine in which environments run side by side, anywhere in the cluster of "
-        "--orchestrator ray; 0: in the process that leads the engine, one turn after the other.",
+        "--orchestrator ray; 0: in threads of the process that leads the engine.",
         minimum=0,
         needs=Needs("--rl-environment"),
     )

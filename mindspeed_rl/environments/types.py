@@ -28,12 +28,12 @@ class Observation:
 
 
 class Environment(Protocol):
-    """One conversation. Used by one thread, in the process that leads an engine or in a Ray actor.
+    """One conversation, in a thread of the process that leads an engine or in a Ray actor.
 
-    The steps of the engine wait for its answers, so it must answer within milliseconds (in Ray
-    actors many answer in parallel), and it must return: only the time limit of the phase stops it,
-    and that ends the job. An exception costs the sample (no reward, not trained on) and is
-    counted.
+    It is asked once at a time, though not always by the same thread. While it answers, the engine
+    generates for other conversations; what it computes in Python takes time from the engine, in an
+    actor it does not. It must return: only the time limit of the phase stops it, and that ends the
+    job. An exception costs the sample (no reward, not trained on) and is counted.
     """
 
     def reset(self, prompt: Prompt) -> Observation:

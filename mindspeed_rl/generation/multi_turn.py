@@ -1,14 +1,14 @@
 """Conversations of several turns between the engine and environments.
 
-All engines take their turns together: before each turn every rank gets the samples that continue,
-so that the ranks of an engine make the same requests and those without any keep in step. Within a
-turn an environment answers as soon as its sample has finished, while others are being generated.
+Every conversation goes at its own pace: when its environment has answered, its next turn joins the
+turns of others that its engine generates. The rank that leads an engine has the environments and
+tells the other ranks of the engine, between two steps, which samples continue with which tokens.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,12 +16,13 @@ from mindspeed_rl.core.types import Completion, Prompt, Rollout
 from mindspeed_rl.environments import EnvironmentRunner, Failed, Observation
 from mindspeed_rl.generation.scoring import Scorer
 from mindspeed_rl.metrics.metric_set import Mean, MetricSet
-from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.rewards import RewardError
 from mindspeed_rl.rollout.engine import InferenceEngine
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
 
 logger = logging.getLogger(__name__)
+
+ANSWER_WAIT_S = 0.05  # of an engine without requests, before it looks again
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,17 @@ class Continuation:
     token_ids: tuple[int, ...]
 
 
-def exchange_continuations(mine: Sequence[Continuation]) -> list[Continuation]:
-    """Gather the continuations of all ranks on every rank, by sample id. Collective: the world."""
-    everyone = itertools.chain.from_iterable(gather_objects(mine))
-    return sorted(everyone, key=lambda continuation: continuation.sample_id)
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """What the ranks of an engine learn from its leader between two steps.
+
+    Attributes:
+        samples: Samples whose next turn begins.
+        num_awaited: Number of conversations whose environments have not answered yet.
+    """
+
+    samples: tuple[Continuation, ...]
+    num_awaited: int
 
 
 @dataclass
@@ -129,29 +137,38 @@ class Conversations:
         self._limit = limit
         self._version = version
         self._episodes = {i: Episode(i, prompts[i]) for i in sorted(prompts)}
+        self._awaited: dict[int, bool] = {}  # asked environments -> whether the turn was cut
         self._next: list[Continuation] = []
         self._first_error = ""
         self.num_errors = 0
 
     def begin(self) -> None:
-        """Reset all environments."""
-        answers = self._environments.runner.reset({i: e.prompt for i, e in self._episodes.items()})
-        for i, answer in answers.items():
-            if isinstance(answer, Failed):
-                self._fail(self._episodes[i], answer)
-            else:
-                self._continue(self._episodes[i], answer)
+        """Ask all environments for their openings."""
+        self._awaited = dict.fromkeys(self._episodes, False)
+        self._environments.runner.reset({i: e.prompt for i, e in self._episodes.items()})
 
     def advance(self, finished: Mapping[int, Completion]) -> None:
         """Pass the turns that a step of the engine has finished to their environments."""
         for i, completion in finished.items():
             self._episodes[i].append_turn(completion)
-        answers = self._environments.runner.step({i: c.token_ids for i, c in finished.items()})
-        for i, answer in answers.items():
+            self._awaited[i] = completion.truncated
+        self._environments.runner.step({i: c.token_ids for i, c in finished.items()})
+
+    def take_answered(self, wait_s: float) -> Continued:
+        """Return the samples whose environments have answered since the last call.
+
+        Waits up to ``wait_s`` seconds for the first.
+        """
+        for i, answer in self._environments.runner.answers(wait_s).items():
+            truncated = self._awaited.pop(i)
             if isinstance(answer, Failed):
                 self._fail(self._episodes[i], answer)
+            elif self._episodes[i].turns:
+                self._observe(self._episodes[i], answer, truncated=truncated)
             else:
-                self._observe(self._episodes[i], answer, truncated=finished[i].truncated)
+                self._continue(self._episodes[i], answer)
+        samples, self._next = tuple(self._next), []
+        return Continued(samples, len(self._awaited))
 
     def _observe(self, episode: Episode, observation: Observation, *, truncated: bool) -> None:
         if observation.reward is not None:
@@ -163,11 +180,6 @@ class Conversations:
             self._end(episode, "stop")
         else:
             self._continue(episode, observation)
-
-    def take_next(self) -> list[Continuation]:
-        """Return the samples whose next turn is to be generated."""
-        result, self._next = self._next, []
-        return result
 
     def _continue(self, episode: Episode, observation: Observation) -> None:
         room = self._limit - len(episode.token_ids) - len(observation.token_ids)
@@ -214,6 +226,50 @@ def conversation_metrics(episodes: Collection[Episode], num_errors: int) -> Metr
     )
 
 
+class Turns:
+    """The turns of an engine's conversations, as each of its ranks generates them.
+
+    Args:
+        conversations: The conversations on the rank that leads the engine; ``None`` elsewhere.
+        prompts: Prompts of the samples of this engine, by sample id.
+        engine: Engine of this rank.
+        seed_of: (sample id, turn) -> seed, so that no layout changes a turn.
+
+    Attributes:
+        num_awaited: Number of conversations whose next turn may come.
+    """
+
+    def __init__(
+        self,
+        conversations: Conversations | None,
+        prompts: Mapping[int, Prompt],
+        engine: InferenceEngine,
+        seed_of: Callable[[int, int], int],
+    ) -> None:
+        self._conversations = conversations
+        self._engine = engine
+        self._seed_of = seed_of
+        self._contexts = {i: prompt.token_ids for i, prompt in prompts.items()}
+        self._turns: Counter[int] = Counter()
+        self.num_awaited = len(prompts)
+
+    def take(self, *, wait: bool) -> list[GenerationRequest]:
+        """Return the turns that begin. Collective: the ranks that share the conversations."""
+        mine = None
+        if self._conversations is not None:
+            mine = self._conversations.take_answered(ANSWER_WAIT_S if wait else 0.0)
+        continued = self._engine.from_leader(mine)
+        self.num_awaited = continued.num_awaited
+        return [self._request(c) for c in continued.samples]
+
+    def _request(self, continuation: Continuation) -> GenerationRequest:
+        i = continuation.sample_id
+        context = self._contexts[i] = self._contexts[i] + continuation.token_ids
+        seed = self._seed_of(i, self._turns[i])
+        self._turns[i] += 1
+        return GenerationRequest(i, context, seed, continuation.max_tokens)
+
+
 def run_conversations(
     environments: Environments | None,
     prompts: Mapping[int, Prompt],
@@ -223,7 +279,9 @@ def run_conversations(
     seed_of: Callable[[int, int], int],
     scorer: Scorer,
 ) -> MetricSet:
-    """Run the conversations of all engines; ``scorer`` gets the samples. Collective: the world.
+    """Run the conversations of an engine; ``scorer`` gets the samples.
+
+    Collective: the ranks of the engine.
 
     Args:
         environments: Environments; ``None`` on ranks that do not lead their engine.
@@ -247,21 +305,8 @@ def run_conversations(
         if conversations is not None:
             conversations.advance(finished)
 
-    contexts = {i: prompt.token_ids for i, prompt in prompts.items()}
-    for turn in itertools.count():
-        mine = conversations.take_next() if conversations is not None else []
-        continued = exchange_continuations(mine)
-        if not continued:
-            break
-        own = [c for c in continued if c.sample_id in contexts]
-        contexts |= {c.sample_id: contexts[c.sample_id] + c.token_ids for c in own}
-        requests = [
-            GenerationRequest(
-                c.sample_id, contexts[c.sample_id], seed_of(c.sample_id, turn), c.max_tokens
-            )
-            for c in own
-        ]
-        engine.generate(requests, settings, version, on_step)
+    turns = Turns(conversations, prompts, engine, seed_of)
+    engine.generate(turns.take(wait=False), settings, version, on_step, arrivals=turns)
     if conversations is None:
         return conversation_metrics((), 0)
     conversations.check_error_rate()

@@ -128,7 +128,8 @@ def evaluation_limit(config: RLRunConfig, plan: RLPlan, platform: str, num_promp
 def _generate_s(config: RLRunConfig, plan: RLPlan, platform: str, samples: int) -> float:
     """Return the seconds in which engines that are alive give so many responses.
 
-    An engine has so many of them at once, and the turns of a response wait for those of others.
+    An engine has so many of them at once. An environment may take as long for each of its answers
+    as the longest response does.
     """
     speed = plan.parallel.world * (CPU_FLOPS if platform == "cpu" else GENERATE_FLOPS)
     per_token, _ = sequence_flops(plan.spec)

@@ -211,7 +211,7 @@ def _environments(
         return None
     factory = resolve_environment(flags.rl_environment)
     leads = job.plan.engine.tp_rank(job.world.rank) == 0
-    runner: EnvironmentRunner = LocalRunner(factory, tokenizer)
+    runner: EnvironmentRunner = LocalRunner(factory, tokenizer, flags.rl_environment_threads)
     if leads and flags.rl_environment_ray_workers:
         runner = RayRunner(flags.rl_environment, tokenizer, flags.rl_environment_ray_workers)
     return Environments(

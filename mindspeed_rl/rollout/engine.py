@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.rollout.rebalance import Rebalancer
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
 from mindspeed_rl.rollout.stats import StepStats
 from mindspeed_rl.weights.sync import WeightReceiver
+
+T = TypeVar("T")
 
 
 class EngineState(enum.Enum):
@@ -27,6 +29,23 @@ class EngineState(enum.Enum):
 
 OnStep: TypeAlias = Callable[[Mapping[int, Completion]], None]
 """Callback after every step of an engine, with the completions that the step finished by id."""
+
+
+class Arrivals(Protocol):
+    """Requests that come while others are generated, equal on the ranks that share them.
+
+    Attributes:
+        num_awaited: Number of requests that may still come.
+    """
+
+    num_awaited: int
+
+    def take(self, *, wait: bool) -> Sequence[GenerationRequest]:
+        """Return what has come since the last call. Collective: the ranks that share requests.
+
+        The engine calls it between two steps; with ``wait`` it has nothing to do meanwhile.
+        """
+        ...
 
 
 class InferenceEngine(WeightReceiver, Protocol):
@@ -99,11 +118,20 @@ class InferenceEngine(WeightReceiver, Protocol):
         trainer_version: int,
         on_step: OnStep | None = None,
         rebalancer: Rebalancer | None = None,
+        arrivals: Arrivals | None = None,
     ) -> dict[int, Completion]:
         """Sample one completion per request and return those that ended on this rank, by id.
 
         Collective: the ranks of the engine; with ``rebalancer``, which moves requests between
         engines, the world. ``on_step`` is for work that can be done while other completions are
-        still being sampled.
+        still being sampled. ``arrivals`` has further requests, of which one may have the id of an
+        earlier one that has ended; the last completion of an id is returned.
+        """
+        ...
+
+    def from_leader(self, value: T | None) -> T:
+        """Return the value of the first of the ranks that share requests; others give ``None``.
+
+        Collective: the ranks that share requests.
         """
         ...

@@ -39,7 +39,7 @@ class StreamEngine:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+        self._capacity, self.dp_group = capacity, None
         self._requests: dict[str, SimpleNamespace] = {}
 
     def add(self, key: str, token_ids: list[int], seed: int, max_tokens: int, stream: Any) -> str:
@@ -61,9 +61,6 @@ class StreamEngine:
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._requests)
-
-    def has_unfinished_requests(self) -> bool:
-        return bool(self._requests)
 
     def step(self) -> list[Any]:
         outputs = []

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.core.types import Completion
-from mindspeed_rl.rollout.engine import EngineState, InferenceEngine, OnStep
+from mindspeed_rl.rollout.engine import Arrivals, EngineState, InferenceEngine, OnStep, T
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
 from mindspeed_rl.rollout.stats import StepStats
 from mindspeed_rl.weights.traffic import RankTraffic
@@ -104,19 +104,38 @@ class TableEngine:
         version: int,
         on_step: OnStep | None = None,
         rebalancer: object | None = None,
+        arrivals: Arrivals | None = None,
     ) -> dict[int, Completion]:
         """The log-probs are those of the engine's own weights; one token of each per step."""
         assert version == self.weights_version, "the scheduler let a stale engine generate"
         assert self.state is EngineState.AWAKE, "the scheduler let a sleeping engine generate"
-        self.asked.append((list(requests), settings))
-        result = [self.completion(request, settings, version) for request in requests]
-        for length in range(1, 1 + max((len(c.token_ids) for c in result), default=0)):
-            pairs = zip(requests, result, strict=True)
-            finished = {r.sample_id: c for r, c in pairs if len(c.token_ids) == length}
+        done: dict[int, Completion] = {}
+        open_: dict[int, tuple[int, Completion]] = {}  # with the tokens that are left
+
+        def start(requests: Sequence[GenerationRequest]) -> None:
+            if requests:
+                self.asked.append((list(requests), settings))
+            for request in requests:
+                completion = self.completion(request, settings, version)
+                open_[request.sample_id] = len(completion.token_ids), completion
+
+        start(requests)
+        while open_ or (arrivals is not None and arrivals.num_awaited):
+            left = {i: (tokens - 1, c) for i, (tokens, c) in open_.items()}
+            finished = {i: c for i, (tokens, c) in left.items() if not tokens}
+            open_ = {i: it for i, it in left.items() if i not in finished}
+            done |= finished
             self.steps.append(tuple(finished))
             if on_step is not None:
                 on_step(finished)
-        return {r.sample_id: c for r, c in zip(requests, result, strict=True)}
+            if arrivals is not None:
+                start(arrivals.take(wait=not open_))
+        return done if arrivals is not None else {r.sample_id: done[r.sample_id] for r in requests}
+
+    def from_leader(self, value: T | None) -> T:
+        """It has one rank."""
+        assert value is not None
+        return value
 
     def completion(
         self, request: GenerationRequest, settings: SamplingSettings, version: int

@@ -27,7 +27,7 @@ from mindspeed_rl.engines.vllm.step_loop import run_steps
 from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.platforms.process_state import preserved_environment, preserved_rng
-from mindspeed_rl.rollout.engine import EngineState, OnStep
+from mindspeed_rl.rollout.engine import Arrivals, EngineState, OnStep, T
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.rebalance import Rebalancer
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, requests_digest
@@ -261,12 +261,14 @@ class VllmEngine:
         trainer_version: int,
         on_step: OnStep | None = None,
         rebalancer: Rebalancer | None = None,
+        arrivals: Arrivals | None = None,
     ) -> dict[int, Completion]:
         """Sample one completion per request and return those that ended on this rank, by id.
 
         ``on_step`` is called with the completions that each step finished. With ``rebalancer``
-        requests may end on other engines, and theirs here. Collective: the ranks of this engine;
-        with ``rebalancer`` the world.
+        requests may end on other engines, and theirs here. ``arrivals`` is asked for further
+        requests after every step. Collective: the ranks of this engine; with ``rebalancer`` the
+        world.
 
         Raises:
             RuntimeError: The engine is not awake, its weights are not ``trainer_version``, the
@@ -282,7 +284,7 @@ class VllmEngine:
             port = self._port(settings, rebalancer is not None)
             self._open = OpenRequests(port, settings.max_response_tokens, self._experts)
             self._open.add(requests)
-            for outputs in self._shared_steps(rebalancer):
+            for outputs in self._shared_steps(rebalancer, arrivals):
                 port.observe(outputs)
                 self._open.note(outputs)
                 ended = {int(o.request_id): o for o in outputs if o.finished}
@@ -290,20 +292,27 @@ class VllmEngine:
                 done |= finished
                 if on_step is not None:
                     on_step(finished)
+                if arrivals is not None:
+                    # data-parallel ranks would wait for this one
+                    wait = not self._open and self._layout.engine.dp == 1
+                    self._open.add(arrivals.take(wait=wait))
         if self._agreement is None and rebalancer is None:  # steps output finished requests alone
+            # with arrivals about so: as if they had come when there was room for them
             lengths = [len(c.token_ids) for _, c in sorted(done.items())]
             self.stats.running += decode_batches(lengths, self.max_num_seqs)
-        if rebalancer is not None:
+        if rebalancer is not None or arrivals is not None:
             return done
         return {r.sample_id: done[r.sample_id] for r in requests}
 
     def _port(self, settings: SamplingSettings, follow: bool) -> VllmPort:
         return VllmPort(self._engine, settings, follow, self.stats)
 
-    def _shared_steps(self, rebalancer: Rebalancer | None) -> Iterator[list[Any]]:
+    def _shared_steps(
+        self, rebalancer: Rebalancer | None, arrivals: Arrivals | None
+    ) -> Iterator[list[Any]]:
         """Yield the outputs of each step; a rebalancer has its points in between."""
         if rebalancer is None:
-            yield from self._steps()
+            yield from self._steps(arrivals=arrivals)
             return
         unfinished = True
         while unfinished:
@@ -351,9 +360,25 @@ class VllmEngine:
             for number, ids in enumerate(sequences)
         ]
 
-    def _steps(self, max_steps: int | None = None) -> Iterator[list[Any]]:
+    def _steps(
+        self, max_steps: int | None = None, arrivals: Arrivals | None = None
+    ) -> Iterator[list[Any]]:
         """Yield the outputs of each step of the engine, so that callers can work between steps."""
-        return run_steps(self._engine, self._agreement, self._interval, self.stats, max_steps)
+        return run_steps(
+            self._engine, self._agreement, self._interval, self.stats, max_steps, arrivals
+        )
+
+    def from_leader(self, value: T | None) -> T:
+        """Return the value of the first of the ranks that share requests; others give ``None``.
+
+        Collective: the tensor-parallel ranks of this engine.
+        """
+        if self._layout.engine.tp > 1:
+            from vllm.distributed.parallel_state import get_tp_group
+
+            value = gather_objects(value, get_tp_group().cpu_group)[0]
+        assert value is not None, "the first rank gives a value"
+        return value
 
 
 def _check_agreement(digest: bytes, engine: EngineLayout, rank: int) -> None:

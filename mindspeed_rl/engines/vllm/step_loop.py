@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_rl.engines.vllm.patches.step_sync import StepSync
+from mindspeed_rl.rollout.engine import Arrivals
 from mindspeed_rl.rollout.stats import StepStats
 
 
@@ -20,6 +21,7 @@ def run_steps(
     interval: int,
     stats: StepStats,
     max_steps: int | None = None,
+    arrivals: Arrivals | None = None,
 ) -> Iterator[list[Any]]:
     """Step until no rank of the engine has a request. Collective: the ranks of the engine.
 
@@ -30,6 +32,7 @@ def run_steps(
         stats: Counters to add to; the time that the caller spends between steps is left out.
         max_steps: Number of steps after which to end in any case. With it, requests report every
             token, and decode steps are counted here; without it they report at their end alone.
+        arrivals: Requests that the caller adds between steps; while some are awaited no rank ends.
 
     Yields:
         The outputs of each step: of every request that got a token, or of those that have ended.
@@ -40,12 +43,19 @@ def run_steps(
     while max_steps is None or steps < max_steps:
         start = time.perf_counter()
         mine = engine.get_num_unfinished_requests()
-        if agreement is None:
-            if not engine.has_unfinished_requests():
-                break
-        else:
-            agreement.offer(mine)
+        awaited = 0 if arrivals is None else arrivals.num_awaited
+        if agreement is not None:
+            agreement.offer(mine, awaited)
             engine.should_execute_dummy_batch = not mine
+        elif engine.dp_group is not None:
+            if not engine.has_unfinished_requests_dp(bool(mine or awaited)):
+                break
+            engine.should_execute_dummy_batch = not mine
+        elif not mine:
+            if not awaited:
+                break
+            yield []
+            continue
         outputs = engine.step()
         steps += 1
         stats.dummy_steps += not mine

@@ -31,6 +31,7 @@ class Engine:
     def __init__(self, lengths: tuple[int, ...], sync: StepSync | None) -> None:
         self._left = {str(i): [length, 0] for i, length in enumerate(lengths)}
         self._sync = sync
+        self.dp_group = None
         self.should_execute_dummy_batch = False
         self.dummies = 0
         self.read_prompts: list[bool] = []
@@ -38,8 +39,8 @@ class Engine:
     def get_num_unfinished_requests(self) -> int:
         return len(self._left)
 
-    def has_unfinished_requests(self) -> bool:
-        return bool(self._left)
+    def add(self, key: str, length: int) -> None:
+        self._left[key] = [length, 0]
 
     def step(self) -> list[Any]:
         if self._sync is not None:
@@ -147,3 +148,41 @@ def test_a_loop_that_is_left_goes_on_where_it_was(packed: bool) -> None:
     assert parts == [[1], [2], [0]]
     assert stats.steps == max(LENGTHS) + packed, "with ours one more, which sees that all is done"
     assert stats.running == {3: 1, 2: 2, 1: 1}
+
+
+class Late:
+    """A request that comes after a number of looks.
+
+    Attributes:
+        num_awaited: 1 until it has come.
+    """
+
+    num_awaited = 1
+
+    def __init__(self, engine: Engine, looks: int) -> None:
+        self._engine, self._looks = engine, looks
+
+    def look(self) -> None:
+        self._looks -= 1
+        if self._looks == 0:
+            self._engine.add("9", 3)
+            self.num_awaited = 0
+
+
+@pytest.mark.parametrize("looks", [2, 5, 8])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_request_that_is_awaited_keeps_the_ranks_together(packed: bool, looks: int) -> None:
+    """It may come while others are generated, with their last token, and when all have ended."""
+    sync = StepSync() if packed else None
+    engine, stats = Engine(LENGTHS, sync), StepStats()
+    late = Late(engine, looks)
+    finished = []
+    for outputs in run_steps(engine, sync, 1, stats, arrivals=late):  # type: ignore[arg-type]
+        finished += [int(o.request_id) for o in outputs if o.finished]
+        late.look()
+    assert sorted(finished) == [0, 1, 2, 9]
+    needed = max(max(LENGTHS), looks + 3)
+    idle = max(0, looks - max(LENGTHS))
+    assert stats.steps == (needed + 1 if packed else needed - idle)
+    assert engine.dummies == (idle + 1 if packed else 0)
+    assert sum(engine.read_prompts) == (2 if packed else 0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import pickle
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +25,7 @@ from mindspeed_rl.environments import (
     resolve_environment,
 )
 from mindspeed_rl.environments.builtin.calculator import Calculator, calculate
-from mindspeed_rl.generation import multi_turn
-from mindspeed_rl.generation.multi_turn import Continuation, Environments, exchange_continuations
+from mindspeed_rl.generation.multi_turn import Environments
 from mindspeed_rl.metrics.metric_set import Mean
 from mindspeed_rl.rewards import RewardError
 from mindspeed_rl.rl.resume import carryover_state, restored_carryover
@@ -75,7 +76,7 @@ class AllStop(TableEngine):
         return Completion(ids, tuple(self.weights[list(ids)].tolist()), reason, version)
 
 
-def conversing(tmp_path: Path, kind: type = Echo, flags: str = "") -> TableRun:
+def conversing(tmp_path: Path, kind: type = Echo, flags: str = "", threads: int = 0) -> TableRun:
     run = make_run(
         tmp_path,
         f"--rl-environment calculator {flags} --reward-function format environment",
@@ -84,7 +85,7 @@ def conversing(tmp_path: Path, kind: type = Echo, flags: str = "") -> TableRun:
     run.set_engine(AllStop())
     environment = run.config.environment
     environments = Environments(
-        LocalRunner(kind, cast(Any, None)),
+        LocalRunner(kind, cast(Any, None), threads),
         environment.rl_environment,
         environment.rl_environment_max_turns,
         run.config.rewards.reward_max_error_rate,
@@ -116,19 +117,48 @@ def test_turns_follow_each_other_and_only_the_models_tokens_are_trained(tmp_path
     assert rollouts.metrics["environment/error_rate"] == Mean(0.0, 6.0)
 
 
-def test_between_turns_only_what_is_new_travels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_environment_holds_no_other_conversation(tmp_path: Path) -> None:
+    """That of one sample answers when the other five are over, and the next runs are as quick."""
+    over = threading.Semaphore(0)
+
+    class Slow(Echo):
+        count = 0
+
+        def __init__(self, tokenizer: object) -> None:
+            super().__init__(tokenizer)
+            Slow.count += 1
+            self.waits = Slow.count == 3
+
+        def step(self, token_ids: tuple[int, ...]) -> Observation:
+            if self.waits and not self.turns:
+                for _ in range(5):
+                    assert over.acquire(timeout=30.0), "others wait for this conversation"
+            answer = super().step(token_ids)
+            if answer.done:
+                over.release()
+            return answer
+
+    run = conversing(tmp_path, Slow, threads=2)
+    rollouts = run.generate()
+    assert rollouts.metrics["environment/turns"] == Mean(12.0, 6.0)
+    assert rollouts.metrics["environment/error_rate"] == Mean(0.0, 6.0)
+    (last,) = run.engine.asked[-1][0]
+    assert (4 + last.sample_id, STOP, *HEARD) == last.token_ids[-4:]
+    assert sum(len(requests) for requests, _ in run.engine.asked) == 12
+
+
+def test_between_turns_only_what_is_new_travels(tmp_path: Path) -> None:
     """Contexts grow with every turn; ranks of an engine keep what they have read."""
     told: dict[int, list[int]] = {}
 
-    def watched(mine: list[Continuation]) -> list[Continuation]:
-        for c in mine:
-            told.setdefault(c.sample_id, []).extend(c.token_ids)
-        return exchange_continuations(mine)
+    class Watched(AllStop):
+        def from_leader(self, value: Any) -> Any:
+            for c in value.samples:
+                told.setdefault(c.sample_id, []).extend(c.token_ids)
+            return super().from_leader(pickle.loads(pickle.dumps(value)))
 
-    monkeypatch.setattr(multi_turn, "exchange_continuations", watched)
     run = conversing(tmp_path)
+    run.set_engine(Watched())
     samples = run.generate().samples
     assert told.keys() == set(range(6))
     for s, response in zip(samples, run.said(samples), strict=True):
@@ -222,12 +252,6 @@ def test_surplus_keeps_its_loss_mask(tmp_path: Path) -> None:
     assert restored == samples
     for response, wanted in zip(found, before, strict=True):
         assert torch.equal(response["loss_mask"], wanted["loss_mask"])
-
-
-def test_continuations_travel_whole() -> None:
-    sent = [Continuation(5, 7, (1, 2, 3)), Continuation(0, 2, ()), Continuation(3, 1, (2**40,))]
-    assert exchange_continuations(sent) == sorted(sent, key=lambda c: c.sample_id)
-    assert exchange_continuations([]) == []
 
 
 def test_a_loss_mask_has_one_entry_per_token_behind_the_prompt() -> None:

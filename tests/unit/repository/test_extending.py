@@ -71,11 +71,13 @@ def test_rewards(reader: Path) -> None:
 
 def test_environment(reader: Path) -> None:
     tokenizer = build_tokenizer(["Try again."] * 3, 262)
-    runner = LocalRunner(resolve_environment("my/riddle.py:Riddle"), tokenizer)
-    assert runner.reset({0: Prompt(0, (1,), "Which?", "42")}) == {0: Observation()}
-    answers = [
-        runner.step({0: tuple(tokenizer(text)["input_ids"])})[0] for text in ("41", "It is 42")
-    ]
+    runner = LocalRunner(resolve_environment("my/riddle.py:Riddle"), tokenizer, 0)
+    runner.reset({0: Prompt(0, (1,), "Which?", "42")})
+    assert runner.answers(0.0) == {0: Observation()}
+    answers = []
+    for text in ("41", "It is 42"):
+        runner.step({0: tuple(tokenizer(text)["input_ids"])})
+        answers.append(runner.answers(0.0)[0])
     assert isinstance(answers[0], Observation) and isinstance(answers[1], Observation)
     assert "Try again." in tokenizer.decode(list(answers[0].token_ids))
     assert (answers[0].done, answers[0].reward) == (False, 0.0)

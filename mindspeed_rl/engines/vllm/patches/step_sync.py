@@ -26,7 +26,7 @@ class StepSync:
     """The packed reduction of this process, which has one engine.
 
     The vector is int32: ``rows x size`` counts, each rank in its own column, then the sums over
-    ranks of [unfinished requests, ranks that read a prompt in this step].
+    ranks of [unfinished and awaited requests, ranks that read a prompt in this step].
 
     Attributes:
         stats: Counters that reductions are added to, with the batch of the fullest rank, to which
@@ -35,12 +35,17 @@ class StepSync:
 
     def __init__(self) -> None:
         self.stats = StepStats()
-        self._unfinished = 0
+        self._unfinished = self._awaited = 0
         self._sums: torch.Tensor | None = None
 
-    def offer(self, unfinished: int) -> None:
-        """Set the unfinished requests that this rank adds to the one reduction of the next step."""
-        self._unfinished = unfinished
+    def offer(self, unfinished: int, awaited: int = 0) -> None:
+        """Set what this rank adds to the one reduction of the next step.
+
+        Args:
+            unfinished: Its requests.
+            awaited: Requests that may come; with the first they keep the ranks stepping.
+        """
+        self._unfinished, self._awaited = unfinished, awaited
         self._sums = None
 
     def reduce(self, rows: Sequence[int], rank: int, group: Any) -> torch.Tensor:
@@ -58,7 +63,7 @@ class StepSync:
         size, device = group.world_size, group.device
         vector = torch.zeros(len(rows) * size + 2, dtype=torch.int32)
         vector[torch.arange(len(rows)) * size + rank] = torch.tensor(rows, dtype=torch.int32)
-        vector[-2] = self._unfinished
+        vector[-2] = self._unfinished + self._awaited
         vector[-1] = rows[0] > max(self._unfinished, 1)
         vector = vector.to(device)
         # Passed by position, because MindSpeed wraps all_reduce and looks at its first argument.
@@ -72,7 +77,7 @@ class StepSync:
         return host[:-2].view(len(rows), size)
 
     def finished(self) -> bool:
-        """Whether no rank had a request before the last step."""
+        """Whether no rank had a request, or awaited one, before the last step."""
         assert self._sums is not None, "a step of the engine passed without its reduction"
         return not self._unfinished_somewhere
 
