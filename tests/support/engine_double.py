@@ -105,9 +105,7 @@ class ToyPort:
     def __init__(self) -> None:
         self.prompts: dict[str, tuple[int, ...]] = {}
 
-    def add(
-        self, key: str, token_ids: list[int], seed: int, max_tokens: int, stream: object
-    ) -> str:
+    def add(self, key: str, token_ids: list[int], seed: int, max_tokens: int) -> str:
         self.prompts[key] = tuple(token_ids)
         return key
 
