@@ -189,7 +189,8 @@ class RolloutBalanceConfig:
     A step ends with its longest response. Samples are distributed over the engines by the length
     that earlier responses to their prompts had; --rollout-rebalance moves requests from engines
     that are behind to those that are ahead, as tokens: prompt and response so far are read again,
-    and sampling continues with the random stream of the sample. Neither changes what is sampled.
+    and sampling continues with the noise of the same seed and position. Neither changes what is
+    sampled.
     --partial-rollout-tokens ends a step before its longest responses do: they continue in the
     next step with newer weights, and every token keeps the version of the weights that sampled it.
 

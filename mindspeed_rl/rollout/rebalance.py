@@ -1,10 +1,9 @@
 """Moves requests between the engines of a run while they generate.
 
 At a rebalance point all engines report what is left of their requests, every rank computes the same
-moves (:mod:`~mindspeed_rl.rollout.rebalance_plan`), and a request that moves is sent as tokens,
-log-probs and the state of its random stream. Between two of these points
-engines are independent, for as many steps as each makes in the same time; an engine that has no
-request left waits.
+moves (:mod:`~mindspeed_rl.rollout.rebalance_plan`), and a request that moves is sent as tokens and
+log-probs. Between two of these points engines are independent, for as many steps as each makes in
+the same time; an engine that has no request left waits.
 """
 
 from __future__ import annotations

@@ -5,11 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +31,10 @@ class GenerationRequest:
     Attributes:
         sample_id: Id of the sample, and of its completion.
         token_ids: Tokens of the prompt.
-        seed: Seed of the sample's own random stream.
+        seed: Seed of the sample; with the position of a token it decides the token's noise.
         max_tokens: Limit of this response; ``None`` is that of the settings.
         prefix_tokens: Tokens that the response already has; the completion contains them.
         prefix_logprobs: Log-probs of ``prefix_tokens`` under the engines that sampled them.
-        stream: State of the random generator after ``prefix_tokens``, uint8; ``None`` starts from
-            the seed.
     """
 
     sample_id: int
@@ -49,7 +43,6 @@ class GenerationRequest:
     max_tokens: int | None = None
     prefix_tokens: tuple[int, ...] = ()
     prefix_logprobs: tuple[float, ...] = ()
-    stream: torch.Tensor | None = field(default=None, compare=False)
 
 
 def request_seed(run_seed: int, step: int, sample_id: int, k: int = 0, turn: int = 0) -> int:

@@ -64,6 +64,13 @@ def test_switch(tmp_path: Path) -> None:
     assert found["floor_s"] > 0 and found["bytes"]["copied"] > found["bytes"]["engine_weights"] > 0
 
 
+def test_engine_steps(tmp_path: Path) -> None:
+    flags = ("--sequences", "8", "--tokens", "32", "--rounds", "1", "--kv-cache-mb", "64")
+    found = result_of("engine_steps.py", *flags, folder=tmp_path)
+    for way in ("ours", "baseline"):
+        assert found[way]["longest_ms"] >= found[way]["host_ms"] > 0 < found[way]["kernels_ms"]
+
+
 def test_prompts(tmp_path: Path) -> None:
     """All ways find the same prompts, and nothing is left behind."""
     flags = ("--rows", "300", "--tokens", "2000", "--folder", str(tmp_path))

@@ -37,14 +37,14 @@ def check(runs: list[dict[str, Run]], tp: int = 1) -> None:
             assert completion.token_ids == other.token_ids, (mode, sample_id)
             assert completion.logprobs == pytest.approx(other.logprobs, abs=2e-5)
             assert completion.finish_reason == other.finish_reason
-    shaken, control = union(runs, "shaken", tp), union(runs, "shaken without streams", tp)
+    shaken, control = union(runs, "shaken", tp), union(runs, "shaken with other seeds", tp)
     for sample_id, completion in wanted.items():
         assert shaken[sample_id].token_ids == completion.token_ids, sample_id
         assert shaken[sample_id].logprobs == pytest.approx(completion.logprobs, abs=2e-5)
     assert sum(run["shaken"].num_running_moved for run in runs) > sum(COUNTS), (
         "most began before they moved"
     )
-    assert any(control[i].token_ids != c.token_ids for i, c in wanted.items()), "streams matter"
+    assert any(control[i].token_ids != c.token_ids for i, c in wanted.items()), "noise matters"
     steps = {mode: max(run[mode].stats.steps for run in runs) for mode in MODES}
     moved = {mode: sum(run[mode].stats.moved for run in runs) for mode in MODES}
     print(f"decode steps of the slowest engine {steps}, requests moved {moved}")

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -32,23 +31,17 @@ VERSION = 3
 COST = StepCost(ridge_tokens=64)
 
 
-class StreamEngine:
-    """An engine whose next token follows from all tokens before it and from a random stream.
-
-    It has a request's stream where vLLM has it: in a generator that is seeded when it starts.
-    """
+class SeededEngine:
+    """An engine whose next token follows from all tokens before it, their number and the seed."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity, self.dp_group = capacity, None
         self._requests: dict[str, SimpleNamespace] = {}
 
-    def add(self, key: str, token_ids: list[int], seed: int, max_tokens: int, stream: Any) -> str:
+    def add(self, key: str, token_ids: list[int], seed: int, max_tokens: int) -> str:
         assert key not in self._requests, "a request is here twice"
-        generator = torch.Generator().manual_seed(seed)
-        if stream is not None:
-            generator.set_state(stream)
         self._requests[key] = SimpleNamespace(
-            ids=list(token_ids), new=[], logprobs=[], left=max_tokens, generator=generator
+            ids=list(token_ids), new=[], logprobs=[], left=max_tokens, seed=seed
         )
         return key
 
@@ -56,27 +49,23 @@ class StreamEngine:
         for key in keys:
             del self._requests[key]
 
-    def stream(self, name: str) -> torch.Tensor:
-        return self._requests[name].generator.get_state()
-
     def get_num_unfinished_requests(self) -> int:
         return len(self._requests)
 
     def step(self) -> list[Any]:
         outputs = []
         for key, r in list(self._requests.items())[: self._capacity]:
-            noise = int(torch.randint(0, 1000, (1,), generator=r.generator))
+            noise = random.Random(f"{r.seed} {len(r.ids)}").randrange(1000)
             token = (sum(r.ids) * 31 + noise) % 997
             r.ids.append(token)
             r.new.append(token)
-            r.logprobs.append({token: SimpleNamespace(logprob=-noise / 7)})
+            r.logprobs.append(-noise / 7)
             r.left -= 1
             stopped = token % 97 == 0
             finished = stopped or not r.left
             reason = ("stop" if stopped else "length") if finished else None
-            output = SimpleNamespace(
-                token_ids=list(r.new), logprobs=list(r.logprobs), finish_reason=reason
-            )
+            flat = SimpleNamespace(token_ids=list(r.new), logprobs=list(r.logprobs))
+            output = SimpleNamespace(token_ids=list(r.new), logprobs=flat, finish_reason=reason)
             outputs.append(SimpleNamespace(request_id=key, finished=finished, outputs=[output]))
             if finished:
                 del self._requests[key]
@@ -99,7 +88,7 @@ class World:
         whims: random.Random | None = None,
     ) -> None:
         self.whims = whims
-        self.engines = [StreamEngine(rules.capacity) for _ in shares]
+        self.engines = [SeededEngine(rules.capacity) for _ in shares]
         self.open = [OpenRequests(engine, 1) for engine in self.engines]
         self.stats = [StepStats() for _ in shares]
         self.sides = [Rebalancer(rules, i, True, lambda _, done: 2 * done + 4)

@@ -105,9 +105,7 @@ class ToyPort:
     def __init__(self) -> None:
         self.prompts: dict[str, tuple[int, ...]] = {}
 
-    def add(
-        self, key: str, token_ids: list[int], seed: int, max_tokens: int, stream: object
-    ) -> str:
+    def add(self, key: str, token_ids: list[int], seed: int, max_tokens: int) -> str:
         self.prompts[key] = tuple(token_ids)
         return key
 
@@ -157,7 +155,7 @@ class EngineDouble(VllmEngine):
         for key, prompt in reversed(self._asked.prompts.items()):
             output = SimpleNamespace(
                 token_ids=[7],
-                logprobs=[{7: SimpleNamespace(logprob=self.toy.logprob(prompt))}],
+                logprobs=SimpleNamespace(token_ids=[7], logprobs=[self.toy.logprob(prompt)]),
                 finish_reason=self.finish_reasons.get(int(key), "stop"),
             )
             yield [SimpleNamespace(request_id=key, finished=True, outputs=[output])]

@@ -28,7 +28,7 @@ class Shaker:
     """In place of a rebalancer: stops requests of this engine and adds them again, at random.
 
     Args:
-        streams: whether their random streams continue or start again.
+        seeds: whether they keep their seeds.
 
     Attributes:
         num_running_moved: stopped requests that had tokens.
@@ -37,8 +37,8 @@ class Shaker:
     rules = SimpleNamespace(running=True)
     steps = 3
 
-    def __init__(self, streams: bool) -> None:
-        self._streams = streams
+    def __init__(self, seeds: bool) -> None:
+        self._seeds = seeds
         self._draw = random.Random(1)
         self.num_running_moved = 0
 
@@ -48,7 +48,7 @@ class Shaker:
         chosen = [load for load in loads if self._draw.random() < 0.5]
         self.num_running_moved += sum(load.computed for load in chosen)
         taken = requests.take([load.sample_id for load in chosen])
-        requests.add(r if self._streams else replace(r, stream=None) for r in taken)
+        requests.add(r if self._seeds else replace(r, seed=r.seed + 1) for r in taken)
         return len(requests) > 0
 
 
@@ -96,8 +96,8 @@ def rebalance_world(world: World, model: str, flags: Sequence[str]) -> dict[str,
             requests_of(group), SETTINGS, 0, None, None if mode == "off" else rebalancer
         )
         runs[mode] = Run(done, engine.stats)
-    for name, streams in (("shaken", True), ("shaken without streams", False)):
-        shaker, engine.stats = Shaker(streams), StepStats()
+    for name, seeds in (("shaken", True), ("shaken with other seeds", False)):
+        shaker, engine.stats = Shaker(seeds), StepStats()
         done = engine.generate(requests_of(group), SETTINGS, 0, None, cast(Any, shaker))
         runs[name] = Run(done, engine.stats, shaker.num_running_moved)
     return runs

@@ -28,8 +28,8 @@ class EngineCapabilities:
         transposed_experts: See :class:`~mindspeed_rl.engines.vllm.layout.VllmLayout`.
         expert_module: Path of the module with the experts of a layer, below the layer.
         packed_sync: Whether data-parallel ranks may agree through our packed reduction.
-        streams: Whether a request's random stream can continue in another engine; see
-            :mod:`~mindspeed_rl.engines.vllm.patches.sampling_stream`.
+        seeded_draws: Whether what a request draws next is known to be the same in another engine;
+            see :mod:`~mindspeed_rl.engines.vllm.patches.seeded_draws`.
         routed_experts: Whether the routing of a response can be recorded; see
             :mod:`~mindspeed_rl.engines.vllm.patches.routed_experts` and, for the builds and layouts
             of NPUs, :mod:`~mindspeed_rl.engines.vllm_ascend.routed_experts`.
@@ -42,7 +42,7 @@ class EngineCapabilities:
     transposed_experts: bool = False
     expert_module: str = EXPERT_MODULE
     packed_sync: bool = False
-    streams: bool = False
+    seeded_draws: bool = False
     routed_experts: bool = False
     head_sizes: tuple[int, ...] = ()
     latent_sizes: tuple[int, ...] = ()
@@ -52,7 +52,7 @@ CAPABILITIES: Mapping[str, EngineCapabilities] = {
     "cpu": EngineCapabilities(
         expert_multiple=32,
         packed_sync=True,
-        streams=True,
+        seeded_draws=True,
         routed_experts=True,
         head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
         latent_sizes=(576,),
@@ -64,7 +64,7 @@ CAPABILITIES: Mapping[str, EngineCapabilities] = {
         transposed_experts=True,
         expert_module="mlp.experts",
         packed_sync=True,
-        streams=True,
+        seeded_draws=True,
         routed_experts=True,
     ),
 }

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.garbage import collection_afterwards
 from mindspeed_rl.core.graph_sizes import decode_batches
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.engines.vllm.backend import Backend, ExpertSource
-from mindspeed_rl.engines.vllm.patches import sampling_stream
 from mindspeed_rl.engines.vllm.patches.derived_state import DERIVED_PARAMS
 from mindspeed_rl.engines.vllm.requests import OpenRequests, VllmPort, score_params, token_scores
 from mindspeed_rl.engines.vllm.step_loop import run_steps
@@ -277,10 +277,8 @@ class VllmEngine:
         self._require("generate", trainer_version)
         digest = requests_digest(requests, settings, trainer_version)
         _check_agreement(digest, self._layout.engine, self._rank)
-        if rebalancer is not None and rebalancer.rules.running:
-            sampling_stream.apply()
         done: dict[int, Completion] = {}
-        with preserved_rng(self._platform):
+        with preserved_rng(self._platform), collection_afterwards():
             port = self._port(settings, rebalancer is not None)
             self._open = OpenRequests(port, settings.max_response_tokens, self._experts)
             self._open.add(requests)

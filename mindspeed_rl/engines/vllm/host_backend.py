@@ -16,6 +16,8 @@ from mindspeed_rl.engines.vllm.patches import (
     expert_parallel,
     plain_linear,
     portable_kernels,
+    sampled_logprobs,
+    seeded_draws,
     shared_memory_names,
     step_sync,
 )
@@ -52,7 +54,7 @@ class HostBackend:
         return host_arguments(options, self._layout, self._platform.name)
 
     def prepare(self) -> StepSync | None:
-        """Patch kernels, expert parallelism and names of shared memory on CPU, and step sync."""
+        """Patch kernels, sampling, experts and names of shared memory on CPU, and step sync."""
         check_model_support(self._platform.name, self._layout.spec)
         if self._forces_balance:
             os.environ[_ROUTING_STRATEGY] = "uniform_random"
@@ -60,6 +62,8 @@ class HostBackend:
         if self._platform.name == "cpu":
             plain_linear.apply()
             portable_kernels.apply()
+            sampled_logprobs.apply()
+            seeded_draws.apply()
             if engine.expert_parallel or engine.dp > 1 or self._forces_balance:
                 expert_parallel.apply()
             nonce = [os.urandom(6).hex()]
@@ -73,6 +77,8 @@ class HostBackend:
         if self._platform.name == "cpu" and self._layout.engine.tp > 1:
             dist.barrier()
             shared_memory_names.unlink()
+        if self._platform.name == "cpu":
+            seeded_draws.use_in(_runner(llm).sampler)
         return parts_by_storage(llm)
 
     def experts(self, llm: Any, layers: Sequence[int]) -> ExpertRecorder:
@@ -81,9 +87,13 @@ class HostBackend:
         return recorder
 
 
+def _runner(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
 def parts_by_storage(llm: Any) -> EngineParts:
     """Return the parts of a built engine whose memory is freed by the storages of its tensors."""
-    runner: Any = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    runner = _runner(llm)
     cache = ZeroedMemory(kv_tensors(runner))
     assert cache.num_bytes, "no key/value cache found in vLLM's runner"
     # Derived parameters are included: they are views of others, or every update recomputes them.

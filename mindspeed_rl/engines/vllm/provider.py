@@ -126,10 +126,10 @@ class VllmProvider(EngineProvider):
         row = CAPABILITIES[platform]
         if platform == "npu" and config.rollout.rollout_dp > 1:
             check_dummy_batches(config.engine.rollout_graph_mode)
-        if config.balance.rollout_rebalance == "all" and not row.streams:
+        if config.balance.rollout_rebalance == "all" and not row.seeded_draws:
             raise UsageError(
-                f"--rollout-rebalance all: vLLM on {platform} cannot let the random stream of a "
-                "request go on in another engine; use waiting"
+                f"--rollout-rebalance all: vLLM on {platform} is not known to draw the same "
+                "for a request that goes on in another engine; use waiting"
             )
         if config.rl.rl_routing_replay == "rollout":
             if not row.routed_experts:

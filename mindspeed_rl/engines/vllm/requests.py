@@ -11,7 +11,6 @@ import torch
 
 from mindspeed_rl.core.types import FINISH_REASONS, Completion
 from mindspeed_rl.engines.vllm.backend import ExpertSource
-from mindspeed_rl.engines.vllm.patches.sampling_stream import STREAM, stream_of
 from mindspeed_rl.rollout.rebalance import ExpectedLength
 from mindspeed_rl.rollout.rebalance_plan import Load
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
@@ -40,6 +39,7 @@ def sampling_params(settings: SamplingSettings, follow: bool) -> Any:
         stop_token_ids=list(settings.stop_token_ids),
         ignore_eos=not settings.stop_token_ids,
         logprobs=0,
+        flat_logprobs=True,  # lists of numbers; else a dict and an object per token
         detokenize=False,
         output_kind=kind,
         skip_clone=True,  # VllmPort.add copies them; a deep copy per request is expensive
@@ -71,15 +71,12 @@ class VllmPort:
         token_ids: list[int],
         seed: int,
         max_tokens: int,
-        stream: torch.Tensor | None,
     ) -> str:
-        """Start a request, with ``stream`` as the state of its generator; return vLLM's name."""
+        """Start a request and return vLLM's name of it."""
         from vllm.inputs.engine import tokens_input
 
         params = copy.copy(self._base)
         params.seed, params.max_tokens = seed, max_tokens
-        if stream is not None:
-            params.extra_args = {STREAM: stream}
         prompt = tokens_input(prompt_token_ids=token_ids)
         name = str(self._engine.add_request(key, prompt, params))
         self._running[key] = self._scheduler.requests[name]
@@ -102,10 +99,6 @@ class VllmPort:
                 stats.preemptions += self._running.pop(output.request_id).num_preemptions
                 stats.prompt_tokens += len(output.prompt_token_ids)
                 stats.cached_tokens += output.num_cached_tokens or 0
-
-    def stream(self, name: str) -> torch.Tensor | None:
-        """Return the generator state of a request by vLLM's name; ``None`` before it starts."""
-        return stream_of(self._engine.model_executor.driver_worker.worker.model_runner, name)
 
 
 class OpenRequests:
@@ -141,7 +134,6 @@ class OpenRequests:
                 [*request.token_ids, *request.prefix_tokens],
                 request.seed,
                 limit - len(request.prefix_tokens),
-                request.stream,
             )
             self._open[request.sample_id] = request
 
@@ -193,14 +185,14 @@ class OpenRequests:
         """
         found = []
         for sample_id in sample_ids:
-            request, name = self._open.pop(sample_id), self._names.pop(sample_id)
+            request = self._open.pop(sample_id)
+            self._names.pop(sample_id)
             here = self._latest.pop(sample_id, None)
             if here is not None:
                 request = replace(
                     request,
                     prefix_tokens=(*request.prefix_tokens, *here.token_ids),
                     prefix_logprobs=(*request.prefix_logprobs, *sampled_logprobs(here)),
-                    stream=self._port.stream(name),
                 )
             found.append(request)
         self._port.abort([str(sample_id) for sample_id in sample_ids])
@@ -223,9 +215,18 @@ def completion(output: Any, sample_id: int, version: int) -> Completion:
 
 
 def sampled_logprobs(output: Any) -> tuple[float, ...]:
-    """Return the log-probs of the sampled tokens of one request, finished or not."""
-    pairs = zip(output.token_ids, output.logprobs, strict=True)
-    return tuple(entry[token].logprob for token, entry in pairs)
+    """Return the log-probs of the sampled tokens of one request, finished or not.
+
+    Raises:
+        RuntimeError: vLLM's log-probs are those of other tokens.
+    """
+    flat = output.logprobs
+    if flat.token_ids != list(output.token_ids):
+        raise RuntimeError(
+            f"vLLM gave log-probs of {len(flat.token_ids)} other tokens than the "
+            f"{len(output.token_ids)} that it sampled"
+        )
+    return tuple(flat.logprobs)
 
 
 def score_params(temperature: float, with_entropy: bool) -> Any:

@@ -5,23 +5,21 @@ reports log-probs from before the temperature and the truncation.
 
 It takes back 4 of a generator's offset after a step that read only a part of a prompt, whose token
 is discarded. A draw moves the offset of an NPU's generator by 12, so tokens would depend on how
-prompts are cut. Here a draw moves it by what is taken back, and the draws of all requests of a step
-are one (:mod:`~mindspeed_rl.algorithms.sampling_noise`).
+prompts are cut. Here no generator draws, and the draws of all requests of a step are one
+(:mod:`~mindspeed_rl.engines.vllm.patches.seeded_draws`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from mindspeed_rl.algorithms.sampling_noise import draw_keys, exponential_noise
 from mindspeed_rl.core.patching import Patch, apply_patch
+from mindspeed_rl.engines.vllm.patches.seeded_draws import drawn_at_once, given_draws
 
 MODE = "processed_logprobs"
-# NPUModelRunner._bookkeeping_sync takes this back. Offsets of a device are multiples of 4.
-_OFFSET_OF_A_DRAW = 4
 
 
 def report_processed_logprobs(runner: Any) -> None:
@@ -41,7 +39,7 @@ def report_processed_logprobs(runner: Any) -> None:
 
 
 def draw_in_batches(device: torch.device) -> None:
-    """Patch the sampler to draw the noise of all requests of a step at once. Idempotent.
+    """Patch runner and sampler to draw the tokens of a step at once. Idempotent.
 
     Raises:
         RuntimeError: The device computes other noise than the CPU.
@@ -54,32 +52,26 @@ def draw_in_batches(device: torch.device) -> None:
             f"{float((found - expected).abs().max())}: its products of 32-bit integers do not wrap "
             "around, or its logarithm is inexact"
         )
-    apply_patch(_PATCH)
+    apply_patch(_RUNNER)
+    apply_patch(_SAMPLER)
 
 
-def _drawn_at_once(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def random_sample(probs: torch.Tensor, generators: dict[int, torch.Generator]) -> torch.Tensor:
-        count, size = probs.shape
-        if not generators:  # a dummy batch
-            return original(probs, generators)
-        seeds, offsets = [0] * count, [0] * count  # of greedy requests, whose tokens are not used
-        for row, generator in generators.items():
-            seeds[row], offsets[row] = generator.initial_seed(), generator.get_offset()
-            generator.set_offset(offsets[row] + _OFFSET_OF_A_DRAW)
-        keys = draw_keys(seeds, offsets)
-        keys = keys.pin_memory().to(probs.device, non_blocking=True)
-        return probs.div_(exponential_noise(keys, size)).argmax(dim=-1).view(-1)
-
-    return random_sample
-
-
-_PATCH = Patch(
-    target="vllm_ascend.sample.sampler:random_sample",
-    parameters=("probs", "generators"),
-    make=_drawn_at_once,
-    why="about seven kernels per request and step, and tokens that depend on how prompts are cut",
-    upstream="vllm_ascend/sample/sampler.py, random_sample; vllm_ascend/worker/model_runner_v1.py, "
-    "_bookkeeping_sync: get_offset() - 4",
+_RUNNER = Patch(
+    target="vllm_ascend.worker.model_runner_v1:NPUModelRunner._sample",
+    parameters=("self", "logits", "spec_decode_metadata"),
+    make=given_draws,
+    why="about seven kernels per request and step, tokens that depend on how prompts are cut, and "
+    "noise that a request takes again when it moves",
+    upstream="vllm_ascend/worker/model_runner_v1.py, _bookkeeping_sync: get_offset() - 4",
     versions="vllm-ascend 0.23.0, 0.23.0.post1",
     remove_when="vLLM-Ascend draws the noise of a batch from seeds and positions at once",
+)
+_SAMPLER = Patch(
+    target="vllm_ascend.sample.sampler:random_sample",
+    parameters=("probs", "generators"),
+    make=drawn_at_once,
+    why=_RUNNER.why,
+    upstream="vllm_ascend/sample/sampler.py, random_sample",
+    versions=_RUNNER.versions,
+    remove_when=_RUNNER.remove_when,
 )

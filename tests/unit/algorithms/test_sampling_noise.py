@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 
+from mindspeed_rl.algorithms import sampling_noise
 from mindspeed_rl.algorithms.sampling_noise import (
     _token_constants,
     draw_keys,
+    draw_tokens,
     exponential_noise,
 )
 from mindspeed_rl.engines.vllm_ascend import sampling
@@ -17,9 +19,9 @@ from mindspeed_rl.engines.vllm_ascend import sampling
 DRAWS = 100_000
 # A request of many tokens, many requests at one token, and both at once.
 STREAMS = {
-    "one request": ([0x1234_5678_9ABC_DEF0] * DRAWS, range(0, 4 * DRAWS, 4)),
+    "one request": ([0x1234_5678_9ABC_DEF0] * DRAWS, range(DRAWS)),
     "neighbouring seeds": (range(7, 7 + DRAWS), [40] * DRAWS),
-    "both": ([2**62 + 2**31 * i for i in range(DRAWS)], [4 * (i % 97) for i in range(DRAWS)]),
+    "both": ([2**62 + 2**31 * i for i in range(DRAWS)], [i % 97 for i in range(DRAWS)]),
 }
 streams = pytest.mark.parametrize("stream", STREAMS)
 
@@ -36,6 +38,14 @@ def assert_counts(counts: torch.Tensor, expected: torch.Tensor) -> None:
     assert abs(statistic - (cells - 1)) < 5 * math.sqrt(2 * (cells - 1)), statistic
 
 
+def splitmix(x: int) -> int:
+    """The published permutation, in integers of any size."""
+    mask = 2**64 - 1
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+    return x ^ x >> 31
+
+
 @pytest.mark.parametrize("product", [1, 2**31 - 1, -(2**31 - 1)])
 def test_the_largest_and_smallest_noise_are_finite_and_above_0(product: int) -> None:
     """Products of which fp32 rounds to 2^31, and the smallest one."""
@@ -48,9 +58,8 @@ def test_the_largest_and_smallest_noise_are_finite_and_above_0(product: int) -> 
 
 @streams
 def test_tokens_are_drawn_with_their_probabilities(stream: str) -> None:
-    """As the sampler draws them: the largest of probability / noise."""
     probs = torch.tensor([0.3, 0.002, 0.04, 0.15, 0.0, 0.001, 0.22, 0.007, 0.08, 0.12, 0.05, 0.03])
-    tokens = (probs / noise(stream, 12)).argmax(-1)
+    tokens = draw_tokens(probs.repeat(DRAWS, 1), draw_keys(*STREAMS[stream]))
     counts = torch.bincount(tokens, minlength=12)
     assert counts[4] == 0
     possible = probs > 0
@@ -102,6 +111,29 @@ def test_a_row_follows_from_its_seed_and_draw_alone() -> None:
         (alone,) = exponential_noise(draw_keys([seed], [draw]), 60)
         assert torch.equal(whole[i], alone)
     assert len({tuple(row.tolist()) for row in whole}) == 4
+
+
+def test_tokens_do_not_depend_on_the_chunks_in_which_they_are_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are the largest of probability / noise, in any number of rows at once."""
+    keys = draw_keys(range(3, 26), range(100, 123))
+    probs = torch.randn(23, 50, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    expected = (probs / exponential_noise(keys, 50)).argmax(-1)
+    for numbers in (1, 100, 101, 5000):
+        monkeypatch.setattr(sampling_noise, "_CHUNK_ON_CPU", numbers)
+        assert torch.equal(draw_tokens(probs.clone(), keys), expected)
+
+
+def test_keys_are_pinned() -> None:
+    """A resumed run of a later release, and a run on another machine, draw the same tokens."""
+    keys = draw_keys([0, 2**63 - 1], [1, 2**20])
+    mask, words = 2**64 - 1, []
+    for seed, position in ((0, 1), (2**63 - 1, 2**20)):
+        first = splitmix(splitmix(seed) + position * 0x9E3779B97F4A7C15 & mask)
+        second = splitmix(first + 0x9E3779B97F4A7C15 & mask)
+        words.append([first & 0xFFFFFFFF, first >> 32, second & 0xFFFFFFFF])
+    assert (keys.squeeze(-1).T.long() & 0xFFFFFFFF).tolist() == [[w | 1 for w in r] for r in words]
 
 
 def test_a_device_with_other_noise_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
