@@ -46,6 +46,11 @@ FEATURES: dict[str, tuple[dict[str, Any], str, str]] = {
         "megatron.training",
     ),
     "--schedules-method": ({"schedules_method": "dualpipev"}, TRAINING, "megatron.training"),
+    "--virtual-optimizer": (
+        {"virtual_optimizer": [1.0], "use_distributed_optimizer": True},
+        TRAINING,
+        "megatron.training",
+    ),
     "--use-ascend-coc": ({"use_ascend_coc": True}, TRAINING, "megatron.training"),
     "--moe-alltoall-overlap-comm": (OVERLAP, BUILT, "megatron-core 0.16"),
     "--moe-zero-memory": (OVERLAP | {"moe_zero_memory": "level0"}, BUILT, "megatron-core 0.16"),

@@ -3,7 +3,8 @@
     python tests/support/wheel_requirements.py      # writes wheel_requirements.json anew, by pip
 
 vllm-ascend 0.23.0.post1 is a source distribution, which pip would build; its metadata is that of
-the emulator (``tests/ascend/emulator/build.py``), which has to be built before.
+the emulator (``tests/ascend/emulator/build.py``), which has to be built before. torch is that of
+x86_64 Linux, whose wheel pip reads whole: 0.9 GB.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from importlib.metadata import PathDistribution
 from pathlib import Path
 
 PATH = Path(__file__).with_suffix(".json")
-WHEELS = ("torch_npu==2.10.0.post4", "vllm-ascend==0.23.0", "vllm==0.23.0", "vllm==0.32.0",
-          "megatron-core==0.16.1", "datasets==5.2.0", "transformers==5.5.4")  # fmt: skip
+WHEELS = ("torch==2.10.0", "torch_npu==2.10.0.post4", "vllm-ascend==0.23.0", "vllm==0.23.0",
+          "vllm==0.32.0", "megatron-core==0.16.1", "datasets==5.2.0", "transformers==5.5.4",
+          "math-verify==0.9.0")  # fmt: skip
 
 
 def snapshot() -> dict[str, list[str]]:

@@ -37,6 +37,38 @@ def test_every_flag_is_counted_and_those_gone_without_are_named():
     assert ignored == "flags without meaning here: --split 9,1,0, --swiglu"
 
 
+# As scripts of MindSpeed-LLM pass them -> a word of what happens instead
+GONE_WITHOUT = {
+    "--gemm-gradient-accumulation-fusion": "gradients",
+    "--overlap-param-gather": "gathered",
+    "--moe-permutation-async-comm": "dispatcher",
+    "--disable-gloo-group": "gloo",
+    "--hccl-slice-size 10485760": "gloo",
+    "--smart-swap": "--swap-optimizer",
+    "--virtual-optimizer all": "--swap-optimizer",
+    "--virtual-optimizer 1.5 2 0 0": "--swap-optimizer",
+}
+
+
+@pytest.mark.parametrize("typed", GONE_WITHOUT)
+def test_what_saves_time_or_memory_elsewhere_is_gone_without_and_told(typed):
+    """The run is that of the same command line without the flag, and one line says what is not."""
+    rest = ["--hf-checkpoint", "x", "--use-distributed-optimizer"]
+    plain = parse(RLRunConfig, rest, "test")
+    parsed = parse(RLRunConfig, [*typed.split(), *rest], "test", keep_refused=True)
+    assert parsed.config == plain.config and not parsed.refused
+    counts, *lines = disposition_lines(parsed, parsed.ignored)
+    (line,) = [line for line in lines if line.startswith(f"without {typed}: ")]
+    assert GONE_WITHOUT[typed] in line
+    assert "1 that the run goes on without" in counts and typed not in str(parsed.honoured)
+
+
+def test_flags_with_one_reason_are_one_line():
+    parsed = parse(RLRunConfig, ["--disable-gloo-group", "--hccl-slice-size", "8"], "test")
+    _, line = disposition_lines(parsed, parsed.ignored)
+    assert line.startswith("without --disable-gloo-group, --hccl-slice-size 8: ")
+
+
 def test_the_start_of_a_run_prints_them(tmp_path, capsys):
     plan = check_rl_run(write_inputs(tmp_path))
     parsed = parse(RLRunConfig, FLAGS.split()[:-3], "test")

@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,30 @@ def test_links_between_pages_lead_somewhere() -> None:
     for path in [*PAGES, *OTHERS]:
         for target in re.findall(r"\]\((?!https?://|#)([^)#]+)(?:#[^)]*)?\)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_every_finding_of_the_ascend_page_names_tests_that_exist() -> None:
+    """Its tables say which test fails without a fix; elsewhere it names files of the package."""
+    text = (ROOT / "docs" / "ascend.md").read_text(encoding="utf-8")
+    rows = list(tables(text, "| finding | fix | test |"))
+    assert len(rows) > 30
+    usual = ROOT / "tests/ascend/test_engine.py"
+    for *_, last in rows:
+        named = re.findall(r"`([^`]+)`", last)
+        assert named, last
+        source = "".join((ROOT / name).read_text() for name in named if name.endswith(".py"))
+        for name in named:
+            known = f"def {name}(" in source + usual.read_text()
+            assert name.endswith(".py") or known, f"{name}: {last}"
+    for name in re.findall(r"`((?:\w+/)+\w+\.(?:py|toml|sh|cfg))`", text):
+        assert (ROOT / name).is_file() or (ROOT / "mindspeed_rl" / name).is_file(), name
+
+
+def tables(text: str, header: str) -> Iterator[list[str]]:
+    """The cells of the rows of all tables with this header."""
+    for part in text.split(header)[1:]:
+        for line in part.partition("\n\n")[0].splitlines()[2:]:
+            yield [cell.strip() for cell in line.strip("|").split(" | ")]
 
 
 @pytest.mark.slow

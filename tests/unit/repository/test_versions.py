@@ -13,16 +13,17 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 from support.wheel_requirements import snapshot
 
-from mindspeed_rl.core.versions import read_matrix, requirements
+from mindspeed_rl.core.versions import pins, read_matrix, requirements
 
 # vLLM is installed without its dependencies where torch is of another build than it asks for.
 TORCH = ("torch", "torchaudio", "torchvision", "torchcodec")
+CORE = ["datasets==5.2.0", "math-verify==0.9.0"]
 ASKED = {
-    "cpu": ["megatron-core==0.16.1", "datasets==5.2.0"],
-    "cuda": ["megatron-core==0.16.1", "vllm==0.32.0", "datasets==5.2.0"],
-    "npu": ["megatron-core==0.16.1", "torch_npu==2.10.0.post4", "vllm-ascend==0.23.0",
-            "transformers==5.5.4", "datasets==5.2.0"],
-    "npu, later build": ["torch_npu==2.10.0.post4", "vllm-ascend==0.23.0.post1"],
+    "cpu": ["megatron-core==0.16.1", *CORE],
+    "cuda": ["megatron-core==0.16.1", "vllm==0.32.0", *CORE],
+    "npu": ["torch==2.10.0", "torch_npu==2.10.0.post4", "megatron-core==0.16.1",
+            "vllm-ascend==0.23.0", "transformers==5.5.4", *CORE],
+    "npu, later build": ["torch==2.10.0", "torch_npu==2.10.0.post4", "vllm-ascend==0.23.0.post1"],
 }  # fmt: skip
 ENVIRONMENTS = ("3.11", "3.12")  # versions of Python: of a virtual environment, of an image
 
@@ -83,6 +84,12 @@ def test_the_snapshot_is_of_the_matrix() -> None:
         for package in asked:
             name, _, version = package.partition("==")
             assert SpecifierSet(rows[name]).contains(version), package
+
+
+def test_every_pin_of_the_set_for_npus_is_asked_what_it_needs() -> None:
+    """But for vLLM, which is installed alone."""
+    wanted = {f"{name}=={version.removesuffix('.*')}" for name, version in pins("npu").items()}
+    assert wanted - set(ASKED["npu"]) == {"vllm==0.23.0"}
 
 
 def test_a_set_that_excludes_itself_is_found() -> None:
