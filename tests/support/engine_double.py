@@ -19,6 +19,7 @@ from mindspeed_rl.engines.vllm.engine import VllmEngine
 from mindspeed_rl.engines.vllm.host_backend import parts_by_storage
 from mindspeed_rl.engines.vllm.layout import VllmLayout
 from mindspeed_rl.platforms.cpu import CpuPlatform
+from mindspeed_rl.rollout.engine import Arrivals
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.requests import SamplingSettings
 
@@ -150,7 +151,9 @@ class EngineDouble(VllmEngine):
         self._asked = ToyPort()
         return self._asked
 
-    def _steps(self, max_steps: int | None = None) -> Iterator[list[Any]]:
+    def _steps(
+        self, max_steps: int | None = None, arrivals: Arrivals | None = None
+    ) -> Iterator[list[Any]]:
         """One step per request, the last one first."""
         for key, prompt in reversed(self._asked.prompts.items()):
             output = SimpleNamespace(
