@@ -38,6 +38,7 @@ def as_benchmark(config: RLRunConfig) -> RLRunConfig:
             reward_model_weight=rewards.reward_model_weight,
         ),
         sampling=type(config.sampling)(),
+        balance=replace(config.balance, prompt_order="shuffled"),
         environment=type(config.environment)(),
         checkpoint=type(config.checkpoint)(),
         critic=replace(critic, critic_export_hf=""),

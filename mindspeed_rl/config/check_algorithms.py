@@ -22,6 +22,7 @@ def check_algorithms(config: RLRunConfig) -> None:
     _check_reward_model(config)
     _check_routing(config)
     _check_environment(config)
+    _check_order(config)
     warmup, last = config.critic.critic_warmup_steps, config.train.train_iters
     if warmup and warmup >= last:
         raise UsageError(
@@ -160,3 +161,12 @@ def _check_environment(config: RLRunConfig) -> None:
                 f"{name} {value}: not with --rl-environment {environment}, whose conversations "
                 "stay on the engine that holds them; remove one of the two"
             )
+
+
+def _check_order(config: RLRunConfig) -> None:
+    prompts = config.rl.grpo_prompts_per_step
+    if config.balance.prompt_order == "by-length" and prompts == 1:
+        raise UsageError(
+            "--prompt-order by-length brings prompts of similar length together in a step, and "
+            "--grpo-prompts-per-step 1 has one; raise it, or remove the order"
+        )

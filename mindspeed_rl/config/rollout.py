@@ -186,16 +186,25 @@ class EngineTuningConfig:
 class RolloutBalanceConfig:
     """Balance of rollouts.
 
-    A step ends with its longest response. Samples are distributed over the engines by the length
-    that earlier responses to their prompts had; --rollout-rebalance moves requests from engines
-    that are behind to those that are ahead, as tokens: prompt and response so far are read again,
-    and sampling continues with the random stream of the sample. Neither changes what is sampled.
+    A step ends with its longest response. --prompt-order by-length draws prompts whose responses
+    are likely to be of similar length for a step. Samples are distributed over the engines by the
+    length that earlier responses to their prompts had; --rollout-rebalance moves requests from
+    engines that are behind to those that are ahead, as tokens: prompt and response so far are read
+    again, and sampling continues with the random stream of the sample. Neither distributing nor
+    moving changes what is sampled.
     --partial-rollout-tokens ends a step before its longest responses do: they continue in the
     next step with newer weights, and every token keeps the version of the weights that sampled it.
 
     Example: --rollout-rebalance all --rollout-rebalance-interval 256
     """
 
+    prompt_order: str = flag(
+        "shuffled",
+        "Order of the prompts in an epoch. shuffled: a permutation of the seed; by-length: prompts "
+        "of similar expected length share a step, in blocks of a step whose order, as that within "
+        "them, is of the seed; the first epoch, in which nothing is known, is shuffled.",
+        choices=("shuffled", "by-length"),
+    )
     rollout_balance: str = flag(
         "history",
         "How samples are distributed over engines. history: equal numbers with equal sums of "

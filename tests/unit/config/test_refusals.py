@@ -92,6 +92,7 @@ REFUSED = {
         --partial-rollout-tokens 3 -> --partial-rollout-tokens 3 carries tokens of older
         --rl-resample-factor 2 --old-logprob rollout -> factor 2 has no effect without
         --rl-environment calculator --rl-environment-ray-workers 2 -> without --orchestrator ray
+        --prompt-order by-length --grpo-prompts-per-step 1 -> --prompt-order & --grpo-prompts-per-
         --rl-clip-ratio-c 0.5 -> --rl-clip-ratio-c 0.5 & above 1
         --rl-clip-ratio-c 1 -> --rl-clip-ratio-c 1 & above 1
         --rl-policy-loss sapo --rl-sapo-tau-pos 0 -> --rl-sapo-tau-pos & more than 0

@@ -39,7 +39,8 @@ def config_of(folder: Path, flags: str) -> RLRunConfig:
 
 
 def test_any_script_without_weights_and_data_is_planned(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "--rl-benchmark-lengths 24 9")
+    config = config_of(tmp_path, "--rl-benchmark-lengths 24 9 --prompt-order by-length")
+    assert config.balance.prompt_order == "shuffled"
     plan = plan_rl(config, 2)
     assert plan.max_model_len == 33
     assert not config.prompts.prompt_data and not config.prompts.eval_files
