@@ -38,6 +38,12 @@ def as_benchmark(config: RLRunConfig) -> RLRunConfig:
             reward_model_weight=rewards.reward_model_weight,
         ),
         sampling=type(config.sampling)(),
+        balance=replace(
+            config.balance,
+            prompt_order="shuffled",
+            response_length_cap_factor=0.0,
+            response_length_cap_floor=type(config.balance)().response_length_cap_floor,
+        ),
         environment=type(config.environment)(),
         checkpoint=type(config.checkpoint)(),
         critic=replace(critic, critic_export_hf=""),

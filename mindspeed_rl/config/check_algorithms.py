@@ -22,6 +22,8 @@ def check_algorithms(config: RLRunConfig) -> None:
     _check_reward_model(config)
     _check_routing(config)
     _check_environment(config)
+    _check_order(config)
+    _check_caps(config)
     warmup, last = config.critic.critic_warmup_steps, config.train.train_iters
     if warmup and warmup >= last:
         raise UsageError(
@@ -159,4 +161,41 @@ def _check_environment(config: RLRunConfig) -> None:
             raise UsageError(
                 f"{name} {value}: not with --rl-environment {environment}, whose conversations "
                 "stay on the engine that holds them; remove one of the two"
+            )
+
+
+def _check_order(config: RLRunConfig) -> None:
+    prompts = config.rl.grpo_prompts_per_step
+    if config.balance.prompt_order == "by-length" and prompts == 1:
+        raise UsageError(
+            "--prompt-order by-length brings prompts of similar length together in a step, and "
+            "--grpo-prompts-per-step 1 has one; raise it, or remove the order"
+        )
+
+
+def _check_caps(config: RLRunConfig) -> None:
+    """Refuse caps on responses that never cut, never grow, or meet another way to cut."""
+    flags, limit = config.balance, config.rollout.rollout_max_response_length
+    factor, floor = flags.response_length_cap_factor, flags.response_length_cap_floor
+    if not factor:
+        return
+    if factor <= 1:
+        raise UsageError(
+            f"--response-length-cap-factor {factor:g}: a response that a cap cuts raises the next "
+            "cap by the factor, so that longer ones can be learned; allowed: above 1, or 0 for no "
+            "caps"
+        )
+    if floor >= limit:
+        raise UsageError(
+            f"--response-length-cap-floor {floor}: with --rollout-max-response-length {limit} no "
+            "cap would cut anything; lower it, or remove --response-length-cap-factor"
+        )
+    partial, environment = flags.partial_rollout_tokens, config.environment.rl_environment
+    for used, given in (
+        (partial, f"--partial-rollout-tokens {partial}, which continues what was cut"),
+        (environment, f"--rl-environment {environment}, whose turns share one limit"),
+    ):
+        if used:
+            raise UsageError(
+                f"--response-length-cap-factor {factor:g}: not with {given}; remove one of the two"
             )

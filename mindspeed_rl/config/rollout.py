@@ -186,17 +186,40 @@ class EngineTuningConfig:
 class RolloutBalanceConfig:
     """Balance of rollouts.
 
-    A step ends with its longest response. Samples are distributed over the engines by the length
-    that earlier responses to their prompts had; --rollout-rebalance moves requests from engines
-    that are behind to those that are ahead, as tokens: prompt and response so far are read again,
-    and sampling continues with the noise of the same seed and position. Neither changes what is
-    sampled.
+    A step ends with its longest response. --prompt-order by-length draws prompts whose responses
+    are likely to be of similar length for a step. Samples are distributed over the engines by the
+    length that earlier responses to their prompts had; --rollout-rebalance moves requests from
+    engines that are behind to those that are ahead, as tokens: prompt and response so far are read
+    again, and sampling continues with the noise of the same seed and position. Neither distributing
+    nor moving changes what is sampled. --response-length-cap-factor does: it ends responses that
+    are much longer than all earlier ones to their prompt.
     --partial-rollout-tokens ends a step before its longest responses do: they continue in the
     next step with newer weights, and every token keeps the version of the weights that sampled it.
 
     Example: --rollout-rebalance all --rollout-rebalance-interval 256
     """
 
+    prompt_order: str = flag(
+        "shuffled",
+        "Order of the prompts in an epoch. shuffled: a permutation of the seed; by-length: prompts "
+        "of similar expected length share a step, in blocks of a step whose order, as that within "
+        "them, is of the seed; the first epoch, in which nothing is known, is shuffled.",
+        choices=("shuffled", "by-length"),
+    )
+    response_length_cap_factor: float = flag(
+        0.0,
+        "End a response to a training prompt at this many times its longest known response; it "
+        "then counts as truncated. Above 1; 0 is off. A prompt without a known response has no "
+        "cap, and neither has an evaluation. Caps bias what is trained on; cap/ in the metrics "
+        "says by how much.",
+        minimum=0.0,
+    )
+    response_length_cap_floor: int = flag(
+        1024,
+        "Least tokens of such a cap.",
+        minimum=1,
+        needs=Needs("--response-length-cap-factor"),
+    )
     rollout_balance: str = flag(
         "history",
         "How samples are distributed over engines. history: equal numbers with equal sums of "

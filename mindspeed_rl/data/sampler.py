@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mindspeed_rl.core.errors import UsageError
+
+_BY_LENGTH = "by_length"
 
 
 def epoch_order(num_prompts: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
@@ -21,13 +24,70 @@ def epoch_order(num_prompts: int, seed: int, epoch: int, shuffle: bool) -> list[
     return order
 
 
+@dataclass(frozen=True, slots=True)
+class LengthRanking:
+    """What an epoch's order by length is computed from, besides seed and epoch.
+
+    Attributes:
+        lengths: Expected length of the responses to each prompt, in tokens.
+        block: Number of prompts in a block: those of a step.
+        first: Number of prompts in the first block, which fills the step in which the epoch
+            begins; 0: it is a block like the others.
+    """
+
+    lengths: tuple[int, ...]
+    block: int
+    first: int = 0
+
+    def order(self, seed: int, epoch: int) -> list[int]:
+        """Return the order of an epoch in which the prompts of a block have similar lengths.
+
+        The prompts sorted by length are cut into blocks. Which block comes when, and the order
+        within a block, are drawn from seed and epoch, as is the order of prompts of equal length.
+        Every prompt is in it once. The shorter first and last blocks are cut at drawn places, too.
+        """
+        shuffled = epoch_order(len(self.lengths), seed, epoch, True)
+        ranked = sorted(shuffled, key=self.lengths.__getitem__)
+        first = min(self.first, len(ranked))
+        full, rest = divmod(len(ranked) - first, self.block)
+        sizes = [size for size in (first, *([self.block] * full), rest) if size]
+        rng = random.Random(f"{seed}/{epoch}/blocks")
+        keys = [rng.random() for _ in sizes]
+        blocks: dict[int, list[int]] = {}
+        start = 0
+        for number in sorted(range(len(sizes)), key=keys.__getitem__):
+            blocks[number] = ranked[start : start + sizes[number]]
+            start += sizes[number]
+        place = {prompt: position for position, prompt in enumerate(shuffled)}
+        return [
+            prompt
+            for number in range(len(sizes))
+            for prompt in sorted(blocks[number], key=place.__getitem__)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class ByLength:
+    """Orders epochs by the lengths that are expected when they begin.
+
+    Attributes:
+        block: Number of prompts that a step draws.
+        expected: Returns the expected length of every prompt, equal on all ranks; empty while
+            nothing is known.
+    """
+
+    block: int
+    expected: Callable[[], Sequence[int]]
+
+
 class PromptSampler:
     """Deals out prompt indices, every one exactly once per epoch.
 
     The order of an epoch depends on ``seed`` and the epoch number only: not on how many indices
-    are taken at a time, not on the global random state, not on the Python version. A request may
-    cross the end of an epoch, so nothing is dropped there; one request then can hold an index
-    twice, once from each epoch.
+    are taken at a time, not on the global random state, not on the Python version. With
+    ``by_length`` it depends also on the lengths that were expected when the epoch began and on
+    where in a request it began; both are in the state. A request may cross the end of an epoch, so
+    nothing is dropped there; one request then can hold an index twice, once from each epoch.
 
     Args:
         num_prompts: Size of the data set.
@@ -35,25 +95,31 @@ class PromptSampler:
         shuffle: Whether to permute every epoch; otherwise file order.
         fingerprint: ``PromptDataset.fingerprint``, kept in the state so that a resumed run
             cannot continue on other data unnoticed.
+        by_length: Orders every epoch that begins when lengths are known; ``None``: no epoch.
     """
 
     def __init__(
-        self, num_prompts: int, seed: int, shuffle: bool = True, *, fingerprint: str = ""
+        self,
+        num_prompts: int,
+        seed: int,
+        shuffle: bool = True,
+        *,
+        fingerprint: str = "",
+        by_length: ByLength | None = None,
     ) -> None:
         self._num_prompts = num_prompts
         self._seed = seed
         self._shuffle = shuffle
         self.fingerprint = fingerprint
-        self._epoch = 0
-        self._position = 0
-        self._order = epoch_order(num_prompts, seed, 0, shuffle)
+        self._by_length = by_length
+        self._start_epoch(0, None)
 
     def next(self, count: int) -> list[int]:
         """Return the next ``count`` indices into the data set."""
         indices: list[int] = []
         while len(indices) < count:
             if self._position == self._num_prompts:
-                self._start_epoch(self._epoch + 1)
+                self._start_epoch(self._epoch + 1, self._ranking(count - len(indices)))
             end = min(self._position + count - len(indices), self._num_prompts)
             indices += self._order[self._position : end]
             self._position = end
@@ -61,12 +127,16 @@ class PromptSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that decides the following indices, in plain JSON types."""
-        return {**self._identity(), "epoch": self._epoch, "position": self._position}
+        state = {**self._identity(), "epoch": self._epoch, "position": self._position}
+        if self._ranked_by is not None:
+            ranking = asdict(self._ranked_by)
+            state[_BY_LENGTH] = {**ranking, "lengths": list(self._ranked_by.lengths)}
+        return state
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, allow_changed_data: bool = False
     ) -> None:
-        """Continue where ``state`` was taken.
+        """Continue where ``state`` was taken, in the order that the epoch had there.
 
         Args:
             state: Result of ``state_dict()``.
@@ -78,7 +148,7 @@ class PromptSampler:
                 or it is not a state of this class.
         """
         expected = {*self._identity(), "epoch", "position"}
-        if set(state) != expected:
+        if set(state) - {_BY_LENGTH} != expected:
             raise UsageError(
                 f"sampler state has the keys {sorted(state)}, expected {sorted(expected)}; "
                 "it was not written by this version of PromptSampler"
@@ -95,9 +165,12 @@ class PromptSampler:
                 "checkpoint, or add --allow-changed-data to start a new epoch on the present data"
             )
         if changed:
-            self._start_epoch(state["epoch"] + 1)
+            self._start_epoch(state["epoch"] + 1, self._ranking(0))
             return
-        self._start_epoch(state["epoch"], state["position"])
+        ranking = None
+        if saved := state.get(_BY_LENGTH):
+            ranking = LengthRanking(tuple(saved["lengths"]), saved["block"], saved["first"])
+        self._start_epoch(state["epoch"], ranking, state["position"])
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -107,7 +180,18 @@ class PromptSampler:
             "fingerprint": self.fingerprint,
         }
 
-    def _start_epoch(self, epoch: int, position: int = 0) -> None:
+    def _ranking(self, needed: int) -> LengthRanking | None:
+        """Return what to order a new epoch by; its first prompts are the ``needed`` of a step."""
+        if self._by_length is None or not (lengths := self._by_length.expected()):
+            return None
+        block = self._by_length.block
+        return LengthRanking(tuple(lengths), block, needed % block)
+
+    def _start_epoch(self, epoch: int, ranking: LengthRanking | None, position: int = 0) -> None:
         self._epoch = epoch
         self._position = position
-        self._order = epoch_order(self._num_prompts, self._seed, epoch, self._shuffle)
+        self._ranked_by = ranking
+        if ranking is None:
+            self._order = epoch_order(self._num_prompts, self._seed, epoch, self._shuffle)
+        else:
+            self._order = ranking.order(self._seed, epoch)

@@ -80,16 +80,24 @@ class EngineAssignment:
         settings: SamplingSettings,
         history: LengthHistory | None,
         prefixes: Sequence[RolloutInfo | None] = (),
+        limits: Sequence[int] = (),
     ) -> Rebalancer | None:
-        """Return what moves requests during one pass; ``None`` where nothing is to move. Local."""
+        """Return what moves requests during one pass; ``None`` where nothing is to move. Local.
+
+        Args:
+            prompts: Prompts of all samples; the position is the sample id.
+            settings: Sampling settings.
+            history: Lengths of earlier responses; ``None``: nothing is known.
+            prefixes: Beginning of each response; empty where no response continues.
+            limits: Most tokens of each response; empty: those of the settings.
+        """
         if self.rules is None:
             return None
         known = history if history is not None else LengthHistory()
 
         def expected(sample_id: int, generated: int) -> int:
-            length = known.expected(
-                prompts[sample_id].index, generated, settings.max_response_tokens
-            )
+            most = limits[sample_id] if limits else settings.max_response_tokens
+            length = known.expected(prompts[sample_id].index, generated, most)
             return min(length, self.max_tokens(prefixes[sample_id])) if prefixes else length
 
         group = self.engine.group_of(self.rank)

@@ -46,6 +46,7 @@ class PassRequest:
         lengths: Lengths of earlier responses to the prompts.
         prefixes: In partial rollouts, the beginning of each response; a response that is still
             incomplete after this pass has no reward.
+        limits: Most tokens of each response, at most those of the settings; empty: as there.
     """
 
     prompts: Sequence[Prompt]
@@ -56,6 +57,7 @@ class PassRequest:
     key: SampleKey = UNCACHED
     lengths: LengthHistory | None = None
     prefixes: Sequence[RolloutInfo | None] = ()
+    limits: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +157,13 @@ class RolloutWorker:
         engine; the world where requests may move.
         """
         prompts, settings, prefixes = request.prompts, request.settings, request.prefixes
+        limits = request.limits
         own = self.assignment.own_samples(prompts, request.lengths, prefixes)
         requests = []
         for i in own:
             seed = request_seed(self.seed, request.step, i, request.attempt)
-            new = GenerationRequest(i, prompts[i].token_ids, seed)
+            most = limits[i] if limits else None
+            new = GenerationRequest(i, prompts[i].token_ids, seed, most)
             requests.append(self._continued(new, prefixes[i] if prefixes else None))
 
         def on_step(finished: Mapping[int, Completion]) -> None:
@@ -174,7 +178,9 @@ class RolloutWorker:
                 take = scorer.add_unscored if incomplete else scorer.add
                 take(Rollout(i, prompts[i], completion))
 
-        rebalancer = self.assignment.rebalancer(prompts, settings, request.lengths, prefixes)
+        rebalancer = self.assignment.rebalancer(
+            prompts, settings, request.lengths, prefixes, limits
+        )
         done = self.engine.generate(requests, settings, request.version, on_step, rebalancer)
         return [Rollout(i, prompts[i], done[i]) for i in sorted(done)]
 

@@ -197,11 +197,13 @@ def length_penalty(config: RLRunConfig, sample: RolloutInfo) -> float:
 
     Within the last tokens before the limit it falls linearly from 0 to minus
     ``--rl-overlong-penalty``: soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, section
-    3.4).
+    3.4). A response that a cap cut is punished as one at the limit.
     """
     buffer = config.sampling.rl_overlong_buffer
     if not buffer:
         return 0.0
+    if config.balance.response_length_cap_factor and not sample.stopped:
+        return -config.sampling.rl_overlong_penalty
     over = sample.num_tokens - (config.rollout.rollout_max_response_length - buffer)
     return -config.sampling.rl_overlong_penalty * min(max(over / buffer, 0.0), 1.0)
 

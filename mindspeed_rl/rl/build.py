@@ -313,9 +313,15 @@ def check_data(config: RLRunConfig, data: PromptData) -> None:
     """Check the prompts against each other and against the rewards of the run. Local.
 
     Raises:
-        UsageError: a held-out prompt is also trained on, or a row names rewards that the run does
-            not have.
+        UsageError: a held-out prompt is also trained on, a row names rewards that the run does not
+            have, or there is nothing to order.
     """
+    per_step = config.rl.grpo_prompts_per_step
+    if config.balance.prompt_order == "by-length" and len(data.train) <= per_step:
+        raise UsageError(
+            f"--prompt-order by-length: a step draws {per_step} prompts (--grpo-prompts-per-step) "
+            f"and --prompt-data has {len(data.train)}, so every step has all lengths; remove it"
+        )
     for name, dataset in data.held_out.items():
         refuse_overlap(data.train, dataset, eval_flag(name))
     check_row_rewards(

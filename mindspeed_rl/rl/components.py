@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from mindspeed_rl.colocation.memory_ledger import MemoryLedger
 from mindspeed_rl.colocation.scheduler import DeviceScheduler
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.data.prompts import PromptDataset
-from mindspeed_rl.data.sampler import PromptSampler
+from mindspeed_rl.data.sampler import ByLength, PromptSampler
 from mindspeed_rl.generation.rollout_worker import RolloutWorker
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.jsonl import JsonlWriter
@@ -155,5 +156,13 @@ class RunState:
     @classmethod
     def at_start(cls, config: RLRunConfig, prompts: PromptDataset) -> RunState:
         """Return the state of a run that has done no step on ``prompts``."""
-        sampler = PromptSampler(len(prompts), config.train.seed, fingerprint=prompts.fingerprint)
-        return cls(sampler, kl_beta=config.rl.grpo_kl_beta)
+        lengths, by_length = LengthHistory(), None
+        if config.balance.prompt_order == "by-length":
+            # A step with surplus prompts draws more, where it needs all of a step's groups.
+            block = math.ceil(config.rl.grpo_prompts_per_step * config.sampling.rl_resample_factor)
+            limit = config.rollout.rollout_max_response_length
+            by_length = ByLength(block, lambda: lengths.expected_lengths(len(prompts), limit))
+        sampler = PromptSampler(
+            len(prompts), config.train.seed, fingerprint=prompts.fingerprint, by_length=by_length
+        )
+        return cls(sampler, kl_beta=config.rl.grpo_kl_beta, lengths=lengths)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from mindspeed_rl.algorithms.correction import derived_mismatch
+from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.outputs import (
     CURVES_FILE,
     METRICS_FILE,
@@ -86,8 +87,20 @@ def describe(run: Components) -> None:
         *group_lines(existing_groups(), prediction.group_bytes(0)),
         *([decode_line(prediction), determinism_line()] if on_npu else []),
         *([weight_format] if weight_format else []),
+        *order_lines(run.config, len(run.data.train)),
         *([experts] if plan.spec.moe and run.config.rl.rl_routing_replay == "none" else []),
     )
+
+
+def order_lines(config: RLRunConfig, num_prompts: int) -> list[str]:
+    """Return when ``--prompt-order by-length`` begins to order prompts; empty without it."""
+    if config.balance.prompt_order != "by-length":
+        return []
+    least = config.train.train_iters * config.rl.grpo_prompts_per_step
+    line = f"prompts: shuffled for an epoch of {num_prompts}, then by length"
+    if least <= num_prompts:
+        line += f"; the {least} prompts of --train-iters {config.train.train_iters} are no more"
+    return [line]
 
 
 @dataclass

@@ -37,13 +37,17 @@ def start(run: Components) -> tuple[RunState, RunReporter]:
     extra = loaded.extra
     if not extra:
         return state, RunReporter(run, state)
+    same_prompts = state.sampler.fingerprint == extra["sampler"]["fingerprint"]
+    if same_prompts:
+        # First, as an epoch that the sampler begins may be ordered by them.
+        state.lengths.load_state_dict(extra["lengths"])
     state.sampler.load_state_dict(
         extra["sampler"], allow_changed_data=run.config.checkpoint.allow_changed_data
     )
     state.step, state.version = loaded.step, extra["version"]
     if run.config.kl.rl_kl_target:
         state.kl_beta = extra["kl_beta"]
-    if state.sampler.fingerprint == extra["sampler"]["fingerprint"]:
+    if same_prompts:
         partial = run.config.balance.partial_rollout_tokens > 0
         restore_carryover(run.samples, state, extra, continues_partial=partial)
         if state.carried_groups and not run.config.sampling.grpo_filter_groups_with_same_reward:
@@ -53,7 +57,6 @@ def start(run: Components) -> tuple[RunState, RunReporter]:
                 "--grpo-filter-groups-with-same-reward"
             )
             state.carried_groups = []
-        state.lengths.load_state_dict(extra["lengths"])
     return state, RunReporter(run, state, loaded.step, extra["report"])
 
 

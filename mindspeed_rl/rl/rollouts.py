@@ -10,6 +10,7 @@ from functools import partial
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.generation.assignment import observe_lengths
+from mindspeed_rl.generation.length_caps import LengthCaps, length_caps
 from mindspeed_rl.generation.rollout_worker import PassRequest, PhaseContext, RolloutWorker
 from mindspeed_rl.metrics.metric_set import MetricSet
 from mindspeed_rl.metrics.telemetry import named_phase
@@ -52,6 +53,7 @@ class _StepSampling:
         group_size: Number of samples of a prompt.
         phase: Names the parts of a pass for timer and watchdog.
         state: State of the run.
+        caps: Caps of responses by earlier ones; ``None``: there are none.
         num_generated: Number of samples generated so far.
         metrics: Metrics of the passes so far.
     """
@@ -63,6 +65,7 @@ class _StepSampling:
     group_size: int
     phase: PhaseContext
     state: RunState
+    caps: LengthCaps | None = None
     num_generated: int = 0
     metrics: MetricSet = field(default_factory=MetricSet)
 
@@ -79,12 +82,17 @@ class _StepSampling:
             key=SampleKey(self.state.step, self.num_generated),
             lengths=self.state.lengths,
             prefixes=prefixes,
+            limits=self.limits(prompts),
         )
         found = self.worker.run(request, self.phase)
         self.store.keep(found.rollouts, found.samples)
         self.num_generated += len(prompts)
         self.metrics = self.metrics.merge(found.metrics)
         return found.samples
+
+    def limits(self, prompts: Sequence[Prompt]) -> Sequence[int]:
+        """Return the cap of the response to each prompt; empty without caps."""
+        return self.caps.of(prompts, self.state.lengths) if self.caps else ()
 
     def new_groups(self, num_groups: int, attempt: int) -> list[Group]:
         """Generate complete groups for the next prompts of the data set."""
@@ -115,7 +123,8 @@ class _StepSampling:
         """Return the reward of a greedy response to the prompt of each group, penalised."""
         prompts = [self.data.train[group[0].prompt_index] for group in groups]
         settings = self.worker.settings(0.0)
-        request = PassRequest(prompts, self.state.step, settings, self.state.version)
+        limits = self.limits(prompts)  # those of the samples, to which they are compared
+        request = PassRequest(prompts, self.state.step, settings, self.state.version, limits=limits)
         found = self.worker.run(request, self.phase)
         self.metrics = self.metrics.merge(found.metrics)
         # Penalised as samples are; otherwise a long greedy response is too high a baseline.
@@ -132,6 +141,7 @@ def generate_rollouts(run: Components, state: RunState) -> RolloutBatch:
         group_size=run.plan.batch.group_size,
         phase=partial(named_phase, run.telemetry.timer, run.job.watchdog),
         state=state,
+        caps=length_caps(run.config),
     )
     carried = [s for group in (*state.carried_groups, *state.partial_groups) for s in group]
     run.samples.begin_step(state.step, carried)
@@ -165,6 +175,9 @@ def generate_rollouts(run: Components, state: RunState) -> RolloutBatch:
     greedy = None
     if run.config.advantages.estimator.needs_greedy:
         greedy = sampling.greedy_rewards(groups)
+    if sampling.caps is not None:
+        found = sampling.caps.metrics(generated, state.lengths)
+        sampling.metrics = sampling.metrics.merge(found)
     everything, trained = _numbered(generated), _numbered(groups)
     observe_lengths(state.lengths, everything)
     return RolloutBatch(trained, everything or trained, sampling.metrics, greedy)

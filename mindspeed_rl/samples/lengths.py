@@ -1,9 +1,9 @@
 """Prediction of response lengths from the lengths of earlier responses.
 
-Three facts are kept: the mean length of the last step; how the responses of each prompt compare
-with the mean of their step, which outlives the drift of lengths in training; and the spread of
-lengths relative to their prediction. All ranks know the lengths of all samples, so all keep the
-same history without communication.
+Four facts are kept: the mean length of the last step; how the responses of each prompt compare
+with the mean of their step, which outlives the drift of lengths in training; the spread of
+lengths relative to their prediction; and the longest response to each prompt. All ranks know the
+lengths of all samples, so all keep the same history without communication.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class LengthHistory:
     def __init__(self) -> None:
         self._mean = 0.0
         self._relative: dict[int, float] = {}
+        self._longest: dict[int, int] = {}
         self._known, self._new = LengthSpread(), LengthSpread()
 
     def __bool__(self) -> bool:
@@ -73,6 +74,7 @@ class LengthHistory:
             else:
                 now = _NEWEST * total / len(found) + (1 - _NEWEST) * before
             self._relative[prompt] = max(round(now, _DIGITS), 10**-_DIGITS)
+            self._longest[prompt] = max(*found, self._longest.get(prompt, 0))
         for spread, new in ((self._known, ratios[True]), (self._new, ratios[False])):
             if new:
                 spread.replace(new)
@@ -98,19 +100,30 @@ class LengthHistory:
         guess = (generated + limit) / 2 if beyond is None else scale * beyond
         return max(generated + 1, min(limit, round(guess)))
 
+    def expected_lengths(self, num_prompts: int, limit: int) -> list[int]:
+        """Return the expected length of every prompt in tokens; empty while nothing is known."""
+        return [self.expected(i, 0, limit) for i in range(num_prompts)] if self else []
+
+    def longest(self, prompt: int) -> int | None:
+        """Return the tokens of the longest response to a prompt; ``None`` where none is known."""
+        return self._longest.get(prompt)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the history as JSON values."""
         return {
             "mean": self._mean,
             "relative": [[prompt, value] for prompt, value in self._relative.items()],
+            "longest": [[prompt, value] for prompt, value in self._longest.items()],
             "known": list(self._known.ratios),
             "new": list(self._new.ratios),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned, now or before it had the longest responses."""
         self._mean = float(state["mean"])
         self._relative = {int(prompt): float(value) for prompt, value in state["relative"]}
+        longest = state.get("longest", ())
+        self._longest = {int(prompt): int(value) for prompt, value in longest}
         self._known.replace(state["known"])
         self._new.replace(state["new"])
 

@@ -92,6 +92,14 @@ REFUSED = {
         --partial-rollout-tokens 3 -> --partial-rollout-tokens 3 carries tokens of older
         --rl-resample-factor 2 --old-logprob rollout -> factor 2 has no effect without
         --rl-environment calculator --rl-environment-ray-workers 2 -> without --orchestrator ray
+        --prompt-order by-length --grpo-prompts-per-step 1 -> --prompt-order & --grpo-prompts-per-
+        --response-length-cap-factor 1 -> --response-length-cap-factor 1 & above 1
+        --response-length-cap-floor 9 -> no effect without --response-length-cap-factor
+        --response-length-cap-factor 2 -> --response-length-cap-floor 1024 & length 128
+        --response-length-cap-factor 2 --response-length-cap-floor 8 --partial-rollout-tokens 3 \
+            --old-logprob rollout -> --response-length-cap-factor 2 & --partial-rollout-tokens 3
+        --response-length-cap-factor 2 --response-length-cap-floor 8 --rl-environment calculator \
+            -> --response-length-cap-factor 2 & --rl-environment calculator
         --rl-clip-ratio-c 0.5 -> --rl-clip-ratio-c 0.5 & above 1
         --rl-clip-ratio-c 1 -> --rl-clip-ratio-c 1 & above 1
         --rl-policy-loss sapo --rl-sapo-tau-pos 0 -> --rl-sapo-tau-pos & more than 0

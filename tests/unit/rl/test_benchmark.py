@@ -11,6 +11,7 @@ from support.rl_run import HF_CONFIG, make_run
 
 from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.rollout import RolloutBalanceConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import MemoryPhase
 from mindspeed_rl.data.random_prompts import random_prompts
@@ -39,7 +40,11 @@ def config_of(folder: Path, flags: str) -> RLRunConfig:
 
 
 def test_any_script_without_weights_and_data_is_planned(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "--rl-benchmark-lengths 24 9")
+    by_length = (
+        "--prompt-order by-length --response-length-cap-factor 2 --response-length-cap-floor 4"
+    )
+    config = config_of(tmp_path, f"--rl-benchmark-lengths 24 9 {by_length}")
+    assert config.balance == RolloutBalanceConfig()
     plan = plan_rl(config, 2)
     assert plan.max_model_len == 33
     assert not config.prompts.prompt_data and not config.prompts.eval_files

@@ -89,3 +89,18 @@ def test_rewards_that_a_row_names_must_be_those_of_the_run(base_model: Path) -> 
         data = PromptData(tokenizer, *load_data(config.prompts, tokenizer, SPEC, cache))
         with nullcontext() if allowed else pytest.raises(UsageError, match=r"code.*--reward-key"):
             check_data(config, data)
+
+
+def test_an_order_by_length_needs_more_prompts_than_a_step(base_model: Path) -> None:
+    file = base_model / "four.jsonl"
+    write_jsonl(file, [{"prompt": f"{n}", "answer": "1"} for n in (1, 2, 3, 4)])
+    argv = flags(base_model, "--no-chat-template", "--prompt-data", str(file))
+    for per_step, order, refused in ((3, "by-length", False), (4, "by-length", True),
+                                     (4, "shuffled", False)):  # fmt: skip
+        own = ["--grpo-prompts-per-step", str(per_step), "--prompt-order", order]
+        config = parse(RLRunConfig, [*argv, *own], "test").config
+        tokenizer = load_tokenizer(config)
+        cache = RowCache(str(base_model / "cache"))
+        data = PromptData(tokenizer, *load_data(config.prompts, tokenizer, SPEC, cache))
+        with pytest.raises(UsageError, match="--prompt-order") if refused else nullcontext():
+            check_data(config, data)

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from support.rl_run import Answers, answering_run, state_at
+from support.rl_run import Answers, answering_run, make_run, state_at
 
 from mindspeed_rl.generation.evaluate import Evaluation, evaluate, is_right
 from mindspeed_rl.metrics.constant_rewards import ConstantRewards
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.rl.components import Components, RunState
-from mindspeed_rl.rl.report import RunReporter, check_mismatch
+from mindspeed_rl.rl.report import RunReporter, check_mismatch, order_lines
 from mindspeed_rl.rl.rollouts import generate_rollouts
 from mindspeed_rl.samples.store import PlacedSamples
 
@@ -301,3 +301,11 @@ def test_rewards_that_never_differ_are_told_once() -> None:
     nothing = ConstantRewards(1).see(math.nan, math.nan)
     assert "no sample has a reward" in nothing
     assert not any(ConstantRewards(0).see(1.0, 1.0) for _ in range(3))
+
+
+def test_an_order_by_length_says_where_it_begins(tmp_path: Path) -> None:
+    """Four steps of two prompts are no second epoch of eight prompts."""
+    plain, ordered = (make_run(tmp_path, f).config for f in ("", "--prompt-order by-length"))
+    assert order_lines(plain, 7) == []
+    (begins,), (never,) = order_lines(ordered, 7), order_lines(ordered, 8)
+    assert "--train-iters" in never and "--train-iters" not in begins

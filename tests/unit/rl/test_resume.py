@@ -85,6 +85,36 @@ def test_a_resumed_run_has_the_state_of_the_uninterrupted_one(
     assert not torch.equal(again.policy.table, first_table())
 
 
+def test_a_run_that_is_resumed_within_an_epoch_by_length_draws_the_same_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six steps are an epoch; the second one is ordered by the lengths known at its beginning."""
+    flags = "--prompt-order by-length --save x --save-interval 8 --train-iters 20"
+    run = make_run(tmp_path, flags, REWARDS)
+    report = RunReporter(run.parts, run.state)
+    saved: list[LoadedState] = []
+
+    def save(job: Any, engine: Any, step: int, extra: Any, companions: Any) -> None:
+        saved.append(LoadedState(step, json.loads(json.dumps(extra))))
+
+    monkeypatch.setattr(run_checkpoint, "save", save)
+    drawn = [s.prompt_index for step in range(1, 9) for s in run.generate(step).samples[::3]]
+    save_if_due(run.parts, run.state, report)
+    monkeypatch.setattr(run_checkpoint, "load", lambda *_: saved[0])
+    again = make_run(tmp_path, flags, REWARDS)
+    assert resumed(again).start == 8
+    for step in range(9, 19):
+        wanted = [s.prompt_index for s in run.generate(step).samples[::3]]
+        assert [s.prompt_index for s in again.generate(step).samples[::3]] == wanted
+        drawn += wanted
+    for epoch in range(3):
+        assert sorted(drawn[12 * epoch : 12 * (epoch + 1)]) == list(range(NUM_PROMPTS))
+    states = [side.state.sampler.state_dict() for side in (run, again)]
+    assert states[0] == states[1] and states[0]["by_length"]["block"] == 2
+    shuffled = PromptSampler(NUM_PROMPTS, run.config.train.seed).next(36)
+    assert drawn[:12] == shuffled[:12] and drawn[12:] != shuffled[12:]
+
+
 def checkpoint_of(run: TableRun, **changes: Any) -> LoadedState:
     """A checkpoint after the first step of a run."""
     extra = {

@@ -64,6 +64,23 @@ def test_a_history_survives_a_checkpoint() -> None:
     assert not empty
 
 
+def test_the_longest_response_to_a_prompt_is_known_from_all_steps() -> None:
+    history = history_of({1: [11, 40], 2: [30]}, {1: [12, 9], 3: []})
+    assert [history.longest(p) for p in (1, 2, 3)] == [40, 30, None]
+    copy = LengthHistory()
+    copy.load_state_dict(json.loads(json.dumps(history.state_dict())))
+    assert [copy.longest(p) for p in (1, 2, 3)] == [40, 30, None]
+    older = {k: v for k, v in history.state_dict().items() if k != "longest"}
+    copy.load_state_dict(older)
+    assert copy.longest(1) is None and copy.expected(1, 0, LIMIT) == history.expected(1, 0, LIMIT)
+
+
+def test_every_prompt_has_an_expected_length_once_any_is_known() -> None:
+    assert LengthHistory().expected_lengths(3, LIMIT) == []
+    history = history_of({0: [10, 10, 10], 2: [30, 30, 30]})
+    assert history.expected_lengths(3, LIMIT) == [12, 20, 28]
+
+
 def test_a_step_without_samples_changes_nothing() -> None:
     history = history_of({1: [10], 2: [30]})
     before = history.state_dict()
