@@ -97,13 +97,13 @@ def plan_cores(host: HostCores, ranks: int, devices: Sequence[int]) -> CorePlan:
     residents: dict[frozenset[int], list[int]] = defaultdict(list)
     for rank, home in enumerate(homes):
         residents[home].append(rank)
-    cores: dict[int, tuple[int, ...]] = {}
+    parts: dict[int, tuple[int, ...]] = {}
     for home, group in residents.items():
-        cores |= zip(group, _parts(home, len(group)), strict=True)
-    least = min(map(len, cores.values()))
+        parts |= zip(group, _parts(home, len(group)), strict=True)
+    least = min(map(len, parts.values()))
     if least < LEAST:
         return CorePlan((), f"a rank of {ranks} would have {least} cores, fewer than {LEAST}")
-    return CorePlan(tuple(cores[rank] for rank in range(ranks)), why)
+    return CorePlan(tuple(parts[rank] for rank in range(ranks)), why)
 
 
 def _parts(cores: frozenset[int], count: int) -> list[tuple[int, ...]]:
