@@ -58,7 +58,8 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Shift to the right as unsigned integers."""
-    return (x >> bits) & (2 ** (64 - bits) - 1)
+    shifted: torch.Tensor = (x >> bits) & (2 ** (64 - bits) - 1)
+    return shifted
 
 
 @lru_cache(maxsize=8)
