@@ -30,7 +30,7 @@ class DraftHistory:
     """The newest responses to each prompt, of which the least recently used prompts leave first.
 
     Args:
-        limit_bytes: Most bytes of all responses.
+        limit_bytes: Most bytes of all responses, see ``num_bytes``.
         per_prompt: Most responses of a prompt.
 
     Attributes:
@@ -38,7 +38,7 @@ class DraftHistory:
     """
 
     def __init__(self, limit_bytes: int, per_prompt: int = 16) -> None:
-        self._limit = limit_bytes
+        self.limit_bytes = limit_bytes
         self._per_prompt = per_prompt
         self._responses: OrderedDict[PromptKey, list[array[int]]] = OrderedDict()
         self.num_bytes = 0
@@ -55,7 +55,7 @@ class DraftHistory:
         self.num_bytes += _size(response)
         if len(found) > self._per_prompt:
             self.num_bytes -= _size(found.pop(0))
-        while self.num_bytes > self._limit:
+        while self.num_bytes > self.limit_bytes:
             _, oldest = self._responses.popitem(last=False)
             self.num_bytes -= sum(map(_size, oldest))
 
@@ -102,11 +102,12 @@ class DraftHistory:
             return f"its format is {header.get('format')}, this version reads {FORMAT}"
         if header.get("fingerprint") != fingerprint:
             return "it is for another tokenizer"
+        size = header.get("bytes")
+        if isinstance(size, int) and size > self.limit_bytes:
+            return f"its {size} bytes are more than the limit of {self.limit_bytes}"
         digest = hashlib.blake2b(body, digest_size=16).hexdigest()
-        if header.get("bytes") != len(body) or header.get("digest") != digest:
+        if size != len(body) or header.get("digest") != digest:
             return "it is corrupt"
-        if len(body) > self._limit:
-            return f"its {len(body)} bytes are more than the limit of {self._limit}"
         offset = 0
         while offset < len(body):
             key, count = _RECORD.unpack_from(body, offset)
