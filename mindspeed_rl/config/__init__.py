@@ -25,7 +25,12 @@ from mindspeed_rl.config.model import ModelConfig, ParallelConfig
 from mindspeed_rl.config.npu import NpuConfig
 from mindspeed_rl.config.rewards import RewardConfig
 from mindspeed_rl.config.rl import PromptConfig, RLConfig
-from mindspeed_rl.config.rollout import EngineTuningConfig, RolloutBalanceConfig, RolloutConfig
+from mindspeed_rl.config.rollout import (
+    EngineTuningConfig,
+    RolloutBalanceConfig,
+    RolloutConfig,
+    RolloutDraftConfig,
+)
 from mindspeed_rl.config.score import ScoreConfig
 from mindspeed_rl.config.supervised import IndexedDataConfig, SftConfig
 from mindspeed_rl.config.training import CheckpointConfig, LoggingConfig, TrainConfig
@@ -59,6 +64,7 @@ class RLRunConfig:
     kernels: KernelConfig = field(default_factory=KernelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     engine: EngineTuningConfig = field(default_factory=EngineTuningConfig)
+    drafts: RolloutDraftConfig = field(default_factory=RolloutDraftConfig)
     balance: RolloutBalanceConfig = field(default_factory=RolloutBalanceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)

@@ -8,6 +8,7 @@ from mindspeed_rl.config.training import TrainConfig
 from mindspeed_rl.core import agreement
 from mindspeed_rl.core.flag import Needs, flag
 
+_WITH_DRAFTS = Needs("--rollout-drafts", ("history",))
 _WITH_REBALANCE = Needs("--rollout-rebalance", ("waiting", "all"))
 
 
@@ -179,6 +180,41 @@ class EngineTuningConfig:
         "many steps without work at the end of a batch.",
         minimum=1,
         needs=Needs("--rollout-dp-sync", ("auto", "packed")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutDraftConfig:
+    """Drafts of responses.
+
+    With --rollout-drafts history the engine guesses the next tokens of a response from earlier
+    responses to its prompt, from siblings that are further, and from the response itself, and
+    computes a whole guess in one step. It keeps the tokens that it would have sampled anyway, so
+    that responses are those of a run without drafts; docs/speculation.md says where that is
+    verified.
+
+    Example: --rollout-drafts history --rollout-draft-tokens 4
+    """
+
+    rollout_drafts: str = flag(
+        "none",
+        "Where drafts come from. none: there are none; history: earlier responses to the prompt, "
+        "siblings on the same engine, and the response so far.",
+        choices=("none", "history"),
+    )
+    rollout_draft_tokens: int = flag(
+        8,
+        "Longest draft, in tokens. Drafts are as long as they pay, which may be 0.",
+        minimum=1,
+        maximum=64,
+        needs=_WITH_DRAFTS,
+    )
+    rollout_draft_memory_gb: float = flag(
+        0.25,
+        "Host memory of each rank for earlier responses, in GiB; those to the prompts that were "
+        "sampled longest ago leave first.",
+        above=0.0,
+        needs=_WITH_DRAFTS,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -15,6 +16,8 @@ from mindspeed_rl.generation.assignment import EngineAssignment
 from mindspeed_rl.generation.multi_turn import Environments, run_conversations
 from mindspeed_rl.generation.scoring import RewardFunctions, Scorer
 from mindspeed_rl.metrics.metric_set import MetricSet
+from mindspeed_rl.parallel.small_collectives import gather_objects
+from mindspeed_rl.rollout.draft_history import DraftHistory, prompt_key
 from mindspeed_rl.rollout.engine import InferenceEngine
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, request_seed
 from mindspeed_rl.rollout.stats import StepStats, record_history, step_metrics
@@ -87,6 +90,8 @@ class RolloutWorker:
         stop_token_ids: Token ids that end a response when sampled; empty: none does.
         history_folder: Where decode steps are recorded; ``None`` on ranks that record none.
         environments: Environments of conversations; ``None``: a response has one turn.
+        drafts: Responses from which the engine drafts, equal on the ranks of an engine; ``None``:
+            it does not draft.
     """
 
     engine: InferenceEngine
@@ -98,6 +103,7 @@ class RolloutWorker:
     stop_token_ids: tuple[int, ...]
     history_folder: Path | None = None
     environments: Environments | None = None
+    drafts: DraftHistory | None = None
 
     def settings(self, temperature: float) -> SamplingSettings:
         """Return the settings that sample at a temperature; 0 is greedy."""
@@ -146,6 +152,9 @@ class RolloutWorker:
                 # Of a conversation only the rank that leads the engine knows the sample.
                 num_copies=1 if self.environments else self.assignment.engine.tp,
             )
+        if self.drafts is not None:
+            with phase("exchange"):
+                share_responses(self.drafts, rollouts if leads else ())
         metrics = found.merge(metrics).merge(step_metrics(stats, self.assignment.engine.dp > 1))
         metrics = metrics.merge(self.assignment.metrics(stats))
         return GenerationResult(samples, rollouts if leads else own, metrics)
@@ -222,3 +231,19 @@ class RolloutWorker:
         if self.environments is not None:
             self.environments.runner.close()
         self.rewards.close()
+
+
+def share_responses(drafts: DraftHistory, rollouts: Sequence[Rollout]) -> None:
+    """Add the responses of all engines to the history of each rank. Collective: the world.
+
+    Args:
+        drafts: History of this rank.
+        rollouts: What this rank's engine sampled; empty on all but one of its ranks.
+    """
+    mine = [
+        (prompt_key(r.prompt.token_ids), array("i", r.completion.token_ids).tobytes())
+        for r in rollouts
+    ]
+    for responses in gather_objects(mine):
+        for key, tokens in responses:
+            drafts.add(key, array("i", tokens))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +37,7 @@ from mindspeed_rl.rewards.scoring import check_row_rewards
 from mindspeed_rl.rl.build_engine import (
     build_rollout_engine,
     build_weight_sync,
+    draft_history,
     open_ledger,
     rollout_dtype,
     share_memory,
@@ -79,7 +81,8 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
     timer, profiler = open_timer(job)
     sharing = share_memory(job, models)
     sharing.leave_all()  # so that the engine is built with the device memory it will have
-    engine = build_rollout_engine(job)
+    drafts = draft_history(config)
+    engine = build_rollout_engine(job, drafts)
     cache = TensorCache(job.platform.device)
     store = build_sample_store(job, data.train, cache)
     ledger = open_ledger(job, sharing, engine, cache)
@@ -89,7 +92,10 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
         job=job,
         data=data,
         models=models,
-        rollouts=build_rollout_worker(job, engine, rewards, environments, store, tokenizer),
+        rollouts=replace(
+            build_rollout_worker(job, engine, rewards, environments, store, tokenizer),
+            drafts=drafts,
+        ),
         samples=store,
         scheduler=scheduler,
         weight_sync=build_weight_sync(job, models.policy),

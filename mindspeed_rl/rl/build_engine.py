@@ -29,6 +29,8 @@ from mindspeed_rl.planning.budget import device_bytes, machine_on, resolve_offlo
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.run_plan import RLPlan, ScorePlan, check_engine
 from mindspeed_rl.rl.components import Models
+from mindspeed_rl.rollout.draft_history import DraftHistory
+from mindspeed_rl.rollout.drafts import DraftRule
 from mindspeed_rl.rollout.engine import EngineState, InferenceEngine
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.samples.device_cache import TensorCache
@@ -152,9 +154,24 @@ def rollout_dtype(rollout: RolloutConfig, train: TrainConfig) -> torch.dtype:
     return torch.bfloat16 if rollout.engine_is_bf16(train) else torch.float32
 
 
-def build_rollout_engine(job: Job[RLRunConfig, RLPlan]) -> InferenceEngine:
-    """Build the rollout engine of this rank. Collective: the world."""
+def draft_history(config: RLRunConfig) -> DraftHistory | None:
+    """Return an empty history for the drafts of a run; ``None`` where it has none."""
+    if config.drafts.rollout_drafts == "none":
+        return None
+    return DraftHistory(int(config.drafts.rollout_draft_memory_gb * 2**30))
+
+
+def build_rollout_engine(
+    job: Job[RLRunConfig, RLPlan], history: DraftHistory | None = None
+) -> InferenceEngine:
+    """Build the rollout engine of this rank. Collective: the world.
+
+    Args:
+        job: Job with the rollout layout of the installed engine.
+        history: Earlier responses, from which the engine drafts; ``None``: it does not.
+    """
     config, plan = job.config, job.plan
+    rule = None if history is None else DraftRule(most=config.drafts.rollout_draft_tokens)
     build = "building the rollout engine"
     records = config.rl.rl_routing_replay == "rollout"
     with job.watchdog.phase(BUILD_ENGINE), parallel_state.unchanged(build):
@@ -165,6 +182,8 @@ def build_rollout_engine(job: Job[RLRunConfig, RLPlan]) -> InferenceEngine:
             graph_sizes=graph_sizes(job),
             recorded_layers=tuple(plan.spec.expert_layers) if records else (),
             force_balance=config.benchmark.active and plan.spec.moe is not None,
+            draft_rule=rule,
+            draft_history=history,
         )
 
 

@@ -13,6 +13,7 @@ from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.dynamic_sampling import Group
 from mindspeed_rl.rl.report import RunReporter
+from mindspeed_rl.rl.saved_drafts import restore_drafts, save_drafts
 from mindspeed_rl.samples.columns import LOSS_MASK, TOKEN_IDS, Column
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 from mindspeed_rl.samples.store import ResponseTensors, SampleStore
@@ -57,6 +58,7 @@ def start(run: Components) -> tuple[RunState, RunReporter]:
                 "--grpo-filter-groups-with-same-reward"
             )
             state.carried_groups = []
+    restore_drafts(run, str(run.config.checkpoint.load))
     return state, RunReporter(run, state, loaded.step, extra["report"])
 
 
@@ -121,6 +123,7 @@ def save_if_due(run: Components, state: RunState, report: RunReporter) -> None:
     reference = (MemoryOwner.REFERENCE,) if "reference" in companions else ()
     with run.phase("save"), run.scheduler.onloaded(*CRITIC_OWNERS, *reference):
         run_checkpoint.save(run.job, run.models.policy, state.step, extra, companions)
+        save_drafts(run, str(run.config.checkpoint.save))
 
 
 def carryover_state(

@@ -14,6 +14,8 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.rollout.draft_history import DraftHistory
+from mindspeed_rl.rollout.drafts import DraftRule
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
 if TYPE_CHECKING:
@@ -56,6 +58,8 @@ class EngineSettings:
         graph_sizes: Sizes to which ``--rollout-graph-sizes`` was resolved; may be empty.
         recorded_layers: Layers with experts whose routing is returned with each completion.
         scores_entropy: Whether ``score`` will be asked for entropies.
+        draft_rule: When the engine drafts, and how much; ``None``: it does not.
+        draft_history: Earlier responses that drafts are made from.
         force_balance: Whether tokens go to random experts, evenly, for measurements of throughput.
     """
 
@@ -74,6 +78,8 @@ class EngineSettings:
     recorded_layers: tuple[int, ...] = ()
     scores_entropy: bool = False
     force_balance: bool = False
+    draft_rule: DraftRule | None = None
+    draft_history: DraftHistory | None = None
 
 
 class EngineProvider(ABC):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mindspeed_rl.core.graph_sizes import read_history, write_history
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
+from mindspeed_rl.rollout.drafts import DraftLedger
 
 
 @dataclass(slots=True)
@@ -30,6 +31,11 @@ class StepStats:
             tokens are read again.
         prompt_tokens: Tokens that the requests which ended here began with.
         cached_tokens: Those of them that the prefix cache had.
+        sampled_tokens: Tokens of the responses that ended or left here, sampled here.
+        response_steps: Steps of all responses that may have drafts, each counted for itself.
+        drafts: Drafts of at least one token.
+        drafted_tokens: Tokens of all drafts.
+        kept_tokens: Tokens of them that were sampled.
         cache_use: Largest share of the key/value cache in use after a step, in [0, 1].
     """
 
@@ -46,6 +52,11 @@ class StepStats:
     preemptions: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    sampled_tokens: int = 0
+    response_steps: int = 0
+    drafts: int = 0
+    drafted_tokens: int = 0
+    kept_tokens: int = 0
     cache_use: float = 0.0
 
 
@@ -66,6 +77,13 @@ def step_metrics(stats: StepStats, data_parallel: bool) -> MetricSet:
             "rollout/prefix_cache_hit_rate": Mean(stats.cached_tokens, stats.prompt_tokens),
         }
     )
+    if stats.response_steps:
+        metrics |= {
+            "rollout/draft_tokens": Mean(stats.drafted_tokens, stats.drafts),
+            "rollout/draft_kept_tokens": Mean(stats.kept_tokens, stats.drafts),
+            "rollout/draft_step_share": Mean(stats.drafts, stats.response_steps),
+            "rollout/steps_per_token": Mean(stats.response_steps, stats.sampled_tokens),
+        }
     if data_parallel:
         ours = float(stats.steps) if stats.reductions else 0.0
         metrics["rollout/idle_step_rate"] = Mean(stats.dummy_steps, stats.steps)
@@ -73,6 +91,14 @@ def step_metrics(stats: StepStats, data_parallel: bool) -> MetricSet:
         metrics["rollout/prompt_step_rate"] = Mean(stats.prompt_steps, ours)
         metrics["throughput/dp_sync_ms_per_step"] = Mean(1e3 * stats.sync_seconds, ours)
     return metrics
+
+
+def add_drafts(stats: StepStats, ledger: DraftLedger) -> None:
+    """Add the drafts of a call of the engine to its counters."""
+    stats.response_steps += ledger.steps
+    stats.drafts += ledger.drafts
+    stats.drafted_tokens += ledger.drafted
+    stats.kept_tokens += ledger.kept
 
 
 def record_history(folder: Path, stats: StepStats, data_parallel: int) -> None:

@@ -40,7 +40,36 @@ def _overwrites(original: Callable[..., Any]) -> Callable[..., Any]:
     return changed
 
 
+def _each_alone(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(sampled: Any, drafted: Any, counts: Any) -> Any:
+        kept = original(sampled, sampled[:, :-1], counts)
+        kept[:, 1:] &= sampled[:, :-1] == drafted
+        return kept
+
+    return changed
+
+
+def _one_position(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(metadata: Any, counts: Any) -> Any:
+        found, before = original(metadata, counts), metadata.generators.positions
+        rows = [p for p, n in zip(before.tolist(), counts, strict=True) for _ in range(n)]
+        found.generators = replace(found.generators, positions=before.new_tensor(rows))
+        return found
+
+    return changed
+
+
 ENGINE = (
+    Fault("a-draft-is-kept-beyond-its-first-wrong-token",
+          "mindspeed_rl.engines.vllm.patches.verified_drafts:kept_places", _each_alone,
+          "tests/unit/engines/test_drafting.py::"
+          "test_a_draft_is_kept_up_to_the_first_token_that_is_not_sampled",
+          "Tokens would be sampled after tokens that the response does not have."),
+    Fault("one-noise-for-all-tokens-of-a-draft",
+          "mindspeed_rl.engines.vllm.patches.verified_drafts:per_row", _one_position,
+          "tests/unit/engines/test_drafting.py::"
+          "test_each_row_has_the_seed_of_its_request_and_a_position_of_its_own",
+          "Drafts would change which tokens are sampled, and repeat those that repeat."),
     Fault("prefix-cache-survives-an-update",
           "mindspeed_rl.engines.vllm.engine:VllmEngine.finish_update",
           without("_reset_prefix_cache"), _ENGINE + "test_no_cached_prefix_survives_an_update",

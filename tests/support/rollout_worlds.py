@@ -29,6 +29,7 @@ from mindspeed_rl.launch.job import Job
 from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.platforms.storages import as_bytes
+from mindspeed_rl.rollout.draft_history import DraftHistory
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, request_seed
 
 if TYPE_CHECKING:
@@ -181,14 +182,17 @@ def build_both(job: Job[Any, RLPlan], policy: TrainEngine) -> Both:
 
 
 def loaded_engine(
-    world: World, model: str, flags: Sequence[str]
+    world: World, model: str, flags: Sequence[str], history: DraftHistory | None = None
 ) -> tuple[Job[Any, RLPlan], VllmEngine]:
-    """An engine without a trainer, with the weights of a checkpoint as version 0."""
+    """An engine without a trainer, with the weights of a checkpoint as version 0.
+
+    It drafts from ``history`` if there is one.
+    """
     from mindspeed_rl.rl.build_engine import build_rollout_engine, with_installed_engine
     from mindspeed_rl.rl.build_models import load_weights
 
     job = with_installed_engine(make_job(world, model, flags))
-    engine = build_rollout_engine(job)
+    engine = build_rollout_engine(job, history)
     engine.begin_update()
     load_weights(job, job.plan.rollout_layout, engine.weight_views())
     engine.finish_update(0)

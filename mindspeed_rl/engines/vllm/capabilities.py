@@ -30,6 +30,8 @@ class EngineCapabilities:
         packed_sync: Whether data-parallel ranks may agree through our packed reduction.
         seeded_draws: Whether what a request draws next is known to be the same in another engine;
             see :mod:`~mindspeed_rl.engines.vllm.patches.seeded_draws`.
+        drafts: Whether drafts are verified to change no token; see
+            :mod:`~mindspeed_rl.engines.vllm.patches.verified_drafts`.
         routed_experts: Whether the routing of a response can be recorded; see
             :mod:`~mindspeed_rl.engines.vllm.patches.routed_experts` and, for the builds and layouts
             of NPUs, :mod:`~mindspeed_rl.engines.vllm_ascend.routed_experts`.
@@ -43,6 +45,7 @@ class EngineCapabilities:
     expert_module: str = EXPERT_MODULE
     packed_sync: bool = False
     seeded_draws: bool = False
+    drafts: bool = False
     routed_experts: bool = False
     head_sizes: tuple[int, ...] = ()
     latent_sizes: tuple[int, ...] = ()
@@ -53,6 +56,7 @@ CAPABILITIES: Mapping[str, EngineCapabilities] = {
         expert_multiple=32,
         packed_sync=True,
         seeded_draws=True,
+        drafts=True,
         routed_experts=True,
         head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
         latent_sizes=(576,),

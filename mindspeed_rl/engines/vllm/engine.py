@@ -21,6 +21,8 @@ from mindspeed_rl.core.graph_sizes import decode_batches
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.engines.vllm.backend import Backend, ExpertSource
+from mindspeed_rl.engines.vllm.drafting import OPTION, DraftSource, history_drafts
+from mindspeed_rl.engines.vllm.patches import verified_drafts
 from mindspeed_rl.engines.vllm.patches.derived_state import DERIVED_PARAMS
 from mindspeed_rl.engines.vllm.requests import OpenRequests, VllmPort, score_params, token_scores
 from mindspeed_rl.engines.vllm.step_loop import run_steps
@@ -31,7 +33,7 @@ from mindspeed_rl.rollout.engine import Arrivals, EngineState, OnStep, T
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.rebalance import Rebalancer
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, requests_digest
-from mindspeed_rl.rollout.stats import StepStats
+from mindspeed_rl.rollout.stats import StepStats, add_drafts
 
 # Cores of engines. What frees one destroys all process groups, those of the trainer included, and
 # the ranks still have to meet for the last time: that waits for the end of the process.
@@ -85,11 +87,20 @@ class VllmEngine:
         }
         if settings.scores_entropy:
             arguments["max_logprobs"] = -1  # whole distributions
+        if settings.draft_rule is not None:
+            arguments[OPTION] = history_drafts(settings.draft_rule)
         arguments |= backend.settings(settings.options)
+        self._speculates = OPTION in arguments
+        if self._speculates:
+            verified_drafts.apply()
         with preserved_rng(platform), preserved_environment():
             self._agreement = backend.prepare()
             self._llm = self._build(settings.model_dir, arguments)
             parts = backend.parts(self._llm)
+        self._drafts: DraftSource | None = None
+        if settings.draft_rule is not None:
+            assert settings.draft_history is not None
+            self._drafts = DraftSource(self._llm, settings.draft_rule, settings.draft_history)
         self._experts: ExpertSource | None = None
         if settings.recorded_layers:
             self._experts = backend.experts(self._llm, settings.recorded_layers)
@@ -280,7 +291,13 @@ class VllmEngine:
         done: dict[int, Completion] = {}
         with preserved_rng(self._platform), collection_afterwards():
             port = self._port(settings, rebalancer is not None)
-            self._open = OpenRequests(port, settings.max_response_tokens, self._experts)
+            drafter = None if self._drafts is None else self._drafts.begin()
+            self._open = OpenRequests(
+                port,
+                settings.max_response_tokens,
+                self._experts,
+                None if self._drafts is None else self._drafts.start,
+            )
             self._open.add(requests)
             for outputs in self._shared_steps(rebalancer, arrivals):
                 port.observe(outputs)
@@ -294,8 +311,11 @@ class VllmEngine:
                     # data-parallel ranks would wait for this one
                     wait = not self._open and self._layout.engine.dp == 1
                     self._open.add(arrivals.take(wait=wait))
-        if self._agreement is None and rebalancer is None:  # steps output finished requests alone
-            # with arrivals about so: as if they had come when there was room for them
+        if drafter is not None:
+            add_drafts(self.stats, drafter.ledger)
+        if self._agreement is None and rebalancer is None and not self._speculates:
+            # Steps have output finished requests alone. Arrivals are counted as if each had come
+            # when there was room for it.
             lengths = [len(c.token_ids) for _, c in sorted(done.items())]
             self.stats.running += decode_batches(lengths, self.max_num_seqs)
         if rebalancer is not None or arrivals is not None:

@@ -41,7 +41,8 @@ RESERVED: Mapping[str, str] = {
     "its log-probs would not be those of the trainer's weights": "quantization "
     "quantization_config allow_deprecated_quantization kv_cache_dtype "
     "kv_cache_dtype_skip_layers",
-    "only the policy itself samples": "speculative_config spec_* diffusion_config",
+    "--vllm-speculative-config has all of it in one object": "spec_*",
+    "only the policy itself samples": "diffusion_config",
     "adapters are no weights of the policy": "enable_lora max_loras max_lora_* max_cpu_loras "
     "default_mm_loras fully_sharded_loras lora_dtype lora_target_modules "
     "enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format "

@@ -21,6 +21,7 @@ from mindspeed_rl.engines.vllm.capabilities import (
     check_model_support,
     installed_layout,
 )
+from mindspeed_rl.engines.vllm.drafting import check_drafts, check_own_drafts
 from mindspeed_rl.engines.vllm.layout import VllmLayout
 from mindspeed_rl.engines.vllm.options import check_option_names, reserved_for
 from mindspeed_rl.engines.vllm.tuning import check_tuning
@@ -76,6 +77,7 @@ class VllmProvider(EngineProvider):
         for name in options:
             if reason := reserved_for(name):
                 raise UsageError(f"{as_flag(name)} is not available: {reason}; remove this flag")
+        check_own_drafts(options)
 
     def layout(
         self, spec: ModelSpec, engine: EngineLayout, tuning: EngineTuningConfig
@@ -124,6 +126,7 @@ class VllmProvider(EngineProvider):
     def check_run(self, config: RLRunConfig, platform: str) -> None:
         """Refuse flags whose feature the installed engine lacks on the platform."""
         row = CAPABILITIES[platform]
+        check_drafts(config, platform)
         if platform == "npu" and config.rollout.rollout_dp > 1:
             check_dummy_batches(config.engine.rollout_graph_mode)
         if config.balance.rollout_rebalance == "all" and not row.seeded_draws:

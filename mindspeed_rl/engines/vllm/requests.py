@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -85,7 +85,9 @@ class VllmPort:
     def abort(self, keys: list[str]) -> None:
         self._engine.abort_request(keys)
         for key in keys:
-            self._stats.preemptions += self._running.pop(key).num_preemptions
+            request = self._running.pop(key)
+            self._stats.preemptions += request.num_preemptions
+            self._stats.sampled_tokens += request.num_output_tokens
 
     def observe(self, outputs: Iterable[Any]) -> None:
         """Add a step to the counters: its use of the cache, and the requests that it ended.
@@ -96,6 +98,7 @@ class VllmPort:
         stats.cache_use = max(stats.cache_use, float(self._scheduler.kv_cache_manager.usage))
         for output in outputs:
             if output.finished:
+                stats.sampled_tokens += len(output.outputs[0].token_ids)
                 stats.preemptions += self._running.pop(output.request_id).num_preemptions
                 stats.prompt_tokens += len(output.prompt_token_ids)
                 stats.cached_tokens += output.num_cached_tokens or 0
@@ -108,11 +111,17 @@ class OpenRequests:
         port: Adds requests to the engine and aborts them.
         max_tokens: Limit of a response whose request has no limit.
         experts: Record of the experts to put into completions; requests must then not move.
+        on_start: Callback with vLLM's name of each request that starts here.
     """
 
     def __init__(
-        self, port: VllmPort, max_tokens: int, experts: ExpertSource | None = None
+        self,
+        port: VllmPort,
+        max_tokens: int,
+        experts: ExpertSource | None = None,
+        on_start: Callable[[str, GenerationRequest], None] | None = None,
     ) -> None:
+        self._on_start = on_start
         self._port = port
         self._limit = max_tokens
         self._experts = experts
@@ -136,6 +145,8 @@ class OpenRequests:
                 limit - len(request.prefix_tokens),
             )
             self._open[request.sample_id] = request
+            if self._on_start is not None:
+                self._on_start(self._names[request.sample_id], request)
 
     def note(self, outputs: Iterable[Any]) -> None:
         """Remember the outputs of a step of the engine, finished or not."""

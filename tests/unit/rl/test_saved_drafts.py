@@ -1,0 +1,74 @@
+"""The responses for drafts come back with a checkpoint, or are dropped with a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mindspeed_rl.rl import saved_drafts
+from mindspeed_rl.rl.saved_drafts import FILE, restore_drafts, save_drafts
+from mindspeed_rl.rollout.draft_history import DraftHistory, prompt_key
+
+WORDS = {"a": 0, "b": 1}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved_drafts.dist, "broadcast_object_list", lambda objects, source: None)
+
+
+def run_with(history: DraftHistory | None, rank: int = 0, words: dict[str, int] = WORDS) -> Any:
+    lines: list[str] = []
+    return SimpleNamespace(
+        rollouts=SimpleNamespace(drafts=history),
+        data=SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=lambda: words)),
+        job=SimpleNamespace(world=SimpleNamespace(rank=rank), log_rank0=lines.append),
+        lines=lines,
+    )
+
+
+def filled() -> DraftHistory:
+    history = DraftHistory(10_000)
+    history.add(prompt_key((1, 2)), [3, 4])
+    return history
+
+
+def test_rank_0_saves_and_a_resumed_run_has_the_responses(tmp_path: Path) -> None:
+    save_drafts(run_with(filled(), rank=1), str(tmp_path))
+    assert not list(tmp_path.iterdir())
+    save_drafts(run_with(filled()), str(tmp_path))
+    run = run_with(DraftHistory(10_000))
+    restore_drafts(run, str(tmp_path))
+    assert list(map(list, run.rollouts.drafts.earlier(prompt_key((1, 2))))) == [[3, 4]]
+    assert run.lines == []
+
+
+def test_a_run_without_drafts_neither_writes_nor_reads(tmp_path: Path) -> None:
+    save_drafts(run_with(None), str(tmp_path))
+    assert not list(tmp_path.iterdir())
+    (tmp_path / FILE).write_bytes(b"spoiled")
+    run = run_with(None)
+    restore_drafts(run, str(tmp_path))
+    assert run.lines == []
+
+
+def test_a_folder_without_the_file_begins_anew(tmp_path: Path) -> None:
+    run = run_with(DraftHistory(10_000))
+    restore_drafts(run, str(tmp_path))
+    assert len(run.rollouts.drafts) == 0 and run.lines == []
+
+
+@pytest.mark.parametrize("case", ["cut", "larger", "other tokenizer"])
+def test_a_file_that_does_not_fit_is_dropped_with_a_line(tmp_path: Path, case: str) -> None:
+    save_drafts(run_with(filled()), str(tmp_path))
+    if case == "cut":
+        path = tmp_path / FILE
+        path.write_bytes(path.read_bytes()[:-1])
+    history = DraftHistory(10 if case == "larger" else 10_000)
+    words = {"b": 0, "a": 1} if case == "other tokenizer" else WORDS
+    run = run_with(history, words=words)
+    restore_drafts(run, str(tmp_path))
+    assert len(history) == 0 and len(run.lines) == 1 and FILE in run.lines[0]
