@@ -39,8 +39,8 @@ class EnvironmentConfig:
         8,
         "Threads of the process that leads an engine, in which environments answer side by side "
         "while the engine generates; with --rl-environment-ray-workers actors do. 0: the engine "
-        "waits for every answer, and runs repeat to the bit, because a turn then always joins the "
-        "same turns of others.",
+        "waits for every answer, of actors too, and runs repeat to the bit, because a turn then "
+        "always joins the same turns of others.",
         minimum=0,
         needs=Needs("--rl-environment"),
     )

@@ -34,12 +34,15 @@ class Environments:
         name: Value of ``--rl-environment``.
         max_turns: Most turns of the model in one conversation.
         max_error_rate: Largest part of conversations whose environment may fail.
+        in_step: Whether the engine waits for every answer, so that the turns which are generated
+            together do not depend on the times of answers.
     """
 
     runner: EnvironmentRunner
     name: str
     max_turns: int
     max_error_rate: float
+    in_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +160,13 @@ class Conversations:
     def take_answered(self, wait_s: float) -> Continued:
         """Return the samples whose environments have answered since the last call.
 
-        Waits up to ``wait_s`` seconds for the first.
+        Waits up to ``wait_s`` seconds for the first, or for all where they answer in step.
         """
-        for i, answer in self._environments.runner.answers(wait_s).items():
+        runner, in_step = self._environments.runner, self._environments.in_step
+        answers = runner.answers(wait_s)
+        while in_step and len(answers) < len(self._awaited):
+            answers |= runner.answers(ANSWER_WAIT_S)
+        for i, answer in sorted(answers.items()):
             truncated = self._awaited.pop(i)
             if isinstance(answer, Failed):
                 self._fail(self._episodes[i], answer)

@@ -225,6 +225,7 @@ def _environments(
         name=flags.rl_environment,
         max_turns=flags.rl_environment_max_turns,
         max_error_rate=job.config.rewards.reward_max_error_rate,
+        in_step=not flags.rl_environment_threads,
     )
 
 

@@ -144,6 +144,7 @@ def test_a_run_in_ray_equals_that_of_torchrun_bit_for_bit(folder: Path) -> None:
     """The real entry in a local Ray, rewards and environments in its actors; nothing stays."""
     pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
     talk = ["--rl-environment", "echo.py:Echo"]
+    talk += ["--rl-environment-threads", "0"]  # turns join the same turns in both
     talk += ["--reward-function", "environment", "rewards.py:length"]
     with TorchrunJob(folder, TRAIN_RL, [*flags("torchrun"), *talk]) as job:
         ended = job.end(LIMIT_S)
