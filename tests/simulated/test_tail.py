@@ -14,8 +14,10 @@ from bench.tail import DrawnRollouts, Way, floor_time, lengths_of, measure, roll
 
 from mindspeed_rl.samples.lengths import LengthHistory
 
-CASE = DrawnRollouts(dataset=96, prompts=16, group=4, engines=4, slots=4, mean=300, limit=900, interval=64,
-            cap_floor=50)  # fmt: skip
+CASE = DrawnRollouts(
+    dataset=96, prompts=16, group=4, engines=4, slots=4, mean=300, limit=900, interval=64,
+    cap_floor=50,
+)  # fmt: skip
 
 
 def test_a_rollout_by_hand() -> None:
