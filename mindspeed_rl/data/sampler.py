@@ -112,7 +112,9 @@ class PromptSampler:
         self._shuffle = shuffle
         self.fingerprint = fingerprint
         self._by_length = by_length
-        self._start_epoch(0, None)
+        self._epoch = self._position = 0
+        self._order = epoch_order(num_prompts, seed, 0, shuffle)
+        self._ranked_by: LengthRanking | None = None
 
     def next(self, count: int) -> list[int]:
         """Return the next ``count`` indices into the data set."""
