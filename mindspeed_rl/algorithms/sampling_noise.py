@@ -53,12 +53,13 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
     """Return SplitMix64's permutation of 64-bit integers."""
     x = (x ^ _shifted(x, 30)) * _FIRST
     x = (x ^ _shifted(x, 27)) * _SECOND
-    return x ^ _shifted(x, 31)
+    return torch.bitwise_xor(x, _shifted(x, 31))
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Shift to the right as unsigned integers."""
-    return (x >> bits) & (2 ** (64 - bits) - 1)
+    shifted: torch.Tensor = (x >> bits) & (2 ** (64 - bits) - 1)
+    return shifted
 
 
 @lru_cache(maxsize=8)
@@ -97,7 +98,7 @@ def draw_tokens(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     count, size = probs.shape
     rows = max(1, (_CHUNK_ON_CPU if probs.device.type == "cpu" else _CHUNK) // size)
     drawn = [
-        part.div_(exponential_noise(keys[:, i : i + rows], size)).argmax(dim=-1)
-        for i, part in zip(range(0, count, rows), probs.split(rows), strict=True)
+        probs[i : i + rows].div_(exponential_noise(keys[:, i : i + rows], size)).argmax(dim=-1)
+        for i in range(0, count, rows)
     ]
     return torch.cat(drawn)

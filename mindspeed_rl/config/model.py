@@ -226,6 +226,14 @@ class ParallelConfig:
         "Device platform; auto takes an NPU or CUDA where torch sees one, else CPU.",
         choices=("auto", "cpu", "cuda", "npu"),
     )
+    bind_cores: str = flag(
+        "auto",
+        "Cores of each rank: its part of those near its device, or of its NUMA node (numa), or all "
+        "(none); auto is numa on NPUs. Reward workers run on all. The start of a run says what was "
+        "done; nothing is where a rank would have fewer than 4 cores, or where CPU_AFFINITY_CONF "
+        "lets torch_npu do it.",
+        choices=("auto", "numa", "none"),
+    )
 
     @property
     def shards_sequence(self) -> bool:

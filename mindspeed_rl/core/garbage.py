@@ -1,4 +1,4 @@
-"""A pause of garbage collection while a plan is made."""
+"""Pauses of garbage collection while plans are made and responses are generated."""
 
 from __future__ import annotations
 
@@ -21,3 +21,15 @@ def without_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def collection_afterwards() -> Iterator[None]:
+    """Pause the collector of reference cycles, and let it collect all at the end.
+
+    A collection while an engine generates makes all ranks of the engine wait.
+    """
+    with without_collection():
+        yield
+    if gc.isenabled():
+        gc.collect()

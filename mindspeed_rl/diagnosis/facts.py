@@ -209,14 +209,19 @@ def _driver(root: Path) -> str:
     return next(filter(None, (_said(file, pattern) for pattern in _DRIVER)), "")
 
 
-def _npu_smi(environ: Mapping[str, str]) -> str:
+def device_topology(environ: Mapping[str, str]) -> str:
+    """Return the table of connections between NPUs and cores; empty without ``npu-smi``. Local."""
+    return _npu_smi(environ, "-t", "topo")
+
+
+def _npu_smi(environ: Mapping[str, str], *more: str) -> str:
     """Return what ``npu-smi info`` prints, its complaints included; empty without an answer."""
     program = shutil.which("npu-smi", path=environ.get("PATH"))
     if program is None:
         return ""
     try:
         done = subprocess.run(
-            [program, "info"], capture_output=True, text=True, timeout=_SMI_S, check=False
+            [program, "info", *more], capture_output=True, text=True, timeout=_SMI_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):  # it cannot be run, or hangs with the driver
         return ""

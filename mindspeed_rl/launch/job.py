@@ -20,6 +20,7 @@ from mindspeed_rl.core.errors import Mistakes, UsageError
 from mindspeed_rl.core.installed import probable_platform, resolve_platform
 from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.launch import bootstrap, machine
+from mindspeed_rl.launch.cores import bind_cores
 from mindspeed_rl.launch.failures import JOIN, WatchdogSettings
 from mindspeed_rl.models.param_names import LOCAL
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
@@ -142,7 +143,8 @@ def prepare_rank(checked: Checked[Run, Plan_co]) -> list[str]:
     Raises:
         UsageError: This machine cannot run the job.
     """
-    platform = checked.parsed.config.parallel.platform
+    parallel = checked.parsed.config.parallel
+    platform = parallel.platform
     setup: NpuSetup = checked.setup or NpuSetup()
     changed: list[str] = bootstrap.prepare_environment(
         platform,
@@ -151,6 +153,7 @@ def prepare_rank(checked: Checked[Run, Plan_co]) -> list[str]:
         buffer_mb=setup.buffer_mb,
         longest_phase_s=limits_of(checked).longest,
     )
+    changed += bind_cores(parallel.bind_cores, platform, os.environ)
     bootstrap.quiet_libraries()
     machine.check_machine(platform, os.environ)
     return [*changed, *setup.notes]

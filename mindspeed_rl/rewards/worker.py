@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
 from mindspeed_rl.config.reward_spec import RewardSpec
+from mindspeed_rl.core.cores import release_process
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.rewards.registry import warm_up_reward
 from mindspeed_rl.rewards.sandbox_launcher import die_with_parent
@@ -106,6 +107,7 @@ def receive(
 def main(argv: list[str]) -> None:
     """Run the worker; ``argv`` is the socket's file descriptor and the parent's process id."""
     fd, parent_pid = map(int, argv)
+    release_process(os.environ)
     if sys.platform == "linux":  # elsewhere an idle worker ends at the end of its connection
         die_with_parent()
         if os.getppid() != parent_pid:

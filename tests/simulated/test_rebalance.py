@@ -62,14 +62,13 @@ class SeededEngine:
             token = (sum(r.ids) * 31 + noise) % 997
             r.ids.append(token)
             r.new.append(token)
-            r.logprobs.append({token: SimpleNamespace(logprob=-noise / 7)})
+            r.logprobs.append(-noise / 7)
             r.left -= 1
             stopped = token % 97 == 0
             finished = stopped or not r.left
             reason = ("stop" if stopped else "length") if finished else None
-            output = SimpleNamespace(
-                token_ids=list(r.new), logprobs=list(r.logprobs), finish_reason=reason
-            )
+            flat = SimpleNamespace(token_ids=list(r.new), logprobs=list(r.logprobs))
+            output = SimpleNamespace(token_ids=list(r.new), logprobs=flat, finish_reason=reason)
             outputs.append(SimpleNamespace(request_id=key, finished=finished, outputs=[output]))
             if finished:
                 del self._requests[key]

@@ -155,7 +155,7 @@ class EngineDouble(VllmEngine):
         for key, prompt in reversed(self._asked.prompts.items()):
             output = SimpleNamespace(
                 token_ids=[7],
-                logprobs=[{7: SimpleNamespace(logprob=self.toy.logprob(prompt))}],
+                logprobs=SimpleNamespace(token_ids=[7], logprobs=[self.toy.logprob(prompt)]),
                 finish_reason=self.finish_reasons.get(int(key), "stop"),
             )
             yield [SimpleNamespace(request_id=key, finished=True, outputs=[output])]

@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -78,11 +78,30 @@ class Clock:
 @contextmanager
 def baseline() -> Iterator[None]:
     """Leave vLLM's own ways in place in this process."""
-    from mindspeed_rl.engines.vllm.patches import seeded_draws
+    from mindspeed_rl.engines.vllm import engine, requests
+    from mindspeed_rl.engines.vllm.patches import sampled_logprobs, seeded_draws
+
+    settings = requests.sampling_params
+
+    def by_objects(*args: Any) -> Any:
+        params = settings(*args)
+        params.flat_logprobs = False
+        return params
+
+    def logprobs(output: Any) -> tuple[float, ...]:
+        pairs = zip(output.token_ids, output.logprobs, strict=True)
+        return tuple(entry[token].logprob for token, entry in pairs)
 
     with ExitStack() as stack:
-        for name in ("apply", "use_in"):
-            stack.enter_context(mock.patch.object(seeded_draws, name, lambda *_: None))
+        for owner, name, other in (
+            (seeded_draws, "apply", lambda: None),
+            (seeded_draws, "use_in", lambda _: None),
+            (sampled_logprobs, "apply", lambda: None),
+            (engine, "collection_afterwards", nullcontext),
+            (requests, "sampling_params", by_objects),
+            (requests, "sampled_logprobs", logprobs),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, other))
         yield
 
 

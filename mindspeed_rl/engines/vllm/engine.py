@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.garbage import collection_afterwards
 from mindspeed_rl.core.graph_sizes import decode_batches
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.core.types import Completion
@@ -286,7 +287,7 @@ class VllmEngine:
         digest = requests_digest(requests, settings, trainer_version)
         _check_agreement(digest, self._layout.engine, self._rank)
         done: dict[int, Completion] = {}
-        with preserved_rng(self._platform):
+        with preserved_rng(self._platform), collection_afterwards():
             port = self._port(settings, rebalancer is not None)
             drafter = None if self._drafts is None else self._drafts.begin()
             self._open = OpenRequests(

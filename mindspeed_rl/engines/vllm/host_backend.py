@@ -16,6 +16,7 @@ from mindspeed_rl.engines.vllm.patches import (
     expert_parallel,
     plain_linear,
     portable_kernels,
+    sampled_logprobs,
     seeded_draws,
     shared_memory_names,
     step_sync,
@@ -61,6 +62,7 @@ class HostBackend:
         if self._platform.name == "cpu":
             plain_linear.apply()
             portable_kernels.apply()
+            sampled_logprobs.apply()
             seeded_draws.apply()
             if engine.expert_parallel or engine.dp > 1 or self._forces_balance:
                 expert_parallel.apply()

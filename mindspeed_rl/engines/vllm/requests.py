@@ -39,6 +39,7 @@ def sampling_params(settings: SamplingSettings, follow: bool) -> Any:
         stop_token_ids=list(settings.stop_token_ids),
         ignore_eos=not settings.stop_token_ids,
         logprobs=0,
+        flat_logprobs=True,  # lists of numbers; else a dict and an object per token
         detokenize=False,
         output_kind=kind,
         skip_clone=True,  # VllmPort.add copies them; a deep copy per request is expensive
@@ -225,9 +226,18 @@ def completion(output: Any, sample_id: int, version: int) -> Completion:
 
 
 def sampled_logprobs(output: Any) -> tuple[float, ...]:
-    """Return the log-probs of the sampled tokens of one request, finished or not."""
-    pairs = zip(output.token_ids, output.logprobs, strict=True)
-    return tuple(entry[token].logprob for token, entry in pairs)
+    """Return the log-probs of the sampled tokens of one request, finished or not.
+
+    Raises:
+        RuntimeError: vLLM's log-probs are those of other tokens.
+    """
+    flat = output.logprobs
+    if flat.token_ids != list(output.token_ids):
+        raise RuntimeError(
+            f"vLLM gave log-probs of {len(flat.token_ids)} other tokens than the "
+            f"{len(output.token_ids)} that it sampled"
+        )
+    return tuple(flat.logprobs)
 
 
 def score_params(temperature: float, with_entropy: bool) -> Any:

@@ -13,7 +13,7 @@ import torch
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.engines.vllm.backend import EngineParts
 from mindspeed_rl.engines.vllm.engine_memory import kv_tensors
-from mindspeed_rl.engines.vllm.patches import step_sync
+from mindspeed_rl.engines.vllm.patches import sampled_logprobs, step_sync
 from mindspeed_rl.engines.vllm.patches.step_sync import StepSync
 from mindspeed_rl.engines.vllm_ascend.arguments import (
     ENVIRONMENT,
@@ -91,6 +91,7 @@ class AscendBackend:
         self._changes.undo()
         report_processed_logprobs(worker.model_runner)
         draw_in_batches(self._platform.device)
+        sampled_logprobs.apply()
         model = worker.get_model()
         weight_format = self._refuse_nz(model)
         process = self._processing(model, engine.vllm_config)

@@ -253,7 +253,12 @@ def test_ranks_are_counted_within_their_replica(
     """vLLM takes the data-parallel rank from RANK // tp, which must stay below dp."""
     found = []
     fake = ModuleType("vllm")
-    vars(fake)["LLM"] = lambda model, **settings: found.append(int(os.environ["RANK"]))
+
+    def build(model: str) -> SimpleNamespace:
+        found.append(int(os.environ["RANK"]))
+        return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=None))
+
+    vars(fake)["LLM"] = build
     monkeypatch.setitem(sys.modules, "vllm", fake)
     for rank in range(8):
         monkeypatch.setenv("RANK", str(rank))

@@ -106,13 +106,14 @@ def test_a_start_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "check_model_flags", lambda *_, **__: None)
     monkeypatch.setattr(bootstrap, "prepare_environment", prepare)
     monkeypatch.setattr(job.machine, "check_machine", lambda *_: None)
+    monkeypatch.setattr(job, "bind_cores", lambda choice, *_: [f"cores: {choice}"])
     checked = job.plan_run(parsed("--npu-deterministic"), plan_of, WORLD)
     notes = job.prepare_rank(checked)
     assert given.pop("longest_phase_s") > 1800, "that of the phase which generates"
     assert given == {"deterministic": True, "buffer_mb": NEEDED_MB}
     assert checked.parsed.config.engine.rollout_graph_mode == "full-decode"
     assert checked.setup is not None and checked.setup.group_buffers_mb["pp"] == 200
-    assert notes[0] == "a note on the environment"
+    assert notes[:2] == ["a note on the environment", "cores: auto"]
     assert any("--rollout-graph-mode auto is full-decode" in note for note in notes)
 
 

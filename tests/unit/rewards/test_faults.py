@@ -24,6 +24,8 @@ from support.rewards_support import (
     worker_pids,
 )
 
+from mindspeed_rl.core.cores import bind_process, release_process
+from mindspeed_rl.rewards import RewardRequest
 from mindspeed_rl.rewards.worker_process import worker_environment
 
 
@@ -196,6 +198,22 @@ def test_timeouts_leak_nothing() -> None:
         assert this.num_fds() == fds_before
         assert children() - children_before == set(worker_pids(pool))
         assert len(worker_pids(pool)) == 4
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_workers_run_on_all_cores_where_their_rank_is_bound() -> None:
+    """A rank that leads an engine scores for others as well."""
+    before = sorted(os.sched_getaffinity(0))
+    bind_process(before[-1:], os.environ)
+    try:
+        with make_pool("format") as pool:
+            pool.score([RewardRequest(0, "", "", "", "stop", 1)])  # it has started
+            (pid,) = worker_pids(pool)
+            assert psutil.Process(pid).cpu_affinity() == before
+            assert sorted(os.sched_getaffinity(0)) == before[-1:]
+    finally:
+        release_process(os.environ)
+    assert sorted(os.sched_getaffinity(0)) == before
 
 
 PARENT = """

@@ -147,7 +147,7 @@ def finished(sample_id: int, num_tokens: int) -> Any:
     said = SimpleNamespace(
         finish_reason="length",
         token_ids=list(range(num_tokens)),
-        logprobs=[{t: SimpleNamespace(logprob=-1.0)} for t in range(num_tokens)],
+        logprobs=SimpleNamespace(token_ids=list(range(num_tokens)), logprobs=[-1.0] * num_tokens),
     )
     return SimpleNamespace(request_id=str(sample_id), outputs=[said], finished=True)
 
