@@ -191,9 +191,8 @@ class PromptSampler:
 
     def _start_epoch(self, epoch: int, ranking: LengthRanking | None, position: int = 0) -> None:
         self._epoch = epoch
-        self._position: int = position
+        self._position = position
         self._ranked_by = ranking
-        self._order: list[int]
         if ranking is None:
             self._order = epoch_order(self._num_prompts, self._seed, epoch, self._shuffle)
         else:

@@ -33,26 +33,25 @@ class DraftRule:
     probe_every: int = 32
 
 
-def expected_tokens(acceptance: float, length: int) -> float:
-    """Return the mean tokens of a step with a draft, one of which needs no draft. Pure.
-
-    Args:
-        acceptance: Probability that a drafted token is kept where all before it were, in [0, 1].
-        length: Tokens of the draft.
-    """
-    return sum(acceptance**kept for kept in range(length + 1))
-
-
 def draft_length(acceptance: float, rule: DraftRule) -> int:
     """Return the length with the most tokens per cost; 0 where no draft pays. Pure.
 
-    Of equal lengths it is the shortest.
+    A draft of k tokens gives 1 + a + ... + a^k tokens in the mean. Each adds less than the one
+    before it at the same cost, so the first that does not pay ends the search.
+
+    Args:
+        acceptance: Probability a that a drafted token is kept where all before it were, in [0, 1].
+        rule: Cost model.
     """
-
-    def tokens_per_cost(length: int) -> float:
-        return expected_tokens(acceptance, length) / (1 + rule.token_cost * length)
-
-    return max(range(rule.most + 1), key=tokens_per_cost)
+    tokens = power = best = 1.0
+    for length in range(1, rule.most + 1):
+        power *= acceptance
+        tokens += power
+        rate = tokens / (1 + rule.token_cost * length)
+        if rate <= best:
+            return length - 1
+        best = rate
+    return rule.most
 
 
 @dataclass(slots=True)

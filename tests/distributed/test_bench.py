@@ -71,6 +71,13 @@ def test_engine_steps(tmp_path: Path) -> None:
         assert found[way]["longest_ms"] >= found[way]["host_ms"] > 0 < found[way]["kernels_ms"]
 
 
+def test_drafts(tmp_path: Path) -> None:
+    """The true continuation takes few steps, whatever the model."""
+    flags = ("--prompts", "2", "--group", "2", "--tokens", "48", "--kv-cache-mb", "64")
+    for *epochs, again in result_of("drafts.py", *flags, folder=tmp_path)["steps"].values():
+        assert again < 0.5 and len(epochs) == 3 and all(0 < steps <= 1 for steps in epochs)
+
+
 def test_prompts(tmp_path: Path) -> None:
     """All ways find the same prompts, and nothing is left behind."""
     flags = ("--rows", "300", "--tokens", "2000", "--folder", str(tmp_path))

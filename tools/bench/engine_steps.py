@@ -114,8 +114,8 @@ def kernels_of_drawing(way: str) -> list[tuple[Any, str]]:
     return [(seeded_draws, "draw_tokens")]
 
 
-def build(args: argparse.Namespace) -> Any:
-    """Build the engine of a process alone and give it weights."""
+def build(args: argparse.Namespace, **settings: Any) -> Any:
+    """Build the engine of a process alone, with further settings, and give it weights."""
     from mindspeed_rl.config.rollout import EngineTuningConfig
     from mindspeed_rl.core.layout import EngineLayout
     from mindspeed_rl.engines.registry import engine_provider
@@ -134,7 +134,7 @@ def build(args: argparse.Namespace) -> Any:
     engine = provider.build(
         EngineSettings(
             args.model, layout, 0, "float32", PROMPT + args.tokens + 1, args.kv_cache_mb << 20, 1,
-            {"max_num_seqs": args.sequences},
+            {"max_num_seqs": args.sequences}, **settings,
         ),
         platform,
     )  # fmt: skip

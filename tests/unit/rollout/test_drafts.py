@@ -9,21 +9,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed_rl.rollout.drafts import Drafter, DraftRule, draft_length, expected_tokens
+from mindspeed_rl.rollout.drafts import Drafter, DraftRule, draft_length
 
 RULE = DraftRule()
 
 
-@given(st.floats(0, 1), st.integers(0, 4))
-def test_expected_tokens_are_those_of_all_outcomes(acceptance: float, length: int) -> None:
-    """Against the sum over every sequence of kept and wrong tokens."""
+def tokens_per_cost(acceptance: float, length: int, rule: DraftRule) -> float:
+    """Mean over every sequence of kept and wrong tokens."""
     mean = 0.0
     for outcome in itertools.product((True, False), repeat=length):
         weight = 1.0
         for kept in outcome:
             weight *= acceptance if kept else 1 - acceptance
         mean += weight * (1 + len(list(itertools.takewhile(bool, outcome))))
-    assert expected_tokens(acceptance, length) == pytest.approx(mean)
+    return mean / (1 + rule.token_cost * length)
+
+
+@given(st.floats(0, 1), st.floats(0.01, 0.5))
+def test_no_other_length_has_more_tokens_per_cost(acceptance: float, token_cost: float) -> None:
+    rule = DraftRule(most=5, token_cost=token_cost)
+    best = max(tokens_per_cost(acceptance, length, rule) for length in range(6))
+    chosen = draft_length(acceptance, rule)
+    assert tokens_per_cost(acceptance, chosen, rule) == pytest.approx(best, abs=1e-12)
 
 
 @pytest.mark.parametrize(("acceptance", "length"), [(0.0, 0), (0.04, 0), (0.06, 1), (1.0, 8)])

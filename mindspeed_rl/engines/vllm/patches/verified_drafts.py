@@ -78,7 +78,7 @@ def per_row(metadata: Any, counts: Sequence[int]) -> Any:
         rows = torch.tensor(counts)
         seeds = [seed for seed, n in zip(metadata.generators.seeds, counts, strict=True)
                  for _ in range(n)]  # fmt: skip
-        offsets = torch.cat([torch.arange(n) for n in counts])
+        offsets = torch.arange(sum(counts)) - (rows.cumsum(0) - rows).repeat_interleave(rows)
         positions = metadata.generators.positions.repeat_interleave(rows) + offsets
         changes["generators"] = Draws(seeds, positions)
     return dataclasses.replace(metadata, **changes)
