@@ -113,8 +113,7 @@ class TableEngine:
         open_: dict[int, tuple[int, Completion]] = {}  # with the tokens that are left
 
         def start(requests: Sequence[GenerationRequest]) -> None:
-            if requests:
-                self.asked.append((list(requests), settings))
+            self.asked.append((list(requests), settings))
             for request in requests:
                 completion = self.completion(request, settings, version)
                 open_[request.sample_id] = len(completion.token_ids), completion
@@ -129,7 +128,8 @@ class TableEngine:
             if on_step is not None:
                 on_step(finished)
             if arrivals is not None:
-                start(arrivals.take(wait=not open_))
+                if arrived := arrivals.take(wait=not open_):
+                    start(arrived)
         return done if arrivals is not None else {r.sample_id: done[r.sample_id] for r in requests}
 
     def from_leader(self, value: T | None) -> T:

@@ -65,7 +65,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     monkeypatch.setattr(build, "with_installed_engine", lambda job: job)
     monkeypatch.setattr(build, "load_tokenizer", lambda config: Characters())
     monkeypatch.setattr(build, "load_data", lambda *_, **__: (PROMPTS, {}))
-    monkeypatch.setattr(build, "build_rollout_engine", lambda job: TableEngine())
+    monkeypatch.setattr(build, "build_rollout_engine", lambda *_: TableEngine())
     memory, phases = SimpleNamespace(leave_all=nothing), SimpleNamespace(to_train=nothing)
     monkeypatch.setattr(build, "share_memory", lambda *_: memory)
     monkeypatch.setattr(build, "DeviceScheduler", lambda *_: phases)
