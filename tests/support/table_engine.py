@@ -127,9 +127,8 @@ class TableEngine:
             self.steps.append(tuple(finished))
             if on_step is not None:
                 on_step(finished)
-            if arrivals is not None:
-                if arrived := arrivals.take(wait=not open_):
-                    start(arrived)
+            if arrivals is not None and (arrived := arrivals.take(wait=not open_)):
+                start(arrived)
         return done if arrivals is not None else {r.sample_id: done[r.sample_id] for r in requests}
 
     def from_leader(self, value: T | None) -> T:
