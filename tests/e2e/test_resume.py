@@ -69,6 +69,7 @@ def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
         "--grpo-filter-groups-with-same-reward", "--rl-resample-factor", "1.6",
         "--rl-inference-logprobs-is-correction", "--partial-rollout-tokens", "4",
         "--rollout-rebalance", "all", "--rollout-rebalance-interval", "2",
+        "--seed", "9",  # with which step 2 leaves a group over
     ]  # fmt: skip
     run(world, 2, "train_rl", [*flags, "--output-dir", "rl", "--save", "rl/save"])
     places = ["--output-dir", "rl-cut", "--save", "rl-cut/save"]
