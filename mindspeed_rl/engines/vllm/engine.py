@@ -289,6 +289,7 @@ class VllmEngine:
         digest = requests_digest(requests, settings, trainer_version)
         _check_agreement(digest, self._layout.engine, self._rank)
         done: dict[int, Completion] = {}
+        lengths: list[tuple[int, int]] = []  # of all completions, also of those with equal ids
         with preserved_rng(self._platform), collection_afterwards():
             port = self._port(settings, rebalancer is not None)
             drafter = None if self._drafts is None else self._drafts.begin()
@@ -305,6 +306,7 @@ class VllmEngine:
                 ended = {int(o.request_id): o for o in outputs if o.finished}
                 finished = self._open.finish(ended, trainer_version)
                 done |= finished
+                lengths += ((i, len(c.token_ids)) for i, c in finished.items())
                 if on_step is not None:
                     on_step(finished)
                 if arrivals is not None:
@@ -316,8 +318,8 @@ class VllmEngine:
         if self._agreement is None and rebalancer is None and not self._speculates:
             # Steps have output finished requests alone. Arrivals are counted as if each had come
             # when there was room for it.
-            lengths = [len(c.token_ids) for _, c in sorted(done.items())]
-            self.stats.running += decode_batches(lengths, self.max_num_seqs)
+            counts = [count for _, count in sorted(lengths)]
+            self.stats.running += decode_batches(counts, self.max_num_seqs)
         if rebalancer is not None or arrivals is not None:
             return done
         return {r.sample_id: done[r.sample_id] for r in requests}
