@@ -29,10 +29,14 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["mindspeed_rl", "mindspeed_rl.*"]),
-    package_data={"mindspeed_rl": ["versions.cfg", "compat/foreign_flags.toml", "**/README.md"]},
+    package_data={
+        "mindspeed_rl": ["versions.cfg", "compat/*.toml", "metrics/*.html", "**/README.md"]
+    },
+    entry_points={"console_scripts": ["mindspeed-rl = mindspeed_rl.cli:main"]},
     python_requires=f">={minimum_python}",
     install_requires=versions.requirements("core"),
     extras_require={
-        name: versions.requirements(name) for name in ("cpu", "cuda", "npu", "ray", "dev")
+        name: versions.requirements(name)
+        for name in ("cpu", "cuda", "cuda-torch211", "cuda-trainer", "npu", "ray", "dev")
     },
 )

@@ -12,6 +12,7 @@ html_theme_options = {"page_width": "1180px", "sidebar_width": "240px"}
 html_title = "mindspeed_rl"
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
+smartquotes = False  # flags in tables are copied: two dashes stay two dashes
 suppress_warnings = ["misc.highlighting_failure"]
 
 # Pages point at files of the repository, which are no pages: they are shown as paths.

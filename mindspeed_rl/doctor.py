@@ -3,6 +3,9 @@
 Started alone it checks packages, environment and devices, imports no torch and takes seconds. Under
 torchrun it also runs an all-reduce and an all-to-all in every process group of the layout, with a
 limit of 60 seconds for each group. With the flags of a run it checks that run.
+
+With --checkpoint DIR it looks at nothing but a checkpoint, or at all of a --save folder: it reads
+every file and compares it with the checksum that was written with it.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from mindspeed_rl.diagnosis.devices import device_rows
 from mindspeed_rl.diagnosis.environment import environment_rows
 from mindspeed_rl.diagnosis.facts import gather, guess_platform
 from mindspeed_rl.diagnosis.packages import package_rows
-from mindspeed_rl.diagnosis.rows import DoctorRow, Status, lines, note, red, verdict
+from mindspeed_rl.diagnosis.rows import DoctorRow, Status, green, lines, note, red, verdict
 from mindspeed_rl.launch import bootstrap, machine
 from mindspeed_rl.planning.budget import machine_on
 from mindspeed_rl.planning.communicators import RunGroups
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 PROG = "mindspeed_rl.doctor"
 PREFLIGHT_S = 60.0
 _LAYOUT = "layout"
+_CHECKPOINT = "checkpoint"
 _MEETING = "MASTER_ADDR and MASTER_PORT must be those of the first node, and open"
 
 
@@ -61,6 +65,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="X",
         help="limit of one process group under torchrun (default: %(default)s)",
     )
+    parser.add_argument(
+        "--checkpoint",
+        default="",
+        metavar="DIR",
+        help="verify a checkpoint (SAVE/iter_0000012), or all of a --save folder, and nothing else",
+    )
     parser.add_argument("--json", default="", metavar="FILE", help="write the rows here as well")
     return parser
 
@@ -69,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the rows and return 1 if one of them is red, 2 for wrong flags."""
     own, rest = build_parser().parse_known_args(argv)
     world = bootstrap.World.from_environment()
+    if own.checkpoint:
+        return _verify_checkpoints(own.checkpoint, rest, own.json)
     try:
         config = parse(RLRunConfig, rest, PROG).config
     except UsageError as error:
@@ -81,14 +93,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [*local_rows(config, platform, world, plan), *layout]
     if "RANK" in os.environ and world.size > 1:
         rows += collective_rows(config, platform, world, plan, rows, own.preflight_timeout_s)
-    if world.rank != 0:
-        return 0
+    return _report(rows, own.json) if world.rank == 0 else 0
+
+
+def _report(rows: Sequence[DoctorRow], json_file: str) -> int:
+    """Print the rows, write them to a file if one is named, and return the exit status."""
     print("\n".join(lines(rows, colour=sys.stdout.isatty())))
     print(verdict(rows), flush=True)
-    if own.json:
+    if json_file:
         found = [asdict(row) | {"status": row.status.value} for row in rows]
-        Path(own.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        Path(json_file).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return int(any(row.status is Status.RED for row in rows))
+
+
+def _verify_checkpoints(directory: str, other_flags: Sequence[str], json_file: str) -> int:
+    """Verify checkpoints and report; return the exit status. Local."""
+    from mindspeed_rl.checkpoint.inspection import Verdict, inspect_checkpoints
+
+    fix = "copy it again from where it was kept, or resume from another one"
+    try:
+        if other_flags:
+            raise UsageError(
+                f"{' '.join(other_flags)}: --checkpoint looks at a checkpoint alone; leave the "
+                "other flags out"
+            )
+        findings = inspect_checkpoints(Path(directory))
+    except UsageError as error:
+        print(f"{PROG}: error: {error}", file=sys.stderr)
+        return 2
+    rows = [
+        red(_CHECKPOINT, finding.text, fix)
+        if finding.verdict is Verdict.DAMAGED
+        else (green if finding.verdict is Verdict.SOUND else note)(_CHECKPOINT, finding.text)
+        for finding in findings
+    ]
+    return _report(rows, json_file)
 
 
 def local_rows(
@@ -102,7 +141,8 @@ def local_rows(
     bootstrap.set_defaults(platform, environ, longest_phase_s)
     facts = gather(platform, environ, ask_devices=world.local_rank == 0)
     matrix = versions.read_matrix()
-    yield from package_rows(facts, platform, matrix)
+    # Flags of a run are those of train_rl, which has an engine.
+    yield from package_rows(facts, platform, matrix, engine=bool(config.model.hf_checkpoint))
     yield from environment_rows(
         facts,
         platform,

@@ -9,14 +9,19 @@ from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import PretrainRunConfig
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.process_end import end_process
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.job import Job
+from mindspeed_rl.launch.start_up import stage, start_stage
 from mindspeed_rl.planning.run_plan import RunPlan, plan_pretrain
 
 if TYPE_CHECKING:
+    from mindspeed_rl.checkpoint.background import BackgroundWriter
+    from mindspeed_rl.checkpoint.save_clock import Due
     from mindspeed_rl.data.batches import StepSamples, SupervisedSamples
     from mindspeed_rl.data.supervised import SupervisedDataset
     from mindspeed_rl.metrics.timers import PhaseTimer
+    from mindspeed_rl.peers.copies import PeerCopies
     from mindspeed_rl.trainer.indexed_data import IndexedSamples
     from mindspeed_rl.trainer.train_engine import TrainEngine
 
@@ -34,7 +39,8 @@ OTHER_DATA = (
 
 def main(job: SftJob) -> None:
     """Train on prompt and solution pairs, or on rows of indexed data."""
-    from mindspeed_rl.metrics.output_dir import take_output_dir
+    from mindspeed_rl.checkpoint.save_clock import SaveClock
+    from mindspeed_rl.launch.attempt import elapsed_s, mark, note_step
     from mindspeed_rl.metrics.telemetry import (
         log_description,
         named_phase,
@@ -42,9 +48,11 @@ def main(job: SftJob) -> None:
         open_progress,
         open_timer,
     )
+    from mindspeed_rl.peers.copies import open_copies
+    from mindspeed_rl.peers.saving import decide, keep_checkpoints, stopped_line
     from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
+    from mindspeed_rl.rl.export import export_if_due
     from mindspeed_rl.trainer import run_checkpoint
-    from mindspeed_rl.trainer.export import export_policy
 
     train = job.config.train
     if job.config.sft.stage == "pretrain":
@@ -52,10 +60,71 @@ def main(job: SftJob) -> None:
     logger = open_logger(job.config, job.world.rank)
     initialize_parallel(job)
     source = load_source(job)
-    engine = build_engine(job, "policy", train.train_iters)
+    with stage(job.log_rank0, "model"):
+        engine = build_engine(job, "policy", train.train_iters)
     batches = f"{job.config.sft.stage}: {train.train_iters} steps of {train.global_batch_size}"
     log_description(job, source.report(), batches)
-    loaded = run_checkpoint.load(job, engine)
+    peers = open_copies(job)
+    done = start(job, engine, source, peers)
+    timer, profiler = open_timer(job)
+    writer = run_checkpoint.open_writer(job.config.checkpoint)
+    with closing(logger):
+        logger.truncate_after(done)
+        progress = open_progress(job.config, done, job.config.sft.stage, job.world.rank)
+        timer.finish_step()  # the start-up belongs to no step
+        clock, stop = SaveClock(elapsed_s()), ""
+        for step in range(done + 1, train.train_iters + 1):
+            note_step(step)
+            profiler.begin_step(step)
+            values = train_step(job, engine, source.next(train.global_batch_size), timer)
+            with named_phase(timer, job.watchdog, "log"):
+                logger.log(step, values)
+                progress.update(step, {"loss": values["loss"], "lr": values["optimizer/lr"]})
+            mark("stepped")
+            export_if_due(job, engine, step, timer)
+            run_checkpoint.finish_writing(job, writer)
+            due = decide(job, clock, step)
+            keep_state(job, engine, step, source, timer, peers, writer, due)
+            if due.save:
+                clock.end_save()
+                keep_checkpoints(job, logger)
+            if stop := due.stop:
+                job.log_rank0(stopped_line(job, step, stop))
+                break
+        with job.watchdog.phase("save"):
+            finish_keeping(job, peers, writer)
+            keep_checkpoints(job, logger)
+        profiler.close()
+        progress.close()
+    if not stop:
+        export(job, engine)
+
+
+def export(job: SftJob, engine: TrainEngine) -> None:
+    """Write the trained model where ``--export-hf`` says. Collective: the world."""
+    from mindspeed_rl.rl.export import export_policy
+
+    if target := job.config.checkpoint.export_hf:
+        with job.watchdog.phase("export"):
+            export_policy(job, engine, target, job.config.train.train_iters)
+        job.log_rank0(f"HF checkpoint: {target}")
+
+
+def start(
+    job: SftJob, engine: TrainEngine, source: SampleSource, peers: PeerCopies | None = None
+) -> int:
+    """Take the state to go on from and the output folder; return the last step that is done.
+
+    The state is that of copies in memory, or of ``--load``. Collective: the world.
+    """
+    from mindspeed_rl.launch.attempt import mark
+    from mindspeed_rl.metrics.output_dir import take_output_dir
+    from mindspeed_rl.metrics.run_record import write_run_record
+    from mindspeed_rl.trainer import run_checkpoint
+
+    mark("engines")
+    copied = peers.load({"": engine}) if peers is not None else None
+    loaded = copied or run_checkpoint.load(job, engine)
     if loaded.extra:
         source.load_state_dict(
             loaded.extra["sampler"], allow_changed_data=job.config.checkpoint.allow_changed_data
@@ -63,26 +132,53 @@ def main(job: SftJob) -> None:
     take_output_dir(
         job.config.logging, job.config.checkpoint.load, job.world.local_rank, loaded.step
     )
-    timer, profiler = open_timer(job)
-    with closing(logger):
-        logger.truncate_after(loaded.step)
-        progress = open_progress(job.config, loaded.step, job.config.sft.stage, job.world.rank)
-        timer.finish_step()  # the start-up belongs to no step
-        for step in range(loaded.step + 1, train.train_iters + 1):
-            profiler.begin_step(step)
-            values = train_step(job, engine, source.next(train.global_batch_size), timer)
-            with named_phase(timer, job.watchdog, "log"):
-                logger.log(step, values)
-                progress.update(step, {"loss": values["loss"], "lr": values["optimizer/lr"]})
-            if run_checkpoint.save_is_due(job.config.checkpoint, train.train_iters, step):
-                with named_phase(timer, job.watchdog, "save"):
-                    run_checkpoint.save(job, engine, step, {"sampler": source.state_dict()})
-        profiler.close()
-        progress.close()
-    if target := job.config.checkpoint.export_hf:
-        with job.watchdog.phase("export"):
-            export_policy(job, engine, target, train.train_iters)
-        job.log_rank0(f"HF checkpoint: {target}")
+    if job.world.rank == 0:
+        write_run_record(job, loaded.step)
+    mark("loaded")
+    return loaded.step
+
+
+def keep_state(
+    job: SftJob,
+    engine: TrainEngine,
+    step: int,
+    source: SampleSource,
+    timer: PhaseTimer,
+    peers: PeerCopies | None,
+    writer: BackgroundWriter | None,
+    due: Due,
+) -> None:
+    """Copy the state after a step where that is due, and save it if asked for. Collective: world.
+
+    Args:
+        job: Job of the run.
+        engine: Engine of the policy.
+        step: Number of steps that are done.
+        source: Source of samples, whose position is kept.
+        timer: Timer of phases.
+        peers: Copies in memory; ``None``: there are none.
+        writer: Writer of ``--async-save``.
+        due: Whether a checkpoint is due, and whether the run ends.
+    """
+    from mindspeed_rl.metrics.telemetry import named_phase
+    from mindspeed_rl.trainer import run_checkpoint
+
+    state = {"sampler": source.state_dict()}
+    if peers is not None and peers.is_due(step) and not due.stop:
+        with named_phase(timer, job.watchdog, "save"):
+            peers.take(step, {"": engine}, state)
+    if due.save:
+        with named_phase(timer, job.watchdog, "save"):
+            run_checkpoint.save(job, engine, step, state, writer=writer)
+
+
+def finish_keeping(job: SftJob, peers: PeerCopies | None, writer: BackgroundWriter | None) -> None:
+    """Wait for the copy and the checkpoint that are still being written. Collective: the world."""
+    from mindspeed_rl.trainer import run_checkpoint
+
+    if peers is not None:
+        peers.wait()
+    run_checkpoint.finish_writing(job, writer, wait=True)
 
 
 def train_step(
@@ -92,6 +188,7 @@ def train_step(
     from functools import partial
 
     from mindspeed_rl.algorithms.losses import supervised_loss
+    from mindspeed_rl.launch.attempt import restart_metrics
     from mindspeed_rl.metrics.metric_set import Mean, MetricSet, reduce_metrics
     from mindspeed_rl.metrics.names import REAL_SHARE, STEP_TIME, TOKENS_PER_S
     from mindspeed_rl.metrics.telemetry import named_phase
@@ -99,6 +196,7 @@ def train_step(
     from mindspeed_rl.models.flops import training_flops
     from mindspeed_rl.planning.micro_batches import real_share
     from mindspeed_rl.rl.build_models import batch_rules
+    from mindspeed_rl.trainer.nonfinite import require_finite
 
     with named_phase(timer, job.watchdog, "train"):
         rules = batch_rules(job)
@@ -107,6 +205,7 @@ def train_step(
         batches = engine.prepare(rules.pack(plan, mine))
         loss = partial(supervised_loss, num_tokens=chosen.num_trained)
         found = engine.forward_backward(batches, loss)
+        require_finite(engine, batches, loss)
         stats = engine.step()
     metrics = MetricSet({"loss": Mean(0.0, 0.0)}).merge(found)
     values = reduce_metrics(metrics.merge(timer.finish_step().metrics()))
@@ -117,7 +216,7 @@ def train_step(
     seconds, world = values[STEP_TIME], job.plan.parallel.world
     devices = devices_of(job.config, world, job.platform.device_name)
     flops = training_flops(job.plan.spec, chosen.lengths)
-    values |= utilisation("", flops, seconds, devices)
+    values |= utilisation("", flops, seconds, devices) | restart_metrics()
     return values | {TOKENS_PER_S: sum(chosen.lengths) / seconds}
 
 
@@ -136,6 +235,7 @@ def refuse_other_data(ignored: Sequence[str]) -> None:
         )
 
 
+@start_stage("training data")
 def load_source(job: SftJob) -> SampleSource:
     """Open the source of training samples. Collective: the world."""
     from mindspeed_rl.data.batches import SupervisedSamples
@@ -169,8 +269,10 @@ def load_examples(job: SftJob) -> SupervisedDataset:
         solution_key=sft.solution_key,
         answer_key=sft.answer_key,
         apply_chat_template=sft.apply_chat_template,
+        system_message=job.config.chat.system_message,
     )
 
 
 if __name__ == "__main__":
     run_entry("mindspeed_rl.pretrain", PretrainRunConfig, plan_pretrain, main)
+    end_process()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import ScoreRunConfig
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.process_end import end_process
 from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.job import Job
@@ -27,6 +28,7 @@ TokenScore = tuple[int, int, float, float]
 def main(job: ScoreJob) -> None:
     """Score the sequences and write the result on rank 0."""
     from mindspeed_rl.data.scores import read_sequences
+    from mindspeed_rl.launch.start_up import stage
     from mindspeed_rl.rl.build_models import initialize_parallel
 
     score = job.config.score
@@ -37,7 +39,8 @@ def main(job: ScoreJob) -> None:
     sequences = read_sequences(score.tokens, spec.vocab_size, limit)
     initialize_parallel(job)
     compute = by_trainer if score.backend == "megatron" else by_engine
-    result = gather(job, sequences, compute(job, sequences))
+    with stage(job.log_rank0, "model and scores"):
+        result = gather(job, sequences, compute(job, sequences))
     if result is not None:
         try:
             result.save(score.output)
@@ -152,3 +155,4 @@ if __name__ == "__main__":
     if "--compare" in sys.argv[1:]:
         sys.exit(compare_files(sys.argv[1:]))
     run_entry("mindspeed_rl.score", ScoreRunConfig, plan_score, main)
+    end_process()

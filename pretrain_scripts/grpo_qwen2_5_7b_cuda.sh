@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # GRPO of Qwen2.5-7B-Instruct on one node of 8 NVIDIA GPUs, trainer and engines on the same GPUs.
-# Grade: dry run only, not executed on hardware.
+# Grade: dry run only, not executed on hardware. GRAPH_MODE=full-decode captures graphs of decode
+# steps; run tools/device_check.sh first.
 #
 # usage: pretrain_scripts/grpo_qwen2_5_7b_cuda.sh [flags of mindspeed_rl.train_rl ...]
 #   --rl-dry-run    memory and volumes on any machine, without devices or weights
@@ -51,7 +52,7 @@ EVAL_ARGS=(--eval-prompt-data "$EVAL_DATA_PATH" --eval-interval 20)
 ROLLOUT_ARGS=(
     --rollout-tp "$ROLLOUT_TP" --rollout-max-response-length "$RESPONSE_LENGTH"
     --rollout-kv-cache-gb "${KV_CACHE_GB:-24}" --rl-default-temperature 1.0
-    --vllm-max-num-seqs "${MAX_NUM_SEQS:-256}"
+    --vllm-max-num-seqs "${MAX_NUM_SEQS:-256}" --rollout-graph-mode "${GRAPH_MODE:-eager}"
 )
 OUTPUT_ARGS=(
     --output-dir "$OUTPUT_DIR" --save "$CKPT_SAVE_DIR" --save-interval 50 --log-interval 1

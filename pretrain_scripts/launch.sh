@@ -7,6 +7,12 @@
 #                  group of the layout, and ends
 # With --orchestrator ray, or ORCHESTRATOR=ray, the recipe is run once, on a node of a Ray cluster,
 # which starts the ranks of all nodes.
+# MAX_RESTARTS=N, or --max-restarts N among the arguments, starts the job of the node again, up to N
+# times, from the newest checkpoint of --save (mindspeed_rl/launch/restart.py); the first pause is
+# RESTART_BACKOFF_S, or --restart-backoff-s. With Ray its driver does so. ELASTIC_MIN_NODES=N, or
+# --elastic-min-nodes N, lets it go on with N nodes or more when others are lost for longer than
+# ELASTIC_WAIT_S, or --elastic-wait-s; NODE_ADDR is this node's address where the route to
+# MASTER_ADDR does not tell it.
 # What a node prints also goes to $LOG_DIR/node<rank>.log where LOG_DIR is set; the exit code is the
 # one of the run.
 
@@ -66,12 +72,32 @@ launch() {
         set -- --ray-num-nodes "$NNODES" --ray-ranks-per-node "$RANKS_PER_NODE" "$@"
     fi
     export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-    if has_flag --rl-dry-run "$@"; then
-        exec "$PYTHON" -m "$module" --rl-world-size "$WORLD_SIZE" "$@"
-    fi
-    for argument in "$@"; do
-        if [[ "$argument" == --doctor ]]; then module=mindspeed_rl.doctor; else arguments+=("$argument"); fi
+    local restarts="${MAX_RESTARTS:-0}" backoff="${RESTART_BACKOFF_S:-10}"
+    local fewest="${ELASTIC_MIN_NODES:-0}" patience="${ELASTIC_WAIT_S:-30}"
+    while (( $# )); do
+        argument="${1//_/-}"
+        case "$argument" in
+            --doctor) module=mindspeed_rl.doctor ;;
+            --max-restarts=*) restarts="${1#*=}" ;;
+            --restart-backoff-s=*) backoff="${1#*=}" ;;
+            --elastic-min-nodes=*) fewest="${1#*=}" ;;
+            --elastic-wait-s=*) patience="${1#*=}" ;;
+            --elastic-min-nodes) fewest="${2:?--elastic-min-nodes takes a number}"; shift ;;
+            --elastic-wait-s) patience="${2:?--elastic-wait-s takes seconds}"; shift ;;
+            --max-restarts) restarts="${2:?--max-restarts takes a number}"; shift ;;
+            --restart-backoff-s) backoff="${2:?--restart-backoff-s takes seconds}"; shift ;;
+            *) arguments+=("$1") ;;
+        esac
+        shift
     done
+    [[ "$module" != mindspeed_rl.doctor ]] || restarts=0
+    if (( fewest )) && [[ "$module" != mindspeed_rl.doctor ]] && (( ! restarts )); then
+        echo "--elastic-min-nodes $fewest: a job goes on when it is started again; add --max-restarts" >&2
+        exit 2
+    fi
+    if has_flag --rl-dry-run "${arguments[@]}"; then
+        exec "$PYTHON" -m "$module" --rl-world-size "$WORLD_SIZE" "${arguments[@]}"
+    fi
     "$ROOT/pretrain_scripts/check_package.sh" "$PYTHON"
     if [[ -n "${LOG_DIR:-}" ]]; then
         mkdir -p "$LOG_DIR"
@@ -79,9 +105,21 @@ launch() {
         exec > >(exec tee -a -i "$LOG_DIR/node$NODE_RANK.log") 2>&1
     fi
     if is_in_ray "${arguments[@]}" && [[ "$module" != mindspeed_rl.doctor ]]; then
+        if (( restarts )); then
+            arguments+=(--max-restarts "$restarts" --restart-backoff-s "$backoff")
+        fi
+        if (( fewest )); then
+            arguments+=(--elastic-min-nodes "$fewest" --elastic-wait-s "$patience")
+        fi
         exec "$PYTHON" -m "$module" --rl-world-size "$WORLD_SIZE" "${arguments[@]}"
     fi
-    exec "$PYTHON" -m torch.distributed.run \
+    local again=()
+    if (( restarts )); then
+        again=("$PYTHON" -m mindspeed_rl.launch.restart --max-restarts "$restarts"
+            --restart-backoff-s "$backoff" --node-rank "$NODE_RANK"
+            --elastic-min-nodes "$fewest" --elastic-wait-s "$patience" --)
+    fi
+    exec "${again[@]}" "$PYTHON" -m mindspeed_rl.launch.bound_store \
         --nproc-per-node "$RANKS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
         --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
         -m "$module" --rl-world-size "$WORLD_SIZE" "${arguments[@]}"

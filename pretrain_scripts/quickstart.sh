@@ -151,7 +151,7 @@ if (( DRY_RUN )); then
 fi
 
 make_data() { "$PYTHON" "$ROOT/tools/make_task_data.py" --task digit_sort "$@"; }
-launch() { "$PYTHON" -m torch.distributed.run "${DISTRIBUTED_ARGS[@]}" -m "$@"; }
+launch() { "$PYTHON" -m mindspeed_rl.launch.bound_store "${DISTRIBUTED_ARGS[@]}" -m "$@"; }
 launch_rl() {
     if [[ "$ORCHESTRATOR" != ray ]]; then
         launch mindspeed_rl.train_rl "$@"

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # Before anything imports torch or a Hugging Face library.
 for _name, _value in {
@@ -27,7 +27,33 @@ if _TESTS not in sys.path:  # for `from support.spawn import run_ranks`
 # The same examples at every run; pytest --hypothesis-profile search draws new ones.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("search", print_blob=True, deadline=None)
+# A planted fault is killed by the first example that notices it, however large that is.
+settings.register_profile(
+    "planted",
+    derandomize=True,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],
+    report_multiple_bugs=False,
+)
 settings.load_profile("fixed")
+
+# Files of minutes, the longest first: they are begun first, so that both workers end together.
+LONG_FILES = tuple(
+    f"{folder}/test_{name}.py"
+    for folder, names in (
+        ("e2e", "score quickstart resume restart unequal_settings replay ray learning"),
+        ("distributed", "checkpoint_layouts bench selftest silent_errors families checkpoint"),
+        ("e2e", "reference_pass balanced_experts user_mistakes all_models export"),
+    )
+    for name in names.split()
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files come first, the others as they are."""
+    place = {name: number for number, name in enumerate(LONG_FILES)}
+    last = len(place)
+    items.sort(key=lambda item: place.get("/".join(item.path.parts[-2:]), last))
 
 
 @pytest.fixture(scope="session")

@@ -30,26 +30,31 @@ tests() {  # of a tier: its marker expression
     echo "== tests: $1"
     part env PYTHON="$PYTHON" tests/ascend/run.sh --halves -m "$1"
     part "$PYTHON" -m pytest -n 2 --dist worksteal --durations 15 -m "$1" tests/unit tests/simulated tests/test_*.py
-    # ranks wait for each other much of the time: two files at once
-    part "$PYTHON" -m pytest -n 2 --dist loadfile --durations 15 -m "$1 and not alone" \
-        tests/distributed tests/e2e
-    part "$PYTHON" -m pytest --durations 15 -m "$1 and alone" tests/distributed tests/e2e
+    # ranks wait for each other much of the time: two files at once, in the order of conftest.py
+    part "$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15 \
+        -m "($1) and not alone" tests/distributed tests/e2e
+    part "$PYTHON" -m pytest --durations 15 -m "($1) and alone" tests/distributed tests/e2e
 }
-first() {
+with_style() {  # tests, and types beside them
     echo "== style; types beside the tests"
     part "$PYTHON" -m ruff check .
     part "$PYTHON" -m ruff format --check .
     local types; types="$(mktemp)"
     "$PYTHON" -m mypy > "$types" 2>&1 &
-    tests "not slow"
+    tests "$1"
     wait $! || { STATUS=1; echo "run_tests: failed: mypy" >&2; }
     cat "$types"; rm -f "$types"
 }
-second() {
-    tests slow
+faults() {
     echo "== planted faults"
-    part "$PYTHON" tests/faults/run.py
+    part "$PYTHON" tests/faults/run.py "$@"
 }
-[[ "$*" == --rest ]] || first
-[[ -z "$*" ]] || second
+case "$*" in
+    "") with_style "not slow" ;;
+    --rest) tests slow; faults ;;
+    --all)  # both tiers of a part at once, so that they share fixtures
+        with_style "slow or not slow"
+        # the tests that must turn red have just been green
+        if (( STATUS )); then faults; else faults --proven; fi ;;
+esac
 exit "$STATUS"

@@ -13,24 +13,17 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from mindspeed_rl.metrics.equality import computed, row_differences
 
 MOST_TOLD = 20
-_OF_THE_MACHINE = ("time/", "time_max/", "throughput/", "memory/")
 
 
-def measures_machine(name: str) -> bool:
-    """Whether a metric measures the machine and not the computation.
-
-    Two runs with the same numbers differ in such metrics alone: times, rates and memory. They are
-    recognised by the prefix of the name, or by the unit at its end (``_s``, ``_ms``).
-    """
-    return name.startswith(_OF_THE_MACHINE) or name.endswith(("_s", "_ms"))
-
-
-def metrics(output: Path) -> list[dict[str, str]]:
-    """Return metrics that do not depend on the clock or the process, as text: NaN equals NaN."""
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{k: repr(v) for k, v in row.items() if not measures_machine(k)} for row in rows]
+def metrics(output: Path) -> list[dict[str, Any]]:
+    """Return metrics that do not depend on the clock or the process."""
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    return [computed(json.loads(line)) for line in lines]
 
 
 def digests(exported: Path) -> dict[str, str]:
@@ -48,9 +41,8 @@ def differences(first: Path, second: Path) -> Iterator[str]:
     if len(rows[0]) != len(rows[1]):
         yield f"metrics.jsonl: {len(rows[0])} rows and {len(rows[1])}"
     for number, (mine, other) in enumerate(zip(*rows, strict=False), 1):
-        for name in sorted(mine.keys() | other.keys()):
-            if mine.get(name) != other.get(name):
-                yield f"metrics.jsonl:{number}: {name}: {mine.get(name)} and {other.get(name)}"
+        for name, a, b in row_differences(mine, other):
+            yield f"metrics.jsonl:{number}: {name}: {a!r} and {b!r}"
     weights = [digests(output / "hf") for output in (first, second)]
     for name in sorted(weights[0].keys() | weights[1].keys()):
         if weights[0].get(name) != weights[1].get(name):

@@ -22,12 +22,14 @@ from reshard_figures import (
     critical_bytes,
     node_floors,
     rank_floor,
+    rank_need,
     round_traffic,
 )
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.engines.vllm.layout import VllmLayout
+from mindspeed_rl.expert_placement.near_trainer import placed_near_trainer
 from mindspeed_rl.metrics.progress import RunProgress
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
@@ -35,7 +37,7 @@ from mindspeed_rl.weights.executor import ROUNDS_IN_FLIGHT, round_bytes, split_r
 from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
-from mindspeed_rl.weights.planner import plan_reshard
+from mindspeed_rl.weights.planner import Overlaps, plan_reshard
 from mindspeed_rl.weights.schedule import plan_schedule
 from mindspeed_rl.weights.traffic import RankTraffic, element_bytes_of, rank_traffic
 
@@ -66,6 +68,19 @@ CASES = {
         "tp=2,dp=128,ep=256",
         256,
     ),
+    "E": ("qwen3-30b-a3b", "tp=1,pp=2,ep=8,etp=1", "tp=2", 16),
+    "F": (
+        "qwen3-235b-a22b",
+        "tp=4,pp=8,ep=16,etp=1,num_layer_list=12-12-12-12-12-12-11-11",
+        "tp=8",
+        128,
+    ),
+    "G": (
+        "deepseek-v3",
+        "tp=1,pp=16,ep=16,etp=1,num_layer_list=3-4-4-4-4-4-4-4-4-4-4-4-4-4-4-2",
+        "tp=32",
+        256,
+    ),
 }
 
 
@@ -83,6 +98,12 @@ def _parser() -> argparse.ArgumentParser:
     for flag, keys in (("--train", TRAIN_KEYS), ("--rollout", ROLLOUT_KEYS)):
         named = ", ".join(f"{key} ({name})" for key, name in keys.items())
         parser.add_argument(flag, default="", metavar="KEY=VALUE,...", help=f"keys: {named}")
+    parser.add_argument(
+        "--expert-placement",
+        choices=("linear", "trainer"),
+        default="linear",
+        help="where the engine has its experts, as --rollout-expert-placement of a run",
+    )
     parser.add_argument("--world", type=_count, help="ranks of the whole job")
     parser.add_argument(
         "--ranks", default="all", help="ranks to look at: all (the default), or 0,17,..."
@@ -146,7 +167,12 @@ def model_of(args: argparse.Namespace) -> ModelSpec:
 
 def layouts(spec: ModelSpec, args: argparse.Namespace) -> tuple[MegatronLayout, VllmLayout]:
     """Build both layouts without any cached lookups, as a rank does at its start."""
-    return layouts_from_texts(spec, args.train, args.rollout, args.world)
+    source, target = layouts_from_texts(spec, args.train, args.rollout, args.world)
+    if args.expert_placement == "trainer":
+        if not target.engine.expert_parallel:
+            raise UsageError("--expert-placement trainer: needs ep above 1 in --rollout")
+        target = placed_near_trainer(source, target)
+    return source, target
 
 
 def _ranks(text: str, world: int) -> Sequence[int]:
@@ -179,6 +205,7 @@ def floors(spec: ModelSpec, args: argparse.Namespace) -> Figures:
 
     return {
         "floor_bytes": of_ranks(target),
+        "need_bytes": spread([rank_need(target, rank, bytes_of) for rank in args.ranks]),
         "node_floor_bytes": spread(list(of_nodes.values())),
         "whole_tensor_bytes": of_ranks(everywhere),
     }
@@ -195,7 +222,8 @@ def inspect(spec: ModelSpec, args: argparse.Namespace, *, relay: bool) -> Figure
     name = "relay" if relay else "direct"
     source, target = layouts(spec, args)
     start = time.process_time()  # process time, as the machine may be busy
-    plan = plan_reshard(source, target, args.ranks[0], per_node, relay=relay)
+    overlaps = Overlaps(source, target, per_node, relay)
+    plan = plan_reshard(source, target, args.ranks[0], per_node, relay=relay, overlaps=overlaps)
     schedule = plan_schedule(
         source,
         target,
@@ -203,6 +231,7 @@ def inspect(spec: ModelSpec, args: argparse.Namespace, *, relay: bool) -> Figure
         item_bytes=BF16_BYTES,
         ranks_per_node=per_node,
         relay=relay,
+        overlaps=overlaps,
     )
     split_rounds(plan, schedule, source, 1 + relay)
     plan_s = time.process_time() - start
@@ -212,7 +241,7 @@ def inspect(spec: ModelSpec, args: argparse.Namespace, *, relay: bool) -> Figure
     count = len(args.ranks)
     progress = RunProgress(count, 0, f"{name}: planning ranks", count > 1, max(1, count // 4))
     for number, rank in enumerate(args.ranks, start=1):
-        plan = plan_reshard(source, target, rank, per_node, relay=relay)
+        plan = plan_reshard(source, target, rank, per_node, relay=relay, overlaps=overlaps)
         totals.append(rank_traffic(plan, bytes_of, per_node))
         by_round.append(round_traffic(plan, schedule, source, bytes_of))
         progress.update(number, {})
@@ -240,6 +269,8 @@ def inspect(spec: ModelSpec, args: argparse.Namespace, *, relay: bool) -> Figure
         "critical_between_nodes_bytes": between,
         "peak_staging_bytes": in_flight * max(r.peak_bytes for r in by_round),
         "messages_per_rank": sum(r.num_messages for r in by_round) / count,
+        "most_messages": max(r.num_messages for r in by_round),
+        "most_alone": max(r.num_alone for r in by_round),
         "rounds": schedule.num_rounds,
         "plan_s": plan_s,
         "estimated_s": estimated_s,
@@ -268,7 +299,10 @@ def _column(figures: Figures) -> dict[str, str]:
         "  within nodes": _gb(figures["critical_within_nodes_bytes"]),
         "  between nodes": _gb(figures["critical_between_nodes_bytes"]),
         "peak staging, GB": _gb(figures["peak_staging_bytes"]),
-        "messages per rank": f"{figures['messages_per_rank']:.0f}",
+        "messages per rank (mean / max)": (
+            f"{figures['messages_per_rank']:.0f} / {figures['most_messages']}"
+        ),
+        "  more with p2p (max)": str(figures["most_alone"]),
         "rounds": str(figures["rounds"]),
         "planning one rank, s": f"{figures['plan_s']:.2f}",
     } | ({} if seconds is None else {"on the wire, s": f"{seconds:.3f}"})
@@ -280,6 +314,7 @@ def table(strategies: Sequence[Figures], args: argparse.Namespace) -> str:
     spreads = {
         "floor per rank": "floor_bytes",
         "floor per node": "node_floor_bytes",
+        "floor of a disjoint engine": "need_bytes",
         "whole tensors to every rank": "whole_tensor_bytes",
     }
     columns = [_column(figures) for figures in strategies]

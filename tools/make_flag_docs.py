@@ -20,6 +20,7 @@ from mindspeed_rl.algorithms.aggregation import AGGREGATIONS
 from mindspeed_rl.algorithms.catalogue import Catalogue
 from mindspeed_rl.algorithms.kl import KL_ESTIMATORS
 from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES
+from mindspeed_rl.algorithms.presets import PRESETS
 from mindspeed_rl.command_line.arguments import ENTRIES, OwnFlag, own_flags
 from mindspeed_rl.compat.foreign_flags import Disposition, ForeignFlag, foreign_flags
 from mindspeed_rl.config.engine_options import as_flag
@@ -36,8 +37,8 @@ _TABLE = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 HEAD = """\
 # Flags
 
-Written by `python tools/make_flag_docs.py` from `mindspeed_rl/config` and `mindspeed_rl/compat`;
-edit those. `--help` of an entry says the same in the terminal.
+This page lists all flags by topic; `--help TOPIC` of an entry prints the same in the terminal.
+`python tools/make_flag_docs.py` generates it from `mindspeed_rl/config` and `mindspeed_rl/compat`.
 """
 OPTIONS_HEAD = (
     "## Refused --vllm-* options (train_rl)\n\n| why, or what to use | options |\n|---|---|"
@@ -151,6 +152,21 @@ def reward_table() -> Iterator[str]:
     return _table(rows)
 
 
+def preset_table() -> Iterator[str]:
+    """Yield the table of ``--rl-preset``."""
+    return _table(
+        [
+            {
+                "name": f"`{name}`",
+                "what": preset.summary,
+                "sets": ", ".join(f"`{' '.join(flag)}`" for flag in preset.flags),
+                "source": preset.source,
+            }
+            for name, preset in PRESETS.items()
+        ]
+    )
+
+
 TABLES: Mapping[str, Callable[[], Iterator[str]]] = {
     "advantage estimators": lambda: choice_table(ESTIMATORS, "advantage", _NEEDS),
     "policy losses": lambda: choice_table(
@@ -158,6 +174,7 @@ TABLES: Mapping[str, Callable[[], Iterator[str]]] = {
     ),
     "aggregations": lambda: choice_table(AGGREGATIONS, "weight of a token", {}),
     "KL estimators": lambda: choice_table(KL_ESTIMATORS, "estimate", {}),
+    "presets": preset_table,
     "rewards": reward_table,
 }
 

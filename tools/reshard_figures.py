@@ -39,11 +39,13 @@ class RoundTraffic:
         receive_bytes: Received bytes by exchange.
         send_bytes: Sent bytes by exchange.
         num_messages: Received messages of all exchanges: one per sender and exchange.
+        num_alone: Rectangles that travel on their own instead with ``--reshard-transport p2p``.
     """
 
     receive_bytes: tuple[int, ...]
     send_bytes: tuple[int, ...]
     num_messages: int
+    num_alone: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -70,18 +72,21 @@ def round_traffic(
         for t in transfers:
             size = bytes_of(t.hf_name)
             for slot in schedule.slots_of(source, t.hf_name):
-                elements = t.hf_box.slice(slot.part, slot.parts).num_elements
+                elements = t.count * t.hf_box.slice(slot.part, slot.parts).num_elements
                 if elements:
-                    yield slot.round * num_hops + t.hop - 1, elements * size, t.src_rank
+                    exchange = slot.round_of(t.src_rank, t.dst_rank) * num_hops + t.hop - 1
+                    yield exchange, elements * size, t.src_rank
 
     received, sent = [0] * num_exchanges, [0] * num_exchanges
     messages = set()
+    num_alone = 0
     for exchange, size, sender in parts(plan.receives):
         received[exchange] += size
         messages.add((exchange, sender))
+        num_alone += size >= schedule.alone_bytes
     for exchange, size, _ in parts(plan.sends):
         sent[exchange] += size
-    return RoundTraffic(tuple(received), tuple(sent), len(messages))
+    return RoundTraffic(tuple(received), tuple(sent), len(messages), num_alone)
 
 
 def critical_bytes(ranks: Iterable[RoundTraffic]) -> int:
@@ -135,6 +140,18 @@ def rank_floor(source: ShardLayout, target: ShardLayout, rank: int, bytes_of: El
         missing_elements(boxes(target, name), boxes(source, name)) * bytes_of(name)
         for name in target.held_names(rank)
     )
+
+
+def rank_need(target: ShardLayout, rank: int, bytes_of: ElementBytes) -> int:
+    """Count bytes that a rank's engine needs: the floor where it shares no memory with a trainer.
+
+    Local, pure, O(what the rank needs).
+    """
+    count = 0
+    for name in target.held_names(rank):
+        boxes = tuple(s.piece.hf_box for s in target.shards(name) if rank in s.owner_ranks)
+        count += missing_elements(boxes, ()) * bytes_of(name)
+    return count
 
 
 def node_floors(

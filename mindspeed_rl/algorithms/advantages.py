@@ -274,5 +274,16 @@ def gae(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
     return _known_rewards(step)
 
 
+@ESTIMATORS.declare(
+    "0, so that rewards are measured only and a teacher alone is followed "
+    "(--teacher-hf-checkpoint)",
+    name="none",
+    min_group_size=1,
+)
+def no_advantage(step: GroupRewards, settings: AdvantageSettings) -> torch.Tensor:
+    """Return 0 for every sample: what trains then is the teacher of each token."""
+    return step.rewards.new_zeros(step.rewards.shape)
+
+
 def _known_rewards(step: GroupRewards) -> torch.Tensor:
     return step.rewards.masked_fill(step.rewards.isnan(), 0.0)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.algorithms.bounds import bounded
-from mindspeed_rl.algorithms.kl import KL_ESTIMATORS
+from mindspeed_rl.algorithms.kl import KL_ESTIMATORS, k3
 from mindspeed_rl.algorithms.types import MaxTerm, MeanTerm, Sequences, Term
 from mindspeed_rl.core.flag import Needs, flag
 
@@ -187,7 +187,7 @@ def mismatch_terms(
         "mismatch/max_abs_logprob": MaxTerm.of(only_counted(difference.abs(), -math.inf)),
         "mismatch/mean_abs_logprob": mean(difference.abs()),
         "mismatch/k1": mean(-difference),
-        "mismatch/k3": mean(rho - bounded(difference) - 1.0),
+        "mismatch/k3": mean(k3(-difference)),
         "mismatch/chi2": mean(rho.square() - 1.0),
         "mismatch/ratio": mean(rho),
         "mismatch/trainer_nll": mean(-trainer),

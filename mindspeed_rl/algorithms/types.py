@@ -108,10 +108,14 @@ class LossInputs:
         old_logprobs: Log-probs of the behaviour policy in the ratio; ``None``: the current policy.
         rollout_logprobs: Log-probs of the engine.
         ref_logprobs: Log-probs of the reference policy; ``None`` when there is none.
-        advantages: Advantage of each token.
+        advantages: Advantage of each token, by the rewards.
         sequences: Sequence of each token.
         covariance_mask: [N] bool, tokens chosen over the whole step; ``None`` when there are none.
         on_policy_mask: [N] bool, tokens sampled by the weights of this step; ``None``: all of them.
+        teacher_logprobs: Log-probs of the teachers, NaN where a token has none; ``None`` when the
+            run has no teacher.
+        teacher_kl: Reverse KL to the teachers over the whole vocabulary, with gradient, 0 where a
+            token has none; ``None`` unless the loss has it.
     """
 
     logprobs: torch.Tensor
@@ -123,6 +127,8 @@ class LossInputs:
     sequences: Sequences
     covariance_mask: torch.Tensor | None = None
     on_policy_mask: torch.Tensor | None = None
+    teacher_logprobs: torch.Tensor | None = None
+    teacher_kl: torch.Tensor | None = None
 
     @property
     def log_ratio(self) -> torch.Tensor:

@@ -100,7 +100,7 @@ def planner(name: str, dtype: torch.dtype, dropout: float = 0.0) -> Planner:
         dropout: Share of the attention weights that are dropped in training.
 
     Raises:
-        UsageError: There is no such kernel.
+        UsageError: There is no such kernel, or the installed PyTorch lacks what it calls.
     """
     if name not in KERNELS:
         raise UsageError(
@@ -109,4 +109,8 @@ def planner(name: str, dtype: torch.dtype, dropout: float = 0.0) -> Planner:
         )
     if dropout or (name == "varlen" and dtype not in _HALF):
         name = GENERAL
+    if name == "varlen":
+        from mindspeed_rl.attention.varlen import check_torch
+
+        check_torch()
     return KERNELS[name]

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from mindspeed_rl.checkpoint.finite import LARGEST_WEIGHT, problem_of
 from mindspeed_rl.checkpoint.names import DEQUANTIZE, check_names
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.files import why_unreadable
 from mindspeed_rl.models.blocks import VALUE_HEAD
 from mindspeed_rl.models.hf_files import INDEX, find_weights
 from mindspeed_rl.weights.layouts.base import Piece, ShardLayout, pieces_of
@@ -36,6 +38,10 @@ def weight_files(directory: str | Path) -> dict[str, Path]:
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
     try:
+        path.open("rb").close()  # safe_open calls every file missing that it cannot open
+    except OSError as error:
+        raise UsageError(f"{path}: {why_unreadable(path, error)}") from error
+    try:
         handle = safe_open(str(path), framework="pt")
     except (SafetensorError, OSError) as error:
         raise UsageError(
@@ -50,6 +56,26 @@ def read_tensor(path: Path, name: str) -> torch.Tensor:
     with _open(path) as file:
         tensor: torch.Tensor = file.get_tensor(name)
         return tensor
+
+
+def check_shapes(directory: str | Path, layout: ShardLayout, rank: int) -> None:
+    """Compare shapes of the tensors that this rank will read with the model. Local.
+
+    Only headers are read, so that a wrong config.json is told before memory is taken for it.
+
+    Raises:
+        UsageError: A tensor has another shape, or is quantised; names the file and the tensor.
+    """
+    files = weight_files(directory)
+    mine: dict[Path, set[str]] = {}
+    for shard in pieces_of(layout, rank):
+        name = shard.piece.hf_name
+        if name in files:
+            mine.setdefault(files[name], set()).add(name)
+    for path, names in mine.items():
+        with _open(path) as file:
+            for name in sorted(names.intersection(file.keys())):
+                _check_tensor(path, name, file.get_slice(name), layout.hf_shapes[name])
 
 
 @torch.no_grad()
@@ -75,7 +101,8 @@ def load_hf(
         flag: Flag that names the directory, for messages.
 
     Raises:
-        UsageError: Tensors that are missing, unknown, quantised or of another shape.
+        UsageError: Tensors that are missing, unknown, quantised or of another shape, or whose
+            values are not finite or so large that products of two of them are not.
     """
     files = weight_files(directory)
     names = set(files) - set(left_out)
@@ -103,6 +130,16 @@ def load_hf(
                 for piece in mine.get(name, ()):
                     target = piece.view.of(params[piece.param])[piece.param_box.slices]
                     target.copy_(view[piece.hf_box.slices])
+                    _check_values(flag, path, name, rank, target)
+
+
+def _check_values(flag: str, path: Path, name: str, rank: int, values: torch.Tensor) -> None:
+    if problem := problem_of(values, LARGEST_WEIGHT):
+        raise UsageError(
+            f"{flag}: {path}: {name} holds {problem} in the part of rank {rank}; weights are "
+            f"finite and at most {LARGEST_WEIGHT:g}. Copy or download the file again, or take an "
+            "earlier checkpoint of the training that wrote it"
+        )
 
 
 def check_tie(where: str, files: Mapping[str, Path], expected: Collection[str]) -> None:

@@ -3,13 +3,16 @@
 Layout::
 
     SAVE/latest_checkpointed_iteration.txt    newest step, for people and scripts
-    SAVE/iter_0000012/checkpoint.json         the record: step, contents, every file and its size
+    SAVE/iter_0000012/checkpoint.json         the record: step, contents, every file, its checksum
     SAVE/iter_0000012/...                     tensors, written by the trainer
     SAVE/iter_0000013.partial/                a save in progress, or one that was killed
+    SAVE/iter_0000009.damaged/                one that a run found damaged and went on without
+    SAVE/iter_0000010.left/                   one of steps that an alarm made a run do again
 
 A checkpoint is written as ``.partial`` and renamed when all ranks are done, so that after a kill at
-any moment the previous checkpoint is still the newest valid one. The sizes in the record also
-reveal a folder that was only partly copied.
+any moment the previous checkpoint is still the newest valid one. Sizes and checksums in the record
+reveal a folder that was only partly copied, and bytes that have changed. The first line of the
+record is the checksum of the rest of it.
 """
 
 from __future__ import annotations
@@ -23,8 +26,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from mindspeed_rl.checkpoint.checksums import FileMark
+from mindspeed_rl.core.digest import text_digest
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.files import sync_path, write_text_atomic
 
@@ -32,9 +38,13 @@ RECORD = "checkpoint.json"
 NONFINITE = "nonfinite"
 TRACKER = "latest_checkpointed_iteration.txt"
 PARTIAL = ".partial"
+DAMAGED = ".damaged"
+LEFT = ".left"
 #: Key in the extra state of a converted checkpoint, which has only weights.
 CONVERTED = "converted_from"
 _NAME = re.compile(r"iter_(\d{7,})")
+_RECORD_DIGEST = "record_xxh3"
+_HEAD = re.compile(rf'\{{\n "{_RECORD_DIGEST}": "([0-9a-f]{{32}})",\n')
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +101,19 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
-def find_latest(directory: str | os.PathLike[str]) -> Found:
+def find_latest(
+    directory: str | os.PathLike[str],
+    unsound: Mapping[str, str] = MappingProxyType({}),
+    before: int | None = None,
+) -> Found:
     """Find the newest complete checkpoint of a folder; an empty folder has none.
+
+    Contents of files other than the record are not read.
+
+    Args:
+        directory: Folder of a run's checkpoints.
+        unsound: Names of checkpoints that are to be ignored, each with the reason.
+        before: Step that has not been done yet in the checkpoint; ``None``: any may be.
 
     Raises:
         UsageError: The folder does not exist.
@@ -104,30 +125,88 @@ def find_latest(directory: str | os.PathLike[str]) -> Found:
             "out to start from --hf-checkpoint"
         )
     ignored = [f"{path.name}: its save did not finish" for path in _partial_folders(root)]
-    folders = [path for path in root.iterdir() if path.is_dir() and _NAME.fullmatch(path.name)]
-    for path in sorted(folders, key=step_of, reverse=True):
-        damage = damage_of(path)
+    for path in reversed(checkpoints_of(root, before)):
+        damage = unsound.get(path.name) or damage_of(path)
         if not damage:
             return Found(path, tuple(ignored))
         ignored.append(f"{path.name}: {damage}")
     return Found(None, tuple(ignored))
 
 
+def checkpoints_of(root: Path, before: int | None = None) -> list[Path]:
+    """List the checkpoint folders of a run by their step, whatever is in them.
+
+    With ``before`` only those of earlier steps.
+    """
+    folders = [path for path in root.iterdir() if path.is_dir() and _NAME.fullmatch(path.name)]
+    return sorted((f for f in folders if before is None or step_of(f) < before), key=step_of)
+
+
+def complete_checkpoints(root: Path) -> list[Path]:
+    """List the complete checkpoints of an existing folder, oldest first."""
+    return [path for path in checkpoints_of(root) if not damage_of(path)]
+
+
+def is_own(path: Path) -> bool:
+    """Whether a checkpoint folder was made by this project: it has a record."""
+    return (path / RECORD).is_file()
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint; a kill meanwhile leaves a folder that the next save removes."""
+    going = path.with_name(path.name + PARTIAL)
+    path.rename(going)
+    shutil.rmtree(going)
+
+
+def sweep(directory: str | os.PathLike[str]) -> list[Path]:
+    """Remove what killed saves and removals left in a folder, and return the paths; on one rank.
+
+    No other run may use the folder meanwhile.
+    """
+    root = Path(directory)
+    leftovers = _partial_folders(root) if root.is_dir() else []
+    for leftover in leftovers:
+        shutil.rmtree(leftover)
+    return leftovers
+
+
 def damage_of(path: Path) -> str:
-    """Describe what is missing in a checkpoint; empty when it is complete."""
+    """Describe what is missing in a checkpoint; empty when it is complete.
+
+    The record is read whole; of other files only the sizes are looked at.
+    """
     try:
-        files = json.loads((path / RECORD).read_text(encoding="utf-8"))["files"]
+        marks = marks_of(path)
     except FileNotFoundError:
         return f"no {RECORD}"
-    except (ValueError, KeyError, TypeError):
-        return f"{RECORD} is broken"
-    for name, size_bytes in files.items():
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{RECORD} is broken ({error or type(error).__name__})".replace("\n", " ")
+    for name, mark in marks.items():
         file = path / name
         if not file.is_file():
             return f"{name} is missing"
-        if file.stat().st_size != size_bytes:
-            return f"{name} has {file.stat().st_size} bytes instead of {size_bytes}"
+        if file.stat().st_size != mark.size_bytes:
+            return f"{name} has {file.stat().st_size} bytes instead of {mark.size_bytes}"
     return ""
+
+
+def marks_of(path: Path) -> dict[str, FileMark]:
+    """Return size and checksum of every file of a checkpoint, after the record's own is compared.
+
+    Raises:
+        OSError: The record cannot be read.
+        ValueError, KeyError, TypeError, AttributeError, RecursionError: The record is damaged.
+    """
+    text = (path / RECORD).read_text(encoding="utf-8")
+    marks = {n: FileMark.from_json(m) for n, m in json.loads(text)["files"].items()}
+    if head := _HEAD.match(text):
+        found = text_digest(text[head.end() :])
+        if found != head[1]:
+            raise ValueError(f"xxh3 {found} instead of {head[1]}")
+    elif any(mark.xxh3 for mark in marks.values()):
+        raise ValueError("its first line is not that of a record with checksums")
+    return marks
 
 
 def read_record(path: Path) -> CheckpointRecord:
@@ -137,18 +216,35 @@ def read_record(path: Path) -> CheckpointRecord:
         UsageError: It was written by another version of this project.
     """
     text = (path / RECORD).read_text(encoding="utf-8")
-    fields = json.loads(text, object_hook=_restored)
-    del fields["files"]
     try:
+        fields = json.loads(text, object_hook=_restored)
+        del fields["files"]
+        fields.pop(_RECORD_DIGEST, None)
         companions = {
             role: CompanionRecord(**kept) for role, kept in fields.pop("companions", {}).items()
         }
-        return CheckpointRecord(**fields, companions=companions)
-    except TypeError as error:
+        record = CheckpointRecord(**fields, companions=companions)
+        _check_types(record)
+        return record
+    except (ValueError, TypeError, AttributeError) as error:
         raise UsageError(
             f"{path / RECORD} was written by another version of mindspeed_rl ({error}); resume "
             "with that version, or start from its exported Hugging Face checkpoint"
         ) from None
+
+
+def _check_types(record: CheckpointRecord) -> None:
+    """Refuse a record with values of other types than this version writes.
+
+    Raises:
+        TypeError: There is one.
+    """
+    kinds: dict[str, type] = {"step": int, "num_updates": int, "model": dict, "layout": dict}
+    kinds |= {"optimizer": str, "has_rng": bool, "extra": dict}
+    for name, kind in kinds.items():
+        value = getattr(record, name)
+        if type(value) is not kind:
+            raise TypeError(f"{name} is of type {type(value).__name__}, not {kind.__name__}")
 
 
 def refuse_other_run(directory: str | os.PathLike[str], start_step: int) -> None:
@@ -191,8 +287,7 @@ def begin(directory: str | os.PathLike[str], step: int, needed_bytes: int) -> Pa
     """
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
-    for leftover in _partial_folders(root):
-        shutil.rmtree(leftover)
+    sweep(root)
     free_bytes = shutil.disk_usage(root).free
     if free_bytes < needed_bytes:
         raise OSError(
@@ -211,24 +306,45 @@ def partial_path(directory: str | os.PathLike[str], step: int) -> Path:
     return path.with_name(path.name + PARTIAL)
 
 
-def commit(directory: str | os.PathLike[str], record: CheckpointRecord) -> Path:
+def set_aside(path: Path, mark: str = DAMAGED) -> Path:
+    """Rename a checkpoint by ``mark``, so that a save of its step has room; return the new path."""
+    number, target = 1, path.with_name(path.name + mark)
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{path.name}{mark}-{number}")
+    path.rename(target)
+    return target
+
+
+def commit(
+    directory: str | os.PathLike[str],
+    record: CheckpointRecord,
+    marks: Mapping[str, FileMark] = MappingProxyType({}),
+) -> Path:
     """Make the folder of :func:`begin` a valid checkpoint; on one rank, when all have written.
+
+    Args:
+        directory: Folder of the run's checkpoints.
+        record: What the checkpoint holds.
+        marks: Marks of files that their writers have flushed to disk, by path in the checkpoint;
+            other files are flushed and read here.
 
     Raises:
         UsageError: A complete checkpoint of this step exists.
     """
     partial = partial_path(directory, record.step)
     target = checkpoint_path(directory, record.step)
-    files = {
-        str(file.relative_to(partial)): file.stat().st_size
-        for file in sorted(partial.rglob("*"))
-        if file.is_file()
-    }
-    for name in files:
-        sync_path(partial / name)
-    fields = _finite({**asdict(record), "files": files})
-    text = json.dumps(fields, indent=1, allow_nan=False)
-    write_text_atomic(partial / RECORD, text + "\n")
+    found = {}
+    for file in sorted(partial.rglob("*")):
+        name = str(file.relative_to(partial))
+        if file.is_file() and name not in marks:
+            sync_path(file)
+        if file.is_file():
+            found[name] = (marks.get(name) or FileMark.of(file)).to_json()
+    fields = _finite({**asdict(record), "files": found})
+    body = json.dumps(fields, indent=1, allow_nan=False).removeprefix("{\n") + "\n"
+    head = f'{{\n "{_RECORD_DIGEST}": "{text_digest(body)}",\n'
+    write_text_atomic(partial / RECORD, head + body)
     if target.exists():
         if not damage_of(target):
             raise UsageError(f"--save: {target} exists already; choose another folder")

@@ -8,7 +8,7 @@ leak.
 from __future__ import annotations
 
 import math
-import warnings
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +20,9 @@ from mindspeed_rl.platforms.base import DeviceMemory
 
 _MIB, _GIB = 2**20, 2**30
 _WINDOW = 20  # Steps whose residues show a leak.
+_LEAST = 10  # Fewer show no trend.
+# Steps at the start in which libraries, allocators and engines still take what they keep.
+_WARM_UP = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,7 @@ class MemoryLedger:
         self._leak_bytes = leak_bytes
         self._predicted = predicted or {}
         self._residues: deque[int] = deque(maxlen=_WINDOW)
+        self._steps = 0
         self._warned = False
         self.borders: dict[str, Border] = {}
 
@@ -119,14 +123,22 @@ class MemoryLedger:
             raise MemoryError(self._message(what, self._budget_bytes or device.total_bytes))
 
     def _watch(self, residue_bytes: int) -> None:
+        self._steps += 1
+        if self._steps <= _WARM_UP:
+            return
         self._residues.append(residue_bytes)
+        if self._warned or not self._leak_bytes or len(self._residues) < _LEAST:
+            return
         slope, error = slope_per_step(self._residues)
-        if self._leak_bytes and not self._warned and slope - 2 * error > self._leak_bytes:
+        if slope - 2 * error > self._leak_bytes:
             self._warned = True
-            warnings.warn(
-                f"memory that no owner accounts for grows by {slope / _MIB:.0f} MiB per step "
-                f"(+- {2 * error / _MIB:.0f}); the run will end out of memory\n{self.table()}",
-                stacklevel=2,
+            print(
+                "warning: memory that no owner accounts for grew by "
+                f"{slope / _MIB:.0f} MiB per step (+- {2 * error / _MIB:.0f}) over the last "
+                f"{len(self._residues)} steps, more than --memory-leak-mb "
+                f"{self._leak_bytes / _MIB:g}; MiB by owner at each border:\n{self.table()}",
+                file=sys.stderr,
+                flush=True,
             )
 
     def metrics(self) -> MetricSet:

@@ -18,8 +18,9 @@ engine weights | reshard, verify, offload parameters, bring back the cache. Para
 update because they are about to be resharded; the cache comes last, when all other memory is free.
 Towards TRAIN: free the cache, bring back parameters | free engine weights | gradients, optimizer.
 
-Offloaded memory of the reference, the critic and the reward model stays on the host in TRAIN as
-well, and is brought back for their own passes and updates (:meth:`DeviceScheduler.onloaded`).
+Offloaded memory of the reference, the critic, the reward model and the teachers stays on the host
+in TRAIN as well, and is brought back for their own passes and updates
+(:meth:`DeviceScheduler.onloaded`).
 """
 
 from __future__ import annotations

@@ -13,18 +13,29 @@ import dataclasses
 import inspect
 import itertools
 import math
+import re
 import shutil
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from mindspeed_rl.algorithms.presets import AppliedPreset, apply_preset, take_switched_off
+from mindspeed_rl.command_line.benchmark_run import as_benchmark
+from mindspeed_rl.command_line.help_topics import (
+    ALL,
+    asked_topic,
+    index,
+    print_for_pager,
+    unknown_topic,
+)
+from mindspeed_rl.command_line.replay_run import as_replay
 from mindspeed_rl.compat.classify import ForeignUse, UnknownToken, UsedFlag, classify
 from mindspeed_rl.compat.foreign_flags import ForeignFlag, foreign_flags
+from mindspeed_rl.compat.synonyms import synonyms
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
-from mindspeed_rl.config.benchmark_run import as_benchmark
 from mindspeed_rl.config.engine_options import take_engine_options
 from mindspeed_rl.config.needs import needs_of
 from mindspeed_rl.core.errors import UsageError
@@ -40,6 +51,7 @@ ENTRIES: Mapping[str, type[Any]] = {
 """Configuration class of every entry."""
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
+_FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 _MAX_HELP_COLUMNS = 100
 _HELP_INDENT = 32
 _EPILOG = """\
@@ -90,6 +102,8 @@ class ParsedArguments(typing.Generic[Run]):
         without: Flags that save time or memory, which the run goes on without, with the reason.
         honoured: Names of the given flags that have a meaning here.
         refused: A sentence for every flag that ends the run.
+        typed: The command line itself.
+        preset: What ``--rl-preset`` has set; ``None`` without it.
     """
 
     config: Run
@@ -98,6 +112,8 @@ class ParsedArguments(typing.Generic[Run]):
     without: tuple[UsedFlag, ...] = ()
     honoured: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
+    typed: tuple[str, ...] = ()
+    preset: AppliedPreset | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -203,34 +219,43 @@ def parse(
         UsageError: Flags are unknown, refused or malformed; one message has as many as possible.
         SystemExit: ``--help`` was asked for.
     """
+    if (topic := asked_topic(argv)) is not None:
+        print_for_pager(help_text(run_type, prog, topic))
+        raise SystemExit(0)
     takes_options = "engine_options" in run_type.__dataclass_fields__
     rest, engine_options = take_engine_options(argv) if takes_options else (list(argv), {})
     parser = build_parser(run_type, prog)
+    off: frozenset[str] = frozenset()
+    if run_type is RLRunConfig:
+        rest, off = take_switched_off(rest)
     use = _classified(run_type, rest, parser, foreign_flags())
     refused: list[str] = _problems(use, run_type)
     if refused and not keep_refused:
         raise UsageError("; ".join(refused))
+    flags = _by_spelling(run_type)
+    inert = dict.fromkeys(name for name, _ in use.own if flags[name].info.inert)
+    honoured = tuple(dict.fromkeys(name for name, _ in use.own if name not in inert))
     try:
-        built = _built(run_type, use, parser)
+        built, preset = _built_with_preset(run_type, use, parser, off)
     except UsageError as error:
         raise UsageError("; ".join([*refused, str(error)])) from None
     if engine_options:
         built["engine_options"] = engine_options
-    flags = _by_spelling(run_type)
-    inert = dict.fromkeys(name for name, _ in use.own if flags[name].info.inert)
     ignored = [used.typed for used in use.accepted]
     ignored += inert
     ignored += built["parallel"].idle_flags
     config: Any = run_type(**built)
     if isinstance(config, RLRunConfig):
-        config = as_benchmark(config)
+        config = as_replay(as_benchmark(config))
     return ParsedArguments(
         config,
         tuple(ignored),
         tuple(use.compared),
         tuple(use.without),
-        tuple(dict.fromkeys(name for name, _ in use.own if name not in inert)),
+        honoured,
         tuple(refused),
+        tuple(argv),
+        preset,
     )
 
 
@@ -282,6 +307,21 @@ def _built(run_type: type[Any], use: ForeignUse, parser: argparse.ArgumentParser
     }
 
 
+def _built_with_preset(
+    run_type: type[Any], use: ForeignUse, parser: argparse.ArgumentParser, off: Collection[str]
+) -> tuple[dict[str, Any], AppliedPreset | None]:
+    """Build the sections, with the flags of ``--rl-preset`` in front of those that were typed."""
+    built = _built(run_type, use, parser)
+    name = built["rl"].rl_preset if run_type is RLRunConfig else ""
+    if not name:
+        return built, None
+    flags = _by_spelling(run_type)
+    typed = {flags[spelling].spellings[0] for spelling, _ in use.own}
+    preset = apply_preset(name, typed, off, built["rollout"].rollout_max_response_length)
+    use.own[:0] = [(flag, values) for flag, *values in preset.flags]
+    return _built(run_type, use, parser), preset
+
+
 def build_parser(
     run_type: type[Any], prog: str, usage: str = "", epilog: str = ""
 ) -> argparse.ArgumentParser:
@@ -289,27 +329,80 @@ def build_parser(
 
     ``usage`` and ``epilog`` are those of the entries where they are not given.
     """
-    # The last column stays free, because some terminals wrap when it is written.
-    columns = min(shutil.get_terminal_size().columns - 1, _MAX_HELP_COLUMNS)
+    columns = _columns()
     if not epilog:
         example = " \\\n        ".join(_EXAMPLES[run_type])
         epilog = _EPILOG.format(prog=prog, example=example)
     parser = _Parser(
         prog=prog,
-        usage=usage or f"torchrun ... -m {prog} --hf-checkpoint DIR [flags]",
+        usage=usage or _usage(prog),
         allow_abbrev=False,
-        formatter_class=partial(
-            argparse.RawTextHelpFormatter, max_help_position=_HELP_INDENT, width=columns
-        ),
+        formatter_class=_formatter(columns),
         description=_paragraphs(run_type, columns),
         epilog=epilog,
     )
     for section, flags in own_flags(run_type):
-        title, _, text = _paragraphs(section, columns - 2).partition("\n")
-        group = parser.add_argument_group(title.rstrip("."), text.strip("\n"))
-        for flag in flags:
-            _add_flag(group, flag, columns - _HELP_INDENT)
+        _add_section(parser, section, flags, columns)
     return parser
+
+
+def _title(section: type[Any]) -> str:
+    return (inspect.getdoc(section) or "").partition("\n")[0].rstrip(".")
+
+
+def _columns() -> int:
+    """Return the width of help; the last column stays free, as some terminals wrap after it."""
+    return min(shutil.get_terminal_size().columns - 1, _MAX_HELP_COLUMNS)
+
+
+def _usage(prog: str) -> str:
+    return f"torchrun ... -m {prog} --hf-checkpoint DIR [flags]"
+
+
+def _formatter(columns: int) -> Any:
+    return partial(argparse.RawTextHelpFormatter, max_help_position=_HELP_INDENT, width=columns)
+
+
+def _add_section(
+    parser: argparse.ArgumentParser, section: type[Any], flags: Sequence[OwnFlag], columns: int
+) -> None:
+    """Add a group with the flags of a section, under its description."""
+    title, _, text = _paragraphs(section, columns - 2).partition("\n")
+    group = parser.add_argument_group(title.rstrip("."), text.strip("\n"))
+    for flag in flags:
+        _add_flag(group, flag, columns - _HELP_INDENT)
+
+
+def help_text(run_type: type[Any], prog: str, topic: str) -> str:
+    """Return the help of an entry about a topic, a flag, everything (``all``), or its index.
+
+    Raises:
+        UsageError: There is no such topic or flag.
+    """
+    if topic == ALL:
+        return build_parser(run_type, prog).format_help()
+    found = {
+        name.replace("_", "-"): part
+        for name, part in zip(_sections(run_type), own_flags(run_type), strict=True)
+    }
+    columns = _columns()
+    if not topic:
+        titles = {n: _title(section) for n, (section, _) in found.items()}
+        about = _paragraphs(run_type, columns)
+        return index(f"usage: {_usage(prog)}", about, titles, prog, columns)
+    parser = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS, add_help=False, formatter_class=_formatter(columns)
+    )
+    if topic in found:
+        _add_section(parser, *found[topic], columns)
+        return parser.format_help().strip("\n")
+    for name, (_, flags) in found.items():
+        for flag in flags:
+            if topic in flag.spellings:
+                group = parser.add_argument_group(f"a flag of --help {name}")
+                _add_flag(group, flag, columns - _HELP_INDENT)
+                return parser.format_help().strip("\n")
+    raise UsageError(unknown_topic(topic, found))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -359,16 +452,26 @@ def _problems(use: ForeignUse, run_type: type[Any]) -> list[str]:
         if other is not run_type
         for spelling in _by_spelling(other)
     }
-    unknown = [_unknown(word, elsewhere) for word in use.unknown]
+    own = _by_spelling(run_type)
+    other_stacks = {
+        flag: answer
+        for flag, answer in synonyms().items()
+        if all(name in own for name in _FLAG.findall(answer))
+    }
+    unknown = [_unknown(word, elsewhere, other_stacks) for word in use.unknown]
     return unknown + [f"{used.typed} is refused: {used.reason}" for used in use.refused]
 
 
-def _unknown(word: UnknownToken, elsewhere: Mapping[str, str]) -> str:
+def _unknown(
+    word: UnknownToken, elsewhere: Mapping[str, str], other_stacks: Mapping[str, str]
+) -> str:
     if not word.token.startswith("-"):
         return f"unexpected value {word.token!r}: the flag before it takes fewer values; remove it"
     name = word.token.partition("=")[0].replace("_", "-")
     if name in elsewhere:
         return f"{name} is a flag of {elsewhere[name]}, not of this entry; remove it"
+    if name in other_stacks:
+        return f"unknown flag {name} of other stacks; it {other_stacks[name]}"
     hint = f"nearest: {', '.join(word.nearest)}" if word.nearest else "none is near; see --help"
     return f"unknown flag {word.token}; {hint}"
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_rl.command_line.arguments import ParsedArguments
+from mindspeed_rl.core.redaction import redacted_text
 
 
 def disposition_lines(parsed: ParsedArguments[Any], ignored: Sequence[str]) -> list[str]:
-    """Return the counts of all flags, those the run goes on without, by reason, and ``ignored``.
+    """Return counts of all flags, what a preset set, and what became of flags without effect.
 
     Args:
         parsed: A parsed command line.
@@ -26,7 +27,9 @@ def disposition_lines(parsed: ParsedArguments[Any], ignored: Sequence[str]) -> l
         f"{len(silent)} without meaning here, {len(parsed.without)} that the run goes on without"
     )
     lines = [f"flags: {counts}"]
+    if parsed.preset:
+        lines.append(parsed.preset.line())
     lines += [f"without {', '.join(typed)}: {reason}" for reason, typed in reasons.items()]
     if ignored:
         lines.append(f"flags without meaning here: {', '.join(ignored)}")
-    return lines
+    return [redacted_text(line) for line in lines]

@@ -6,28 +6,39 @@ Every fact here was read in the sources of the builds that it names.
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-
-from packaging.version import Version
+from typing import TYPE_CHECKING
 
 from mindspeed_rl.core.errors import UsageError
 
+if TYPE_CHECKING:
+    from packaging.version import Version
+
 # Builds whose record of experts was read. Those after them are release candidates.
-_FIRST_RECORD, _LAST_RECORD = Version("0.23.0"), Version("0.23.0.post1")
+_FIRST_RECORD, _LAST_RECORD = "0.23.0", "0.23.0.post1"
 # The branch of 0.26.0rc does not read the key; the main branch after it does.
-_FIRST_RL_CONFIG = Version("0.27")
+_FIRST_RL_CONFIG = "0.27"
 
 
 def installed_build() -> Version | None:
     """Return the version of vLLM-Ascend; ``None`` without it: a dry run, for the pinned one."""
     try:
-        return Version(Version(version("vllm-ascend")).public)
+        found = version("vllm-ascend")
     except PackageNotFoundError:
         return None
+    return _parsed(_parsed(found).public)
+
+
+def _parsed(text: str) -> Version:
+    # Here, so that a dry run and the doctor need no package where there is no build.
+    from packaging.version import Version
+
+    return Version(text)
 
 
 def overwrites_cache() -> bool:
     """Whether the installed build is 0.23.0, in which graphs overwrite live cache."""
-    return installed_build() == Version("0.23.0")
+    build = installed_build()
+    return build is not None and build == _parsed("0.23.0")
 
 
 def check_dummy_batches(graph_mode: str) -> None:
@@ -64,7 +75,7 @@ def check_routed_experts(*, ep: int, dp: int, flashcomm: bool) -> None:
         UsageError: The installed build was not read, or ranks exchange tokens.
     """
     flag, build = "--rl-routing-replay rollout", installed_build()
-    if build is not None and not _FIRST_RECORD <= build <= _LAST_RECORD:
+    if build is not None and not _parsed(_FIRST_RECORD) <= build <= _parsed(_LAST_RECORD):
         raise UsageError(
             f"{flag}: how vllm-ascend {build} records experts is not known, only that of "
             f"{_FIRST_RECORD} and {_LAST_RECORD}; install one of them, or use trainer"
@@ -85,7 +96,7 @@ def check_routed_experts(*, ep: int, dp: int, flashcomm: bool) -> None:
 def rl_config_problem(value: object) -> str:
     """Return why ``rl_config`` of vLLM-Ascend cannot be given; empty where it can."""
     build = installed_build()
-    if build is None or build < _FIRST_RL_CONFIG:
+    if build is None or build < _parsed(_FIRST_RL_CONFIG):
         return (
             f"vllm-ascend {build or 'of the pinned version'} ignores it without a message; only "
             "its main branch, after 0.26.0rc, reads it"

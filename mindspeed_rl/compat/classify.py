@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mindspeed_rl.compat.foreign_flags import Disposition, ForeignFlag
 from mindspeed_rl.core.errors import UsageError
+
+# A flag with one dash, such as -lr or -lr=3, and no negative number such as -3, -.5 or -inf.
+_ONE_DASH = re.compile(r"-(?!inf$|nan$)[A-Za-z][\w-]+(=.*)?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +66,9 @@ def classify(
     """Sort ``argv`` by what each flag means in an RL run.
 
     An own flag keeps all its values, up to the next token that starts with ``--`` or is an own
-    flag; it wins over a foreign flag of the same spelling. Spellings match exactly (no prefixes),
-    ``_`` and ``-`` being equal. ``--flag=value`` is one flag with one value.
+    flag; behind its first value a word with one dash, like ``-lr``, ends them as well and is an
+    unknown flag. An own flag wins over a foreign flag of the same spelling. Spellings match exactly
+    (no prefixes), ``_`` and ``-`` being equal. ``--flag=value`` is one flag with one value.
 
     Args:
         argv: Tokens after the program name.
@@ -100,7 +105,7 @@ def classify(
                 UsedFlag(foreign[name].name, taken, foreign[name].reason)
             )
             position += 0 if equals else len(taken)
-        elif token.startswith("--"):
+        elif token.startswith("--") or _ONE_DASH.fullmatch(token):
             use.unknown.append(UnknownToken(token, _nearest(name, own_flags, foreign)))
             position = end
         else:
@@ -113,6 +118,8 @@ def _end_of_values(argv: Sequence[str], start: int, own_flags: Collection[str]) 
     for position in range(start, len(argv)):
         token = argv[position]
         if token.startswith("--") or (token.startswith("-") and token in own_flags):
+            return position
+        if position > start and _ONE_DASH.fullmatch(token):
             return position
     return len(argv)
 
@@ -135,4 +142,5 @@ def _nearest(
     name: str, own_flags: Collection[str], foreign: Mapping[str, ForeignFlag]
 ) -> list[str]:
     usable = {s for s, flag in foreign.items() if flag.disposition is not Disposition.REFUSED}
-    return difflib.get_close_matches(name, sorted(usable.union(own_flags)))
+    wanted = "-" + name if not name.startswith("--") else name
+    return difflib.get_close_matches(wanted, sorted(usable.union(own_flags)))

@@ -73,6 +73,7 @@ class CriticConfig:
         1e-5,
         "Peak learning rate of the critic.",
         minimum=0.0,
+        maximum=1.0,
         needs=_WITH_CRITIC,
     )
     critic_warmup_steps: int = flag(

@@ -1,4 +1,4 @@
-"""Flags of trackers and of the profiler, and their checks."""
+"""Flags of trackers, of alarms and of the profiler, and their checks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl.config.rewards import RewardConfig
+from mindspeed_rl.config.training import CheckpointConfig
+from mindspeed_rl.core.alarms import FLAG, NAMES, Rule, chosen_rules
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flag import flag
 from mindspeed_rl.core.user_files import check_python_name
@@ -90,6 +93,37 @@ class TrackerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AlarmConfig:
+    """Alarms.
+
+    Every step is judged by a table of rules with bounds (docs/alarms.md): numbers that are not
+    finite, gradient norms and losses out of range, collapsing entropy, exploding lengths, dead
+    rewards, a drifting mismatch. What breaks a rule is told in one line.
+
+    Example, tighter and without mercy: --rl-alarms grad-norm:10=skip entropy-collapse=stop
+    """
+
+    rl_alarms: tuple[str, ...] = flag(
+        (),
+        f"What rules do, each NAME=ACTION or NAME:BOUND=ACTION. Names: {', '.join(NAMES)}. "
+        "Actions: off; warn prints a line; skip leaves out the update, where the number is known "
+        "before it (nonfinite, grad-norm); rollback goes back to the newest sound checkpoint of "
+        "--save and passes over the prompts since then; stop ends the run. Without the flag "
+        "nonfinite stops and the others warn.",
+        nargs="*",
+    )
+
+    @property
+    def rules(self) -> dict[str, Rule]:
+        """The rules by name.
+
+        Raises:
+            UsageError: A value names no rule or action, or what its rule cannot do.
+        """
+        return chosen_rules(self.rl_alarms)
+
+
+@dataclass(frozen=True, slots=True)
 class ProfilerConfig:
     """Profiler.
 
@@ -145,6 +179,31 @@ def check_trackers(config: TrackerConfig) -> None:
                 f"{tracker.where} needs the package {package!r}, which cannot be found; {fix}, or "
                 "remove the flag"
             )
+
+
+def check_alarms(config: AlarmConfig, rewards: RewardConfig, checkpoint: CheckpointConfig) -> None:
+    """Refuse rules that do not exist or cannot act.
+
+    Raises:
+        UsageError: The message names the flag.
+    """
+    asked = config.rules["dead-rewards"].action == "stop"
+    if asked and not rewards.reward_constant_steps:
+        raise UsageError(
+            "--rl-alarms dead-rewards=stop: --reward-constant-steps 0 never counts such steps; "
+            "give the number of steps after which the run is to stop"
+        )
+    back = [f"{r.name}=rollback" for r in config.rules.values() if r.action == "rollback"]
+    if back and not (checkpoint.save_interval or checkpoint.save_interval_minutes):
+        raise UsageError(
+            f"{FLAG} {back[0]} goes back to a checkpoint of this run; give --save with "
+            "--save-interval or --save-interval-minutes"
+        )
+    if back and (checkpoint.no_save_optim or checkpoint.no_save_rng):
+        left_out = "--no-save-optim" if checkpoint.no_save_optim else "--no-save-rng"
+        raise UsageError(
+            f"{FLAG} {back[0]} needs whole checkpoints to go back to; remove {left_out}"
+        )
 
 
 def check_profiler(config: ProfilerConfig, world: int) -> None:

@@ -37,6 +37,8 @@ MACHINES = {
         Machine("a3", "npu", 64.0, 2.0, 16, 400.0, 256.0),
         Machine("a2", "npu", 64.0, 2.0, 8, 400.0, 256.0),  # Atlas 800T A2
         Machine("h200", "cuda", 131.0, 2.0, 8, 150.0, 128.0),
+        Machine("h100", "cuda", 74.0, 2.0, 8, 150.0, 128.0),
+        Machine("gpu24", "cuda", 22.5, 1.0, 1, 150.0, 128.0),  # one consumer card of 24 GB
         Machine("cpu", "cpu", 8.0, 1.0, 8, 0.0, 0.0),  # a core of a server: the quickstart
     )
 }
@@ -80,6 +82,13 @@ class DryRunConfig:
         "and the seconds of a step are predicted; lengths are drawn from a log-normal distribution "
         "that is cut at the longest. 0 takes a third of the longest.",
         minimum=0.0,
+    )
+    rl_dry_run_mean_response_length: float = flag(
+        0.0,
+        "Mean tokens of a response, in place of --rl-dry-run-mean-length; prompts count with a "
+        "third of --max-prompt-length. 0 leaves it to that flag.",
+        minimum=0.0,
+        needs=Needs("--rl-dry-run"),
     )
     rl_dry_run_json: str = flag(
         "",

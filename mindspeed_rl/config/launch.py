@@ -41,6 +41,34 @@ class LaunchConfig:
         minimum=0,
         needs=_WITH_RAY,
     )
+    max_restarts: int = flag(
+        0,
+        "How often the job is started again, from the newest checkpoint of --save, after a crash, "
+        "a hang or a lost node. A fault that comes again at the same step ends it earlier. Under "
+        "torchrun it is a flag of pretrain_scripts/launch.sh.",
+        minimum=0,
+        needs=_WITH_RAY,
+    )
+    restart_backoff_s: float = flag(
+        10.0,
+        "Pause before a restart; it doubles with each one in a row that gets no further, up to "
+        "300 s.",
+        minimum=0.0,
+        needs=Needs("--max-restarts"),
+    )
+    elastic_min_nodes: int = flag(
+        0,
+        "Go on with as few nodes as this when others are lost, where the layout allows it. "
+        "0: wait for all nodes. Under torchrun it is a flag of pretrain_scripts/launch.sh.",
+        minimum=0,
+        needs=Needs("--max-restarts"),
+    )
+    elastic_wait_s: float = flag(
+        30.0,
+        "How long to wait for a lost node to come back before going on without it.",
+        minimum=0.0,
+        needs=Needs("--elastic-min-nodes"),
+    )
 
     @property
     def num_ranks(self) -> int:
@@ -64,6 +92,11 @@ def check_launch(launch: LaunchConfig, environ: Mapping[str, str], prog: str) ->
         raise UsageError(
             "--orchestrator ray: how many ranks has a node? Add --ray-ranks-per-node, the number "
             "of its devices (on a CPU: of processes)"
+        )
+    if launch.elastic_min_nodes > launch.ray_num_nodes:
+        raise UsageError(
+            f"--elastic-min-nodes {launch.elastic_min_nodes}: at most the number of nodes, "
+            f"--ray-num-nodes {launch.ray_num_nodes}"
         )
     if launch.ray_address.startswith("ray://"):
         raise UsageError(

@@ -61,6 +61,6 @@ class MemoryConfig:
     memory_leak_mb: float = flag(
         64.0,
         "Warn when memory that no owner accounts for grows by more than this per step, in MiB, "
-        "over the last 20 steps; 0 never warns.",
+        "over the last 10 to 20 steps, the first 3 of the run left out; 0 never warns.",
         minimum=0.0,
     )

@@ -20,11 +20,18 @@ class ModelConfig:
     hf_checkpoint: str = flag(
         "",
         "Directory with config.json, tokenizer and safetensors weights: architecture, tokenizer "
-        "and first weights of the policy. Required.",
+        "and first weights of the policy; or the name of a model on the hub, ORG/NAME or "
+        "ORG/NAME@REVISION. Required.",
     )
     tokenizer_name_or_path: str = flag(
         "",
         "Tokenizer directory; empty takes --hf-checkpoint. Exports get this tokenizer.",
+    )
+    trust_remote_code: bool = flag(
+        False,
+        "Execute the Python code in the directories of the model and of the tokenizer (auto_map). "
+        "Without it a tokenizer that needs such code is refused, and nothing in these "
+        "directories is executed. The code runs with all rights of the run: read it before.",
     )
     num_layers: int | None = flag(
         None, "Checked against the model's num_hidden_layers, after --noop-layers are taken off."

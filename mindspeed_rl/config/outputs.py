@@ -13,10 +13,14 @@ from typing import Any
 
 from mindspeed_rl.config import LoggingConfig, PretrainRunConfig, RLRunConfig
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.export_names import ADAPTER_FILES, adapter_folder, interval_exports
 from mindspeed_rl.models.hf_code import code_files
 
 METRICS_FILE = "metrics.jsonl"
+CONFIG_FILE = "config.json"
 ROLLOUTS_FILE = "rollouts.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
+PAGE_FILE = "rollouts.html"
 SUMMARY_FILE = "summary.json"
 CURVES_FILE = "curves.png"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -68,6 +72,21 @@ def refuse_foreign_target(target: Path, flag: str = "--export-hf") -> None:
         )
 
 
+def refuse_foreign_adapters(folder: Path) -> None:
+    """Refuse a folder of adapters, next to the export, that holds anything but such files.
+
+    Raises:
+        UsageError: It does.
+    """
+    found = folder.iterdir() if folder.is_dir() else ()
+    others = sorted(path.name for path in found if path.name not in ADAPTER_FILES)
+    if others:
+        raise UsageError(
+            f"--export-hf: {folder}, where the adapters are written, holds other files: "
+            f"{', '.join(others[:5])}; move them elsewhere, or choose another directory"
+        )
+
+
 def _exported_files(target: Path) -> set[str] | None:
     """Names of the files of an export, the record included; ``None`` where there is no export."""
     try:
@@ -82,12 +101,13 @@ def _exported_files(target: Path) -> set[str] | None:
 def earlier_results(output_dir: str) -> list[Path]:
     """The results of an earlier run in ``--output-dir``: its files and its export."""
     root = Path(output_dir)
-    names = (METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE, CURVES_FILE)
+    names = (
+        *(METRICS_FILE, ROLLOUTS_FILE, EVALUATIONS_FILE, SUMMARY_FILE, CURVES_FILE, PAGE_FILE),
+    )
     found = [root / name for name in names if (root / name).is_file()]
     found += sorted((root / TENSORBOARD_FOLDER).glob(EVENT_FILES))
-    if _exported_files(root / EXPORT_FOLDER) is not None:
-        found.append(root / EXPORT_FOLDER)
-    return found
+    exports = (root / EXPORT_FOLDER, *interval_exports(root / EXPORT_FOLDER).values())
+    return found + [path for path in exports if _exported_files(path) is not None]
 
 
 def refuse_earlier_results(logging: LoggingConfig, load: str = "") -> None:
@@ -128,7 +148,9 @@ def check_paths(config: RLRunConfig | PretrainRunConfig) -> None:
         UsageError: The message names the flag, the path and the fix.
     """
     checkpoint, logging = config.checkpoint, config.logging
-    if checkpoint.load and not Path(checkpoint.load).is_dir():
+    own = checkpoint.save and Path(checkpoint.load).resolve() == Path(checkpoint.save).resolve()
+    # A run may name its own folder before its first checkpoint: it then starts from the beginning.
+    if checkpoint.load and not own and not Path(checkpoint.load).is_dir():
         raise UsageError(
             f"--load {checkpoint.load}: no such directory; name the --save folder of a run, or "
             "leave --load out to start from --hf-checkpoint"
@@ -144,6 +166,11 @@ def check_paths(config: RLRunConfig | PretrainRunConfig) -> None:
             _check_writable(flag, Path(path))
     if target:
         _check_export_target("--export-hf", Path(target), config)
+        if isinstance(config, RLRunConfig) and config.lora.is_on:
+            refuse_foreign_adapters(adapter_folder(target))
+        if checkpoint.export_hf_interval:
+            for export in interval_exports(target).values():
+                refuse_foreign_target(export, "--export-hf-interval")
         code_files(Path(config.model.hf_checkpoint), Path(config.model.tokenizer_directory))
     if isinstance(config, RLRunConfig) and config.critic.critic_export_hf:
         critic = Path(config.critic.critic_export_hf)

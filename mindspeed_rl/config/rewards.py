@@ -59,10 +59,24 @@ class RewardConfig:
     reward_memory_limit_gb: float = flag(
         4.0, "Largest address space of a reward worker, in GiB.", minimum=0.1
     )
+    reward_secrets: tuple[str, ...] = flag(
+        (),
+        "Environment variables with secrets that the reward processes get, like OPENAI_API_KEY. "
+        "All others are kept from them: names with TOKEN, KEY, SECRET, PASSWORD or the like, and "
+        "URLs with a password.",
+        nargs="+",
+    )
     reward_max_error_rate: float = flag(
         0.05,
         "Stop when a larger share of the samples raises in its reward; small batches are judged "
         "together, so that a single failure ends no run.",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    reward_max_timeout_rate: float = flag(
+        0.5,
+        "Stop when a larger share of the samples, of at least 20, hits --reward-timeout-s; 1 never "
+        "stops.",
         minimum=0.0,
         maximum=1.0,
     )
@@ -103,11 +117,13 @@ class RewardConfig:
         "Reward code: 1 when all tests pass (all), or the share that passes (fraction).",
         choices=("all", "fraction"),
     )
-    reward_code_network: str = flag(
-        "auto",
-        "Tested programs have no network where the kernel allows it to be taken away, and the log "
-        "says whether it is (auto); or the run is refused elsewhere (require).",
-        choices=("auto", "require"),
+    reward_code_allow_open: tuple[str, ...] = flag(
+        (),
+        "What tested programs may reach where the kernel does not let it be closed: the network, "
+        "the files of this user, its other processes. Without this consent a run with something "
+        "open is refused, and says what it is.",
+        choices=("network", "files", "processes"),
+        nargs="+",
     )
     reward_remote_url: str = flag(
         "",
@@ -136,14 +152,14 @@ class RewardConfig:
 
 
 def check_rewards(
-    flags: RewardConfig, phase_timeout_s: float, environment: str, *, files: bool = True
+    flags: RewardConfig, phase_timeout_s: float, partner: str, *, files: bool = True
 ) -> None:
     """Check names and weights, limits within limits, and rewards that need another flag.
 
     Args:
         flags: Flags of the rewards.
         phase_timeout_s: Limit of all rewards of a step.
-        environment: Value of ``--rl-environment``.
+        partner: Flag and value of the environment or agent; empty: there is none.
         files: Whether the user's files must be there.
 
     Raises:
@@ -178,9 +194,10 @@ def check_rewards(
         )
     if "remote" in names and not flags.reward_remote_url:
         raise UsageError("--reward-function remote needs --reward-url: the server to ask")
-    if "environment" in names and not environment:
+    if "environment" in names and not partner:
         raise UsageError(
-            "--reward-function environment needs --rl-environment: a name or FILE.py:NAME"
+            "--reward-function environment needs --rl-environment: a name or FILE.py:NAME; or "
+            "--rl-agent FILE.py:FUNCTION"
         )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from mindspeed_rl.algorithms import presets
 from mindspeed_rl.config.supervised import Blend, parse_blend
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flag import Needs, flag
@@ -26,11 +28,13 @@ class RLConfig:
     """
 
     perform_rl_step: bool = flag(False, "Accepted: train_rl always performs RL steps.")
-    rl_algorithm: str = flag(
-        "grpo",
-        "Accepted; see --rl-advantage-estimator and --rl-policy-loss.",
-        choices=("grpo",),
-        inert=True,
+    rl_preset: str = flag(
+        "",
+        f"Set the flags of a published algorithm. {presets.summary()} A flag that is typed as well "
+        "has the typed value, and --no- before a switch keeps it off; the start prints what is "
+        "set.",
+        choices=presets.PRESETS,
+        names=(presets.FLAG, "--rl-algorithm"),
     )
     grpo_prompts_per_step: int = flag(32, "Prompts of one RL step, over all ranks.", minimum=1)
     grpo_group_size: int = flag(
@@ -50,6 +54,15 @@ class RLConfig:
         0,
         "Steps after which the policy becomes the new reference of the KL; 0 keeps the first one.",
         minimum=0,
+        needs=Needs("--grpo-kl-beta"),
+    )
+    reference_pass: str = flag(
+        "packed",
+        "Rows and time of the reference's pass. packed: the rows of the update, after the rollout; "
+        "single: each sequence in a row of its own, so that a log-prob depends on its sequence "
+        "alone; tail: as single, to the bit, but ranks whose engines are done begin while the last "
+        "responses are generated. tail needs memory for both at once, which --rl-dry-run says.",
+        choices=("packed", "single", "tail"),
         needs=Needs("--grpo-kl-beta"),
     )
     grpo_entropy_term_weight: float = flag(
@@ -158,6 +171,18 @@ class PromptConfig:
         "Tokenise prompts as plain text, for a model without a chat template.",
         names=("--no-chat-template",),
     )
+    epochs: float = flag(
+        0.0,
+        "Length of the run in passes over the prompts of --prompt-data, in place of --train-iters; "
+        "the last step is filled up. Dynamic sampling takes more prompts for a step, so that a run "
+        "with it sees more. 0 leaves it to --train-iters.",
+        minimum=0.0,
+    )
+    eval_may_overlap: bool = flag(
+        False,
+        "Allow held-out prompts that are also trained on, which are refused else: their accuracy "
+        "says what the model remembers, not what it can.",
+    )
     eval_interval: int = flag(
         0, "RL steps between evaluations; 0 evaluates before and after the run only.", minimum=0
     )
@@ -171,6 +196,16 @@ class PromptConfig:
         above=0.0,
         needs=Needs("--rl-eval-samples"),
     )
+    rl_eval_in_rollouts: bool = flag(
+        False,
+        "Generate the responses of an evaluation together with those of the next step, where they "
+        "take places of the engine that stay empty otherwise; the last evaluation of a run is by "
+        "itself. Results are the same; the time counts for the step.",
+    )
+
+    def steps(self, num_prompts: int, per_step: int) -> int:
+        """Return the steps of ``--epochs`` over so many prompts."""
+        return max(1, math.ceil(self.epochs * num_prompts / per_step))
 
     @property
     def blend(self) -> Blend:

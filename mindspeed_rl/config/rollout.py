@@ -51,7 +51,12 @@ class RolloutConfig:
     rollout_max_response_length: int = flag(
         128, "Longest response, in tokens; a longer one is cut and marked as truncated.", minimum=1
     )
-    rollout_kv_cache_gb: float = flag(0.03125, "Key/value cache of each rank, in GiB.", above=0.0)
+    rollout_kv_cache_gb: float = flag(
+        0.0,
+        "Key/value cache of each rank, in GiB. 0 takes what all sequences of a rank need at full "
+        "length, or what fits beside the rest on the device; the start prints it.",
+        minimum=0.0,
+    )
     rollout_dtype: str = flag(
         "auto",
         "Engine precision; auto takes that of training.",
@@ -86,18 +91,19 @@ class RolloutConfig:
         needs=Needs("--reshard-path", ("direct",)),
     )
     reshard_verify_interval: int = flag(
-        1,
-        "Steps between bit-equality checks of engine and trainer weights; 0 checks the first sync "
-        "only.",
+        20,
+        "Weight updates from one proof that all bits of engine and trainer are equal to the next: "
+        "1 proves every update in full. The first one is always, and those after a load, a "
+        "failure or a change of the experts' places; 0 proves no others in full. Every other "
+        "update is proven by vectors and every 32nd row of each matrix, other ones each time.",
         minimum=0,
     )
     rl_sync_check_tol: float | None = flag(
         None,
         "End the run where the mean |log p(trainer) - log p(engine)| is above this: on the probe "
-        "prompt after the first sync, and on the samples of every step that "
-        "--reshard-verify-interval checks. Unset takes a limit that rounding does not reach: "
-        f"{agreement.FP32.limit:g} where trainer and engine compute in fp32, and where one of them "
-        f"computes in bfloat16 {agreement.BF16_DENSE.limit:g}, "
+        "prompt after the first sync, and on the samples of every step. Unset takes a limit that "
+        f"rounding does not reach: {agreement.FP32.limit:g} where trainer and engine compute in "
+        f"fp32, and where one of them computes in bfloat16 {agreement.BF16_DENSE.limit:g}, "
         f"{agreement.BF16_LATENT.limit:g} with latent attention, "
         f"{agreement.BF16_EXPERTS.limit:g} with experts. The run warns before: above "
         f"{agreement.FP32.expected:g}, {agreement.BF16_DENSE.expected:g}, "
@@ -115,8 +121,8 @@ class RolloutConfig:
 class EngineTuningConfig:
     """Execution of the rollout engine.
 
-    docs/ascend.md has the keys of vLLM-Ascend that they set. All but ``--rollout-dp-sync*`` and
-    ``--rollout-graph-sizes auto`` need vLLM-Ascend.
+    docs/ascend.md has the keys of vLLM-Ascend that they set. All but ``--rollout-dp-sync*``,
+    ``--rollout-graph-sizes auto`` and, on CUDA, graphs need vLLM-Ascend.
 
     Example, at most 8 decode graphs, fitted to what earlier steps ran: --rollout-graph-sizes auto
     --rollout-graph-count 8.
@@ -127,7 +133,8 @@ class EngineTuningConfig:
         "How decode steps run. eager: operator by operator; piecewise: graphs between attention "
         "layers; full-decode: one graph per decode step; full-and-piecewise: both, the latter for "
         "prefill; auto: full-decode on NPUs, eager elsewhere and where the installed vLLM-Ascend "
-        "cannot, which the start of the run and its dry run say. Take eager for a first run.",
+        "cannot, which the start of the run and its dry run say. On CUDA full-decode is the only "
+        "kind of graph. Take eager for a first run.",
         choices=("auto", "eager", "piecewise", "full-decode", "full-and-piecewise"),
     )
     rollout_graph_sizes: tuple[str, ...] = flag(
@@ -204,7 +211,8 @@ class RolloutDraftConfig:
     )
     rollout_draft_tokens: int = flag(
         8,
-        "Longest draft, in tokens. Drafts are as long as they pay, which may be 0.",
+        "Longest draft, in tokens. Drafts are as long as they pay by measured seconds, which may "
+        "be 0.",
         minimum=1,
         maximum=64,
         needs=_WITH_DRAFTS,
@@ -259,8 +267,9 @@ class RolloutBalanceConfig:
     rollout_balance: str = flag(
         "history",
         "How samples are distributed over engines. history: equal numbers with equal sums of "
-        "expected lengths, from earlier responses to the prompt (in the first step as even); even: "
-        "neighbours together, which share the cache of their prompt.",
+        "expected lengths, from earlier responses to the prompt, and the longest expected start "
+        "first (in the first step as even); even: neighbours together, which share the cache of "
+        "their prompt, in order.",
         choices=("history", "even"),
     )
     rollout_rebalance: str = flag(
@@ -290,6 +299,16 @@ class RolloutBalanceConfig:
         minimum=1,
         needs=_WITH_REBALANCE,
     )
+    rollout_expert_placement: str = flag(
+        "linear",
+        "Which rank of an engine gets which experts, with --rollout-ep above 1. linear: "
+        "neighbouring experts share a rank, the same ones in every layer; trainer: in each layer "
+        "as many experts as possible are where the trainer holds them, so that a weight update "
+        "moves less; balanced: from there, experts change places between steps where the tokens of "
+        "the last rollouts were uneven, as part of the weight update that follows anyway.",
+        choices=("linear", "trainer", "balanced"),
+        needs=Needs("--reshard-path", ("direct",)),
+    )
     partial_rollout_tokens: int = flag(
         0,
         "Most tokens that a response grows by in one pass of generation; unfinished ones are "
@@ -297,3 +316,8 @@ class RolloutBalanceConfig:
         "response ends in its step. Useful with --rl-resample-factor above 1.",
         minimum=0,
     )
+
+    @property
+    def moves_experts(self) -> bool:
+        """Whether experts of the engine change places between steps."""
+        return self.rollout_expert_placement == "balanced"

@@ -62,8 +62,16 @@ class TrainConfig:
         "script, has no effect.",
         minimum=0,
     )
-    lr: float = flag(1e-6, "Peak learning rate.", minimum=0.0)
-    min_lr: float = flag(0.0, "Learning rate at the end of decay and after it.", minimum=0.0)
+    lr: float = flag(
+        1e-6,
+        "Peak learning rate. AdamW moves every weight by about this much in an update, so values "
+        "above 1 destroy a model at once.",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    min_lr: float = flag(
+        0.0, "Learning rate at the end of decay and after it.", minimum=0.0, maximum=1.0
+    )
     lr_decay_style: str = flag(
         "constant",
         "How the learning rate falls after warm-up.",
@@ -87,7 +95,9 @@ class TrainConfig:
         1.0, "Largest global gradient norm, above which it is scaled down; 0 is off.", minimum=0.0
     )
     bf16: bool = flag(False, "Train in bfloat16 with fp32 master weights instead of fp32.")
-    seed: int = flag(1234, "Seed of data order, sampling and dropout.", minimum=0)
+    seed: int = flag(
+        1234, "Seed of data order, sampling and dropout.", minimum=0, maximum=2**31 - 1
+    )
     recompute_granularity: str = flag(
         "none",
         "What is computed again in the backward pass instead of being kept. full: whole layers, "
@@ -146,6 +156,66 @@ class CheckpointConfig:
         minimum=0,
         needs=Needs("--save"),
     )
+    async_save: bool = flag(
+        False,
+        "Write checkpoints while the next step runs. A save then takes only as long as copying the "
+        "state to host memory, which must have room for the rank's share of a checkpoint once "
+        "more; a thread of each rank writes it. One checkpoint is written at a time, the end of "
+        "the run waits for the last, and a write that fails ends the run after the step in which "
+        "it did.",
+        needs=Needs("--save"),
+    )
+    save_interval_minutes: float = flag(
+        0.0,
+        "Minutes since the last checkpoint after which the next step is followed by one, beside "
+        "--save-interval; 0 saves by steps alone. The clock is that of rank 0.",
+        minimum=0.0,
+        needs=Needs("--save"),
+    )
+    peer_checkpoint_steps: int = flag(
+        0,
+        "Steps between copies of every rank's state in the shared memory of its node and, with "
+        "several nodes, of the next one; 0 makes none. After a restart the newest copies are taken "
+        "instead of an older checkpoint, so that the job repeats N steps at most. It needs "
+        "pretrain_scripts/launch.sh with --max-restarts, whose process keeps the copies.",
+        minimum=0,
+        needs=Needs("--save"),
+    )
+    save_total_limit: int = flag(
+        0,
+        "Checkpoints that --save keeps: the newest ones, and beyond them the best by "
+        "--save-best-metric. Older ones are removed after a save; 0 keeps all. With 1 nothing is "
+        "left to go back to when the newest is damaged.",
+        minimum=0,
+        needs=Needs("--save"),
+    )
+    save_best_metric: str = flag(
+        "",
+        "A name in metrics.jsonl, such as eval/accuracy or reward/mean: the checkpoint of the step "
+        "with its best value is kept and named in SAVE/best_checkpoint.json.",
+        needs=Needs("--save"),
+    )
+    save_best_direction: str = flag(
+        "max",
+        "Whether the largest or the smallest value of --save-best-metric is the best.",
+        choices=("max", "min"),
+        needs=Needs("--save-best-metric"),
+    )
+    exit_signal_handler: bool = flag(
+        False,
+        "At SIGTERM of any rank all ranks finish their step, save and end with exit code 0. "
+        "Without it SIGTERM ends the job at once. torchrun that gets the signal itself kills its "
+        "ranks after 30 s; pretrain_scripts/launch.sh with --max-restarts does not.",
+        needs=Needs("--save"),
+    )
+    exit_duration_in_mins: float = flag(
+        0.0,
+        "Limit of the run in minutes, as of a batch queue: the run saves and ends with exit code 0 "
+        "after the last step behind which another one and a save, as long as the longest so far, "
+        "would not fit; 0 is no limit. Restarts of the same job count.",
+        minimum=0.0,
+        needs=Needs("--save"),
+    )
     finetune: bool = flag(
         False,
         "Take only the weights from --load: step, optimizer and data order start from the "
@@ -164,6 +234,18 @@ class CheckpointConfig:
         "",
         "Write a Hugging Face checkpoint here at the end of the run; an earlier export is "
         "replaced, anything else is refused. RL: empty takes OUTPUT_DIR/hf.",
+    )
+    export_hf_interval: int = flag(
+        0,
+        "Steps between Hugging Face checkpoints that are written while the run goes on, beside the "
+        "last one: EXPORT_HF-step20 and so on. 0 writes the last one only.",
+        minimum=0,
+    )
+    export_hf_limit: int = flag(
+        0,
+        "How many of them are kept, the newest ones; 0 keeps all.",
+        minimum=0,
+        needs=Needs("--export-hf-interval"),
     )
     keep_mtp: bool = flag(
         False,

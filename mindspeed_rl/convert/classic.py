@@ -21,6 +21,7 @@ from mindspeed_rl.checkpoint.names import shortened
 from mindspeed_rl.checkpoint.resume import TRACKER
 from mindspeed_rl.config.layouts import layer_numbers, stage_layout
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
+from mindspeed_rl.convert.checkpoint_files import MODEL_FILE, CheckpointLayout, classic_grid
 from mindspeed_rl.convert.format import Format, LayoutFlags, Request
 from mindspeed_rl.convert.source import Source, StoredTensor, TensorPart
 from mindspeed_rl.convert.target import OutputFile, Target, params_of_rank
@@ -36,7 +37,6 @@ from mindspeed_rl.models.param_names import (
     recognised_from,
 )
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.weights.layouts.checkpoint_files import MODEL_FILE, CheckpointLayout, classic_grid
 from mindspeed_rl.weights.layouts.megatron import chunk_prefix
 
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from mindspeed_rl.checkpoint.names import check_names, mtp_tensors
 from mindspeed_rl.config.layouts import layer_numbers
+from mindspeed_rl.convert.checkpoint_files import whole_layout
 from mindspeed_rl.convert.format import Format, LayoutFlags, Request
 from mindspeed_rl.convert.formats import open_checkpoint, target_format
 from mindspeed_rl.convert.hf import QUANTISATION
@@ -26,7 +27,6 @@ from mindspeed_rl.core.flag import flag_names
 from mindspeed_rl.models.param_names import MTP_COPIES, ParamNames
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
-from mindspeed_rl.weights.layouts.checkpoint_files import whole_layout
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Layout flags that are read for sources and checks as well, whatever the target is.

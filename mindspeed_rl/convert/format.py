@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
+from mindspeed_rl.convert.checkpoint_files import whole_layout
 from mindspeed_rl.convert.source import Source
 from mindspeed_rl.convert.target import Target
 from mindspeed_rl.core.boxes import Shape
 from mindspeed_rl.core.flag import flag
 from mindspeed_rl.models.param_names import ParamNames
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.weights.layouts.checkpoint_files import whole_layout
 
 
 @dataclass(frozen=True, slots=True)

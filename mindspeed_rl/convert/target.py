@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl.convert.checkpoint_files import CheckpointLayout
 from mindspeed_rl.convert.source import Source
 from mindspeed_rl.core.boxes import Box, ParamView, Shape
 from mindspeed_rl.weights.layouts.base import Piece, pieces_of
-from mindspeed_rl.weights.layouts.checkpoint_files import CheckpointLayout
 
 SAFETENSORS_TYPES = {
     torch.bfloat16: "BF16",

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -30,8 +30,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mindspeed_rl.checkpoint.metadata_files import COMMON, FORMAT_FILE, INDEX, read_index
 from mindspeed_rl.checkpoint.names import shortened
 from mindspeed_rl.checkpoint.resume import CONVERTED, RECORD, TRACKER, CheckpointRecord
+from mindspeed_rl.convert.checkpoint_files import whole_layout
 from mindspeed_rl.convert.format import Format, Request
 from mindspeed_rl.convert.source import Source, StoredTensor, TensorPart
 from mindspeed_rl.convert.target import (
@@ -54,9 +56,7 @@ from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.models.param_names import distributed_names, recognised_from
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.weights.layouts.base import Shard
-from mindspeed_rl.weights.layouts.checkpoint_files import whole_layout
 
-COMMON, INDEX, FORMAT_FILE = "common.pt", ".metadata", "metadata.json"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
 _FORMAT = {
@@ -96,16 +96,7 @@ def open_distributed(folder: Path, spec: ModelSpec, extends_ep: bool) -> Source:
     Raises:
         UsageError: Another format, unreadable files, or weights that the model does not have.
     """
-    try:
-        kind = json.loads((folder / FORMAT_FILE).read_text(encoding="utf-8")).get("sharded_backend")
-    except ValueError as error:  # also raised by bytes that are not UTF-8
-        raise UsageError(f"{folder / FORMAT_FILE}: no JSON ({error}); copy it again") from error
-    if kind != "torch_dist":
-        raise UsageError(
-            f"{folder}: distributed checkpoint of format {kind!r}; allowed: torch_dist. Save it "
-            "with --ckpt-format torch_dist, or convert it with Megatron's own tool"
-        )
-    index = FileSystemReader(folder).read_metadata()
+    index = _read_index(folder)
     keys = index.state_dict_metadata
     stacked = any(key.startswith("decoder.layers.self_attention.") for key in keys)
     names = replace(recognised_from(keys, spec), experts="single", mtp=False)
@@ -149,6 +140,23 @@ def open_distributed(folder: Path, spec: ModelSpec, extends_ep: bool) -> Source:
     iteration = _iteration(folder)
     shapes = dict(layout.hf_shapes)
     return Source(str(folder), "torch_dist", shapes, parts_of, (folder / INDEX, *paths), iteration)
+
+
+def _read_index(folder: Path) -> Any:
+    """Read the index of a folder whose format is ``torch_dist``, or raise a UsageError."""
+    try:
+        kind = json.loads((folder / FORMAT_FILE).read_text(encoding="utf-8")).get("sharded_backend")
+    except ValueError as error:  # also raised by bytes that are not UTF-8
+        raise UsageError(f"{folder / FORMAT_FILE}: no JSON ({error}); copy it again") from error
+    if kind != "torch_dist":
+        raise UsageError(
+            f"{folder}: distributed checkpoint of format {kind!r}; allowed: torch_dist. Save it "
+            "with --ckpt-format torch_dist, or convert it with Megatron's own tool"
+        )
+    try:
+        return read_index(folder / INDEX)
+    except ValueError as error:
+        raise UsageError(f"{folder}: {error}; copy it again") from error
 
 
 def _places(index: Any) -> dict[str, list[tuple[Box, Any]]]:

@@ -1,5 +1,8 @@
 """Files of ``torch.save``: places of their tensors, and files whose tensors are filled in later.
 
+A pickle can name any function to be called, so nothing here calls what a file names, except for a
+table of harmless types.
+
 ``torch.load`` and ``torch.save`` do the work. Tensors are loaded to the meta device, so only names
 and places are read. A class that a file names and that is not known here becomes an inert
 :class:`Unknown`, so that the arguments of a training run can be read without the libraries of that
@@ -25,6 +28,7 @@ from torch.serialization import skip_data
 
 from mindspeed_rl.convert.source import StoredTensor
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.files import why_unreadable
 
 
 class Unknown:
@@ -43,7 +47,8 @@ class Unknown:
         pass
 
 
-_rebuild: Any = torch._utils  # The module has no type annotations.
+_rebuild: Any = torch._utils  # The modules have no type annotations.
+_native: Any = torch._C
 _KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild._rebuild_tensor_v2,
     ("torch._utils", "_rebuild_parameter"): _rebuild._rebuild_parameter,
@@ -90,22 +95,32 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
     try:
         with path.open("rb") as file:
             archive: Any = file if length is None else _create_file_view(file, start, length)
+            _refuse_program(archive)
             return torch.load(
                 archive, map_location="meta", pickle_module=_Pickle, weights_only=False
             )
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        KeyError,
-        ValueError,
-        RuntimeError,
-        OSError,
-    ) as error:
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # a damaged pickle raises anything
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: a bad offset.
-            raise
+            raise UsageError(f"{path}: {why_unreadable(path, error)}") from error
         raise UsageError(
             f"{path}: truncated, or not written by torch.save ({error}); copy it again"
         ) from error
+
+
+def _refuse_program(archive: Any) -> None:
+    """Refuse an archive of TorchScript, which ``torch.load`` would execute.
+
+    Raises:
+        pickle.UnpicklingError: It is one.
+    """
+    start = archive.tell()
+    is_zip = archive.read(2) == b"PK"
+    archive.seek(start)
+    if is_zip and "constants.pkl" in _native.PyTorchFileReader(archive).get_all_records():
+        raise pickle.UnpicklingError("it is a program of TorchScript, not weights")
+    archive.seek(start)
 
 
 def stored_tensor(path: Path, tensor: torch.Tensor, start: int = 0) -> StoredTensor:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mindspeed_rl.convert.checkpoint_files import CheckpointLayout
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.models.megatron_fields import attention_fields
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.weights.layouts.checkpoint_files import CheckpointLayout
 
 
 def run_arguments(layout: CheckpointLayout, noop_layers: Sequence[int]) -> dict[str, Any]:

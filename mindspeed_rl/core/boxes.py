@@ -98,6 +98,20 @@ class ParamView:
         shown = param[self.index] if self.index else param
         return shown.swapaxes(-1, -2) if self.transposed else shown
 
+    def shifted(self, places: int) -> ParamView:
+        """The view at another position of the last index."""
+        *outer, last = self.index
+        return ParamView((*outer, last + places), self.transposed)
+
+    def of_run(self, param: Any, count: int) -> Any:
+        """The views at ``count`` positions from the last index on, stacked in the first dimension.
+
+        It shares the tensor's memory.
+        """
+        *outer, first = self.index
+        shown = param[(*outer, slice(first, first + count))]
+        return shown.swapaxes(-1, -2) if self.transposed else shown
+
     def stored_box(self, box: Box) -> Box:
         """The rectangle of the stored parameter that a rectangle of the view covers."""
         lo, size = self._swapped(box.lo), self._swapped(box.size)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.files import why_unreadable
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
 ALLOWED = (
@@ -55,7 +56,11 @@ class DataSource:
                 suffix is not known.
         """
         path = Path(text)
-        if path.is_dir():
+        try:
+            is_folder = path.is_dir()
+        except OSError as error:  # a folder above it is closed to this user
+            raise UsageError(f"{flag} {text}: {why_unreadable(path, error)}") from error
+        if is_folder:
             return cls(text, text)
         if path.is_file():
             if path.suffix not in FILE_SUFFIXES:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pwd
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +37,33 @@ def write_text_atomic(target: str | os.PathLike[str], text: str) -> None:
     """Replace the content of ``target`` by ``text`` (UTF-8) in one step."""
     with atomic_path(target) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def why_unreadable(path: Path, error: OSError) -> str:
+    """Return why a file cannot be read; of a refused permission whose it is and what its mode is.
+
+    Args:
+        path: Path that was opened.
+        error: What opening it raised.
+    """
+    if not isinstance(error, PermissionError):
+        return error.strerror or str(error)
+    for place in (*reversed(path.absolute().parents), path.absolute()):
+        info = place.stat()  # the folders above it let this process pass
+        is_folder = stat.S_ISDIR(info.st_mode)
+        if not os.access(place, os.X_OK if is_folder else os.R_OK, effective_ids=True):
+            return (
+                f"permission denied: {place} belongs to {_user(info.st_uid)} with the mode "
+                f"{stat.filemode(info.st_mode)}, and this process runs as {_user(os.geteuid())}"
+            )
+    return str(error)
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:  # containers often have no name for a user
+        return f"user {number}"
 
 
 def sync_path(path: Path) -> None:

@@ -82,7 +82,11 @@ class FlagInfo:
             ("at most", self.maximum),
             ("below", self.below),
         )
-        return " and ".join(f"{word} {limit:g}" for word, limit in named if limit is not None)
+        return " and ".join(
+            f"{word} {limit if isinstance(limit, int) else format(limit, 'g')}"
+            for word, limit in named
+            if limit is not None
+        )
 
 
 def flag(default: Any, help: str, choices: Iterable[str] = (), **info: Any) -> Any:

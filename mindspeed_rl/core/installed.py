@@ -17,7 +17,7 @@ VISIBLE_DEVICES = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEV
 ALLOW_VERSIONS = "MINDSPEED_RL_ALLOW_VERSIONS"
 """Environment variable that lets a run start with versions outside the matrix."""
 ALLOW_SHARED_DEVICES = "MINDSPEED_RL_ALLOW_SHARED_DEVICES"
-"""Environment variable that lets a run start on NPUs that other processes use."""
+"""Environment variable that lets a run start on devices that other processes use."""
 
 
 def resolve_platform(name: str) -> str:

@@ -17,6 +17,7 @@ class MemoryOwner(enum.StrEnum):
     CRITIC_GRAD_BUFFERS = "critic_grad_buffers"
     CRITIC_OPTIMIZER = "critic_optimizer"
     REWARD_MODEL = "reward_model"  # parameters of the reward model
+    TEACHERS = "teachers"  # parameters of all teachers
     ACTIVATIONS = "activations"  # kept by forward for backward, and the workspace of both
     LOGITS = "logits"  # of one chunk of tokens and one vocabulary shard, in fp32
     RESHARD_STAGING = "reshard_staging"
@@ -25,7 +26,7 @@ class MemoryOwner(enum.StrEnum):
     SAMPLES = "samples"  # tokens and log-probs of this step's and of carried-over responses
     ENGINE_WORKSPACE = "engine_workspace"  # activations of the largest engine step
     GRAPHS = "graphs"
-    SAVE_STAGING = "save_staging"  # optimizer state that a checkpoint gathers
+    SAVE_STAGING = "save_staging"  # copies of what a checkpoint stores; on the host only
     COMMUNICATORS = "communicators"  # buffers of HCCL or NCCL; gloo has none on the device
 
 
@@ -35,7 +36,12 @@ UPDATE_STATE = (MemoryOwner.GRAD_BUFFERS, MemoryOwner.OPTIMIZER)
 CRITIC_OWNERS = (MemoryOwner.CRITIC, MemoryOwner.CRITIC_GRAD_BUFFERS, MemoryOwner.CRITIC_OPTIMIZER)
 # Models other than the policy. When they are offloaded, they are on the device only for their own
 # passes and updates.
-OTHER_MODELS = (MemoryOwner.REFERENCE, MemoryOwner.REWARD_MODEL, *CRITIC_OWNERS)
+OTHER_MODELS = (
+    MemoryOwner.REFERENCE,
+    MemoryOwner.REWARD_MODEL,
+    MemoryOwner.TEACHERS,
+    *CRITIC_OWNERS,
+)
 LEAVING = (*UPDATE_STATE, MemoryOwner.PARAMETERS, *OTHER_MODELS)
 
 

@@ -50,6 +50,8 @@ class Completion:
         experts: Experts that the engine's routers chose when each token was predicted: [tokens,
             layers with experts, k] of one byte each (two above 256 experts); ``None``: they were
             not asked for.
+        ref_logprobs: Log p(token) under the reference as fp32, where its pass ran while other
+            engines still generated; ``None``: it comes later.
     """
 
     token_ids: tuple[int, ...]
@@ -58,6 +60,7 @@ class Completion:
     weights_version: int
     loss_mask: tuple[bool, ...] | None = None
     experts: bytes | None = None
+    ref_logprobs: bytes | None = None
 
     def __post_init__(self) -> None:
         if self.finish_reason not in FINISH_REASONS:

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_rl.core.digest import file_digest
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.files import atomic_path, write_text_atomic
 from mindspeed_rl.core.locks import file_lock
-from mindspeed_rl.data.digest import file_digest
 
 if TYPE_CHECKING:
     import pyarrow

@@ -42,6 +42,7 @@ class PromptEncoder:
         apply_chat_template: Whether to render through the tokenizer's chat template, with the
             generation prompt; a plain string becomes one user message. Otherwise the string is used
             unchanged and the tokenizer adds its own special tokens, such as a BOS.
+        system_message: Text of a system message for prompts without one; empty: none.
 
     Raises:
         UsageError: a chat template is asked for and the tokenizer has none.
@@ -50,6 +51,7 @@ class PromptEncoder:
     tokenizer: PreTrainedTokenizerBase
     prompt_key: str
     apply_chat_template: bool
+    system_message: str = ""
 
     def __post_init__(self) -> None:
         if self.apply_chat_template and not getattr(self.tokenizer, "chat_template", None):
@@ -79,6 +81,8 @@ class PromptEncoder:
                 f"{row.where}: --prompt-key {self.prompt_key!r} holds a message list, which needs "
                 "a chat template; remove --no-chat-template or store the prompt as text"
             )
+        if self.system_message and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system_message}, *messages]
         source = self._apply_template(messages, row.where)
         user_texts = [m["content"] for m in messages if m["role"] == "user"]
         return RenderedPrompt(source=source, text=user_texts[-1])
@@ -92,14 +96,16 @@ class PromptEncoder:
         )
 
     def _apply_template(self, messages: list[dict[str, str]], where: str) -> str:
-        from jinja2 import TemplateError
-
         try:
             rendered: str = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
-        except TemplateError as error:
-            raise UsageError(f"{where}: the chat template refuses the prompt: {error}") from error
+        except Exception as error:  # a template can fail in any way that an expression can
+            name = self.tokenizer.name_or_path
+            raise UsageError(
+                f"{where}: the chat template{f' of {name}' if name else ''} refuses the prompt: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         return rendered
 
 

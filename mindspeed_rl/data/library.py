@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.core.data_source import DataSource
+from mindspeed_rl.core.digest import file_digest
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.locks import file_lock
-from mindspeed_rl.data.digest import file_digest
+from mindspeed_rl.core.hub import how_to_get, snapshot
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -26,8 +24,8 @@ _SAVED = ("dataset_dict.json", "state.json")
 def local_place(source: DataSource, flag: str) -> Path:
     """Return the local file or folder of a data set; one of the hub is downloaded once per node.
 
-    Without a network (``HF_HUB_OFFLINE=1``, which the entries set unless the user sets it) the
-    hub's cache of this machine is all that is looked at.
+    Unless the user sets ``HF_HUB_OFFLINE=0``, the hub's cache of this machine is all that is looked
+    at.
 
     Raises:
         UsageError: the hub or its cache has no such data set or revision, or cannot be reached.
@@ -35,38 +33,13 @@ def local_place(source: DataSource, flag: str) -> Path:
     if not source.on_hub:
         return Path(source.place)
     try:
-        return _downloaded(source.place, source.revision or None)
+        return snapshot(source.place, source.revision, "dataset")
     except (OSError, ValueError) as error:
-        revision = f" --revision {source.revision}" if source.revision else ""
         raise UsageError(
             f"{flag} {source.text}: no local file or folder, and as a data set of the hub it "
-            f"cannot be had: {_first_line(error)} Download it on every node with `hf download "
-            f"--repo-type dataset {source.place}{revision}`, or start with HF_HUB_OFFLINE=0 where "
-            f"there is a network (now {os.environ.get('HF_HUB_OFFLINE', 'not set')})"
+            f"cannot be had: {_first_line(error)} Give a local one, or "
+            f"{how_to_get(source.place, source.revision, 'dataset')}"
         ) from error
-
-
-def _downloaded(place: str, revision: str | None) -> Path:
-    """Return the folder of a hub's data set in the cache that the processes of a node share.
-
-    One of them asks the hub at a time. Those that waited for it find the data set in the cache.
-    """
-    from huggingface_hub import constants, snapshot_download
-
-    def folder(offline: bool) -> Path:
-        return Path(
-            snapshot_download(
-                place, repo_type="dataset", revision=revision, local_files_only=offline
-            )
-        )
-
-    if constants.HF_HUB_OFFLINE:
-        return folder(True)
-    waited: list[str] = []
-    lock = Path(constants.HF_HUB_CACHE, f".{place.replace('/', '--')}.lock")
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with file_lock(lock, math.inf, waited.append):
-        return folder(bool(waited))
 
 
 def content_digest(source: DataSource, flag: str) -> str:

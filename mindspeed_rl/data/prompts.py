@@ -11,7 +11,7 @@ import json
 import mmap
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
@@ -66,6 +66,7 @@ class PromptDataset(Sequence[Prompt]):
         table: Columns token_ids, text, answer, metadata, digest of all rows.
         pages: Mappings of the files that hold the table.
         rows: [number of prompts] row of each prompt; ``None``: prompt i is row i.
+        opening: Token ids that every prompt has in place of its own; empty: their own.
         reads: Counts accesses.
     """
 
@@ -77,6 +78,7 @@ class PromptDataset(Sequence[Prompt]):
     table: pyarrow.Table
     pages: Sequence[mmap.mmap]
     rows: npt.NDArray[np.int64] | None = None
+    opening: tuple[int, ...] = ()
     reads: Iterator[int] = field(default_factory=count)
 
     def __len__(self) -> int:
@@ -103,15 +105,23 @@ class PromptDataset(Sequence[Prompt]):
 
     def token_ids(self, index: int) -> list[int]:
         """Return the token ids of a prompt without the rest of it."""
+        if self.opening:
+            return list(self.opening)
         found: list[int] = self.table["token_ids"][self._row(index)].values.to_numpy().tolist()
         self._give_back()
         return found
+
+    def opened(self, token_ids: tuple[int, ...]) -> PromptDataset:
+        """Return the data set with these token ids as every prompt, where an agent decides."""
+        return replace(self, opening=token_ids)
 
     def num_tokens(self) -> npt.NDArray[np.int64]:
         """Return [number of prompts] the tokens of each."""
         import numpy as np
         import pyarrow.compute
 
+        if self.opening:
+            return np.full(len(self), len(self.opening), dtype=np.int64)
         found = pyarrow.compute.list_value_length(self.table["token_ids"]).to_numpy()
         lengths = np.asarray(found, dtype=np.int64)
         return lengths if self.rows is None else lengths[self.rows]
@@ -172,6 +182,7 @@ def load_prompts(
     prompt_key: str = "prompt",
     answer_key: str = "answer",
     apply_chat_template: bool = True,
+    system_message: str = "",
     cache: RowCache | None = None,
     flag: str = "--prompt-data",
 ) -> PromptDataset:
@@ -191,6 +202,7 @@ def load_prompts(
         answer_key: Column with the reference answer, a string or number.
         apply_chat_template: Whether to render prompts through the tokenizer's chat template with
             the generation prompt; off for base models with plain-text prompts.
+        system_message: Text of a system message for prompts without one; empty: none.
         cache: Where the tokenised prompts are kept.
         flag: Flag that names the data set, for messages.
 
@@ -202,8 +214,9 @@ def load_prompts(
     if max_prompt_length < 1:
         raise UsageError(f"--max-prompt-length {max_prompt_length}: give at least 1 token")
     source = DataSource.parse(str(path), flag)
-    encoder = PromptEncoder(tokenizer, prompt_key, apply_chat_template)
-    limits = (max_prompt_length, vocab_size, prompt_key, answer_key, apply_chat_template)
+    encoder = PromptEncoder(tokenizer, prompt_key, apply_chat_template, system_message)
+    keys = (prompt_key, answer_key)
+    limits = (max_prompt_length, vocab_size, *keys, apply_chat_template, system_message)
     readers = [version(name) for name in ("datasets", "pyarrow")]
     content = content_digest(source, flag)
     what = [_FORMAT, readers, content, tokenizer_identity(tokenizer), *limits]

@@ -16,9 +16,11 @@ from typing import Any
 
 from mindspeed_rl.core.data_source import DataSource
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.files import why_unreadable
 from mindspeed_rl.data.library import library_rows
 
 _CHUNK_ROWS = 1024
+_DEEPEST = 64  # levels of lists and objects in a row: json and pickle recurse
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +86,21 @@ def read_rows(source: str | Path | DataSource, flag: str = "data") -> Iterator[D
     if not isinstance(source, DataSource):
         source = DataSource.parse(str(source), flag)
     path = Path(source.place)
+    _check_readable(path, f"{flag} {source.text}")
     reader = {".jsonl": _read_jsonl, ".json": _read_json}.get(path.suffix)
     if reader is not None and path.is_file() and not source.on_hub:
         return _at_least_one(source, flag, reader(path))
     return _at_least_one(source, flag, _read_library(source, flag))
+
+
+def _check_readable(path: Path, where: str) -> None:
+    try:
+        if path.is_file():
+            path.open("rb").close()
+    except OSError as error:
+        raise UsageError(
+            f"{where}: {why_unreadable(path, error)}; let this user read it, or give another one"
+        ) from error
 
 
 def in_chunks(rows: Iterable[DataRow]) -> Iterator[list[DataRow]]:
@@ -135,12 +148,37 @@ def _read_library(source: DataSource, flag: str) -> Iterator[DataRow]:
 
 def _parse_json(where: str, data: bytes) -> Any:
     try:
-        return json.loads(data)
-    except ValueError as error:  # also raised by bytes that are not UTF-8
-        raise UsageError(f"{where}: broken JSON: {error}") from error
+        # Given bytes, json would take a NUL for a sign of UTF-16 or UTF-32.
+        return json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{where}: byte {error.start} is not UTF-8 text ({error.reason}); save it as UTF-8"
+        ) from error
+    except RecursionError as error:
+        raise _too_deep(where) from error
+    except ValueError as error:
+        hint = " It holds a NUL byte, so it may be no text." if b"\0" in data else ""
+        raise UsageError(f"{where}: broken JSON: {error}.{hint} Mend or remove it") from error
 
 
 def _row(where: str, value: Any) -> DataRow:
     if not isinstance(value, dict):
         raise UsageError(f"{where}: expected a JSON object, got {type(value).__name__}")
+    level: list[dict[str, Any] | list[Any]] = [value]
+    depth = 0
+    while level := [x for one in level for x in _elements(one) if isinstance(x, dict | list)]:
+        depth += 1
+        if depth == _DEEPEST:
+            raise _too_deep(where)
     return DataRow(where, value)
+
+
+def _elements(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _too_deep(where: str) -> UsageError:
+    return UsageError(
+        f"{where}: lists and objects are nested more than {_DEEPEST} levels deep; store deep "
+        "values as text"
+    )

@@ -73,6 +73,7 @@ def load_supervised(
     solution_key: str = "solution",
     answer_key: str = "answer",
     apply_chat_template: bool = True,
+    system_message: str = "",
 ) -> SupervisedDataset:
     """Load prompt and response pairs for supervised training, in file order.
 
@@ -89,6 +90,7 @@ def load_supervised(
         solution_key: Column with the response.
         answer_key: Column used in rows without a solution.
         apply_chat_template: Whether to render the prompt through the tokenizer's chat template.
+        system_message: Text of a system message for prompts without one; empty: none.
 
     Raises:
         UsageError: the file or a row is broken (the message names the line), a prompt has no
@@ -96,7 +98,7 @@ def load_supervised(
             or no example is left.
     """
     end = _end_token(tokenizer)
-    encoder = PromptEncoder(tokenizer, prompt_key, apply_chat_template)
+    encoder = PromptEncoder(tokenizer, prompt_key, apply_chat_template, system_message)
     examples: list[SupervisedExample] = []
     num_rows = 0
     for where, example in _examples(

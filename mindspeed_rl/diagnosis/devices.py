@@ -31,7 +31,8 @@ def device_rows(
     Args:
         facts: Facts of this machine.
         platform: ``cpu``, ``cuda`` or ``npu``.
-        matrix: Version matrix; its section ``npu.system`` names CANN and driver.
+        matrix: Version matrix; its sections ``cuda.system`` and ``npu.system`` name drivers and
+            CANN.
     """
     if platform == "cpu":
         yield green(AREA, "none are needed: --platform cpu")
@@ -42,6 +43,8 @@ def device_rows(
         yield from visible_rows(facts, platform)
     if facts.held:
         yield red(AREA, f"npu-smi: {HELD}", HELD_FIX)
+    if platform == "cuda":
+        yield from _gpu_driver_rows(facts, matrix["cuda.system"]["driver"])
     if platform == "npu":
         yield from _process_rows(facts)
         yield from _system_rows(facts, matrix["npu.system"])
@@ -107,6 +110,24 @@ def other_processes(facts: Facts) -> list[DeviceProcess]:
     """Return the processes that use an NPU of this run's ranks: those with much memory."""
     used = used_devices(facts)
     return [one for one in facts.processes if one.device in used and one.mib >= SHARED_MIB]
+
+
+def _numbers(version: str) -> list[int]:
+    """The numbers of a driver's version, in order of weight."""
+    return [int(number) for number in re.findall(r"\d+", version)]
+
+
+def _gpu_driver_rows(facts: Facts, wanted: str) -> Iterator[DoctorRow]:
+    """Compare the driver's kernel module with what the CUDA of the pinned torch needs."""
+    if not facts.driver:
+        return
+    least = wanted.removeprefix(">=").strip()
+    if _numbers(facts.driver) < _numbers(least):
+        yield red(AREA, f"NVIDIA driver {facts.driver}, {least} or later is needed",
+                  "update it on the host; on data-centre GPUs a container may have NVIDIA's "
+                  "cuda-compat in its place")  # fmt: skip
+    else:
+        yield green(AREA, f"NVIDIA driver {facts.driver}")
 
 
 def _process_rows(facts: Facts) -> Iterator[DoctorRow]:

@@ -15,8 +15,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from packaging.utils import canonicalize_name
-
 from mindspeed_rl.core.installed import foreign_packages
 from mindspeed_rl.diagnosis.npu_smi import DeviceProcess, held_elsewhere, processes_of, soc_of
 
@@ -27,6 +25,8 @@ _VERSION = r"^\s*version\s*=\s*(\S+)"
 _RUNNING = r"^\s*(?:toolkit|runtime)_running_version\s*=\s*\[(?:[^\]:]*:)?([^\]\s]+)\]"
 # The driver's own version; "Version" of older packages is the same one.
 _DRIVER = (r"^\s*package_version\s*=\s*(\S+)", _VERSION)
+# Of the kernel module, open or not: "... Kernel Module for x86_64  580.65.06  Release Build".
+_NVIDIA = r"^NVRM version:.*Kernel Module(?: for \S+)?\s+(\d[\d.]*)"
 _SMI_S = 10.0
 _LISTEN = "0A"  # state of a listening socket in /proc/net/tcp
 
@@ -46,7 +46,7 @@ class Facts:
         interfaces: Names of network interfaces.
         ports: TCP ports on which a process listens.
         devices: Device nodes of the platform: ``/dev/davinci0``, ``/dev/nvidia0``, ...
-        driver: Version of the NPU driver; empty if there is none.
+        driver: Version of the driver of the platform's devices; empty if there is none.
         cann: Version of CANN; empty if there is none.
         soc: ``"a2"``, ``"a3"``, or empty if npu-smi does not show it.
         processes: Processes on the NPUs, as npu-smi lists them.
@@ -93,6 +93,14 @@ def guess_platform() -> str:
     return "cuda" if device_nodes("cuda") else "cpu"
 
 
+def canonical_name(name: str) -> str:
+    """Return the name of a package as indices compare it (PEP 503). Pure.
+
+    The package ``packaging`` has the same, but a bare machine lacks it.
+    """
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def gather(
     platform: str, environ: Mapping[str, str], *, ask_devices: bool = True, root: Path = Path("/")
 ) -> Facts:
@@ -108,7 +116,7 @@ def gather(
     smi = _npu_smi(environ) if npu and ask_devices else ""
     # Python imports the first of several packages with one name, so it must come last here.
     packages: dict[str, str] = {
-        canonicalize_name(name): one.version
+        canonical_name(name): one.version
         for one in reversed(list(distributions()))
         if (name := one.metadata["Name"])
     }
@@ -125,7 +133,7 @@ def gather(
         interfaces=frozenset(p.name for p in Path("/sys/class/net").glob("*")),
         ports=frozenset(_listening()),
         devices=device_nodes(platform, root),
-        driver=_driver(root) if npu else "",
+        driver=_driver(root, platform),
         cann=_cann(environ, root) if npu else "",
         soc=soc_of(smi),
         processes=processes_of(smi),
@@ -204,7 +212,11 @@ def _cann(environ: Mapping[str, str], root: Path) -> str:
     return ""
 
 
-def _driver(root: Path) -> str:
+def _driver(root: Path, platform: str) -> str:
+    if platform == "cuda":
+        return _said(root / "proc/driver/nvidia/version", _NVIDIA)
+    if platform != "npu":
+        return ""
     file = root / "usr/local/Ascend/driver/version.info"
     return next(filter(None, (_said(file, pattern) for pattern in _DRIVER)), "")
 

@@ -1,8 +1,9 @@
-"""Renders an environment's answer as the tokens between two turns of the model."""
+"""Renders what others say to the model as tokens: before its first turn, and between two."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.core.errors import UsageError
 
@@ -10,6 +11,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MARK = "mindspeed-rl-turn"
+
+
+class TemplateRefusal(ValueError):
+    """A chat template failed on messages; the text is its own."""
 
 
 def answer_tokens(
@@ -25,35 +30,75 @@ def answer_tokens(
         UsageError: the tokenizer has no chat template, or the template does not end turns with the
             end-of-sequence token.
     """
-    from jinja2 import TemplateError
+    reasons = []
+    for role in roles:
+        try:
+            return message_tokens(tokenizer, [{"role": role, "content": content}])
+        except TemplateRefusal as error:
+            reasons.append(f"{role}: {error}")
+    raise UsageError(
+        f"the chat template refuses the roles of a tool's answer: {'; '.join(reasons)}"
+    )
 
+
+def message_tokens(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], *, cut: bool = False
+) -> tuple[int, ...]:
+    """Return the tokens between a turn of the model and its next, with these messages in between.
+
+    Args:
+        tokenizer: Tokenizer with the chat template.
+        messages: What was said between the two turns.
+        cut: Whether the turn before has no stop token, which then comes first.
+
+    Raises:
+        TemplateRefusal: the template refuses the messages.
+        UsageError: as :func:`answer_tokens`.
+    """
+    said = [{"role": "user", "content": "."}, {"role": "assistant", "content": _MARK}]
+    behind = rendered(tokenizer, [*said, *messages]).partition(_MARK)[2]
+    if not behind.startswith(tokenizer.eos_token):
+        raise UsageError(
+            f"the chat template ends a turn with {behind[:20]!r} and not with the stop token "
+            f"{tokenizer.eos_token!r}; write an environment that knows the template"
+        )
+    text = behind if cut else behind.removeprefix(tokenizer.eos_token)
+    return _encoded(tokenizer, text)
+
+
+def opening_tokens(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]
+) -> tuple[int, ...]:
+    """Return the tokens of messages that a conversation begins with, and the opening of a turn.
+
+    Raises:
+        TemplateRefusal: the template refuses the messages.
+        UsageError: the tokenizer has no chat template.
+    """
+    return _encoded(tokenizer, rendered(tokenizer, messages))
+
+
+def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return messages and the opening of the model's turn as the chat template has them.
+
+    Raises:
+        TemplateRefusal: the template refuses the messages.
+        UsageError: the tokenizer has no chat template.
+    """
     if not tokenizer.chat_template:
         raise UsageError(
             f"tokenizer {tokenizer.name_or_path!r} has no chat template, which a conversation of "
             "several turns needs; give --tokenizer-name-or-path of one that has"
         )
-    said = [{"role": "user", "content": "."}, {"role": "assistant", "content": _MARK}]
-    reasons = []
-    for role in roles:
-        try:
-            text = str(
-                tokenizer.apply_chat_template(
-                    [*said, {"role": role, "content": content}],
-                    tokenize=False,
-                    add_generation_prompt=True,
-                )
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
             )
-        except TemplateError as error:
-            reasons.append(f"{role}: {error}")
-            continue
-        behind = text.rpartition(_MARK)[2]
-        if not behind.startswith(tokenizer.eos_token):
-            raise UsageError(
-                f"the chat template ends a turn with {behind[:20]!r} and not with the stop token "
-                f"{tokenizer.eos_token!r}; write an environment that knows the template"
-            )
-        text = behind.removeprefix(tokenizer.eos_token)
-        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-    raise UsageError(
-        f"the chat template refuses the roles of a tool's answer: {'; '.join(reasons)}"
-    )
+        )
+    except Exception as error:  # a template can fail in any way that an expression can
+        raise TemplateRefusal(f"{type(error).__name__}: {error}") from error
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])

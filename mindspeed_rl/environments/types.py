@@ -20,11 +20,20 @@ class Observation:
         token_ids: What the model reads next; never trained on. Empty at the end of a conversation.
         done: Whether the conversation is over.
         reward: Reward of the conversation so far; the last one that is not ``None`` counts.
+        behind: Turn of the model behind which the tokens stand, counted from 1 in the order of
+            generation; 0: the prompt; ``None``: the last turn. With an earlier one the conversation
+            branches there; what is trained on at the end is the branch of the last turn.
+        max_tokens: Largest number of tokens of the next turn; ``None``: what the limit of the
+            conversation leaves.
+        cut: With ``done``: whether it ended at a limit, as a response that is cut.
     """
 
     token_ids: tuple[int, ...] = ()
     done: bool = False
     reward: float | None = None
+    behind: int | None = None
+    max_tokens: int | None = None
+    cut: bool = False
 
 
 class Environment(Protocol):

@@ -12,11 +12,11 @@ from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.metrics.metric_set import Max, MetricSet, Total
 from mindspeed_rl.planning.run_plan import RLPlan
-from mindspeed_rl.rollout.rebalance import Rebalancer, RebalanceRules
+from mindspeed_rl.rollout.rebalance import ExpectedLength, Rebalancer, RebalanceRules, Visits
 from mindspeed_rl.rollout.rebalance_plan import StepCost
 from mindspeed_rl.rollout.requests import SamplingSettings
 from mindspeed_rl.rollout.stats import StepStats
-from mindspeed_rl.samples.lengths import LengthHistory, assign_to_engines
+from mindspeed_rl.samples.lengths import LengthHistory, assign_to_engines, longest_first
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 
 
@@ -29,7 +29,8 @@ class EngineAssignment:
         rank: Global rank.
         limit: Most tokens of a response.
         partial_tokens: Most tokens by which one pass extends a response; 0: to its end.
-        by_length: Whether to assign samples by the lengths of earlier responses.
+        by_length: Whether to assign samples, and start the longest first, by the lengths of earlier
+            responses.
         rules: When requests move between engines while they generate; ``None``: never.
     """
 
@@ -74,15 +75,15 @@ class EngineAssignment:
         kept = [i for i, s in enumerate(prefixes) if s is not None and s.group == group]
         return sorted([*(new[i] for i in chosen), *kept])
 
-    def rebalancer(
+    def expected_lengths(
         self,
         prompts: Sequence[Prompt],
         settings: SamplingSettings,
         history: LengthHistory | None,
         prefixes: Sequence[RolloutInfo | None] = (),
         limits: Sequence[int] = (),
-    ) -> Rebalancer | None:
-        """Return what moves requests during one pass; ``None`` where nothing is to move. Local.
+    ) -> ExpectedLength:
+        """Return the estimate of lengths at the end of one pass, equal on all ranks. Local.
 
         Args:
             prompts: Prompts of all samples; the position is the sample id.
@@ -91,8 +92,6 @@ class EngineAssignment:
             prefixes: Beginning of each response; empty where no response continues.
             limits: Most tokens of each response; empty: those of the settings.
         """
-        if self.rules is None:
-            return None
         known = history if history is not None else LengthHistory()
 
         def expected(sample_id: int, generated: int) -> int:
@@ -100,8 +99,48 @@ class EngineAssignment:
             length = known.expected(prompts[sample_id].index, generated, most)
             return min(length, self.max_tokens(prefixes[sample_id])) if prefixes else length
 
+        return expected
+
+    def start_order(
+        self,
+        own: Sequence[int],
+        expected: ExpectedLength,
+        prefixes: Sequence[RolloutInfo | None] = (),
+    ) -> list[int]:
+        """Return samples in the order in which this rank's engine starts them. Local.
+
+        Those that have most left to generate come first, so that an engine with more samples than
+        places does not end with one long response; equals, such as siblings, stay neighbours. The
+        noise of a token follows from seed and position, so the order changes no token.
+
+        Args:
+            own: Samples of this rank's engine.
+            expected: Estimate of their lengths.
+            prefixes: Beginning of each response; empty where no response continues.
+        """
+        if not self.by_length:
+            return list(own)
+
+        def left(sample_id: int) -> int:
+            prefix = prefixes[sample_id] if prefixes else None
+            have = 0 if prefix is None else prefix.num_tokens
+            return expected(sample_id, have) - have
+
+        return longest_first(own, left)
+
+    def rebalancer(
+        self, expected: ExpectedLength, visits: Visits | None = None
+    ) -> Rebalancer | None:
+        """Return what moves requests during one pass; ``None`` where nothing is to move. Local.
+
+        Args:
+            expected: Estimate of the lengths of all samples.
+            visits: Conversations of this rank; ``None`` where it has none.
+        """
+        if self.rules is None:
+            return None
         group = self.engine.group_of(self.rank)
-        return Rebalancer(self.rules, group, self.leads_engine, expected)
+        return Rebalancer(self.rules, group, self.leads_engine, expected, visits)
 
     def metrics(self, stats: StepStats) -> MetricSet:
         """Return the slowest engine's steps, and the numbers of preemptions and moves. Local."""
@@ -112,6 +151,9 @@ class EngineAssignment:
             metrics["rollout/moved_samples"] = Total(mine * stats.moved)
             metrics["rollout/moved_tokens"] = Total(mine * stats.moved_tokens)
             metrics["throughput/settle_s"] = Max(stats.rebalance_seconds)
+        if self.partial_tokens:
+            metrics["rollout/resumed_samples"] = Total(mine * stats.resumed)
+            metrics["rollout/kept_cached_tokens"] = Total(mine * stats.kept_cached_tokens)
         return metrics
 
 

@@ -12,10 +12,12 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mindspeed_rl.core import owned_folders
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.installed import foreign_packages, resolve_platform
 from mindspeed_rl.engines.registry import engine_provider
@@ -143,9 +145,18 @@ def set_defaults(
         environ.setdefault(name, value)
     for name in engine.cleared_variables:
         environ.pop(name, None)
+    if _on_one_node(environ) and "lo" in (name for _, name in socket.if_nameindex()):
+        # Its ranks speak to each other alone, so their sockets are on no other interface.
+        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if platform == "npu":
         add_custom_operators(environ)
         environ.setdefault("TORCH_EXTENSIONS_DIR", str(_extension_folder(environ)))
+
+
+def _on_one_node(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher says that all ranks are on this node."""
+    world = environ.get("WORLD_SIZE")
+    return world is not None and world == environ.get("LOCAL_WORLD_SIZE")
 
 
 def _extension_folder(environ: Mapping[str, str]) -> Path:
@@ -161,17 +172,27 @@ def _extension_folder(environ: Mapping[str, str]) -> Path:
     return Path(cache, "mindspeed_rl", "torch_extensions", job)
 
 
-def require_launcher(prog: str, environ: Mapping[str, str]) -> None:
-    """End an entry that was started as a plain Python module.
+_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def join_launcher(prog: str, environ: MutableMapping[str, str]) -> None:
+    """Make a process that no launcher started the only rank of its job. Local.
 
     Raises:
-        UsageError: Torchrun's variables are missing; the message has the command to use.
+        UsageError: Some of the launcher's variables are set and others are missing.
     """
-    missing = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in environ]
-    if missing:
+    missing = [name for name in _LAUNCHER if name not in environ]
+    if len(missing) == len(_LAUNCHER):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        alone = ("0", "1", "127.0.0.1", str(port))
+        environ.update(zip(_LAUNCHER, alone, strict=True))
+        environ.update({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+    elif missing:
         raise UsageError(
-            f"{', '.join(missing)} not set; start this entry with torchrun, on one machine: "
-            f"torchrun --standalone --nproc-per-node <ranks> -m {prog} ..."
+            f"{', '.join(missing)} not set, but others of {', '.join(_LAUNCHER)}; set all, as "
+            f"torchrun --nproc-per-node <ranks> -m {prog} does, or none for a job of one rank"
         )
 
 
@@ -184,7 +205,8 @@ def refuse_foreign_package() -> None:
     for other in foreign_packages():
         raise UsageError(
             f"another package named mindspeed_rl is on the path: {other} (this one: "
-            f"{Path(__file__).resolve().parents[1]}); uninstall it or remove it from PYTHONPATH"
+            f"{Path(__file__).resolve().parents[1]}); uninstall it or remove it from "
+            "PYTHONPATH; a copy that pip made of this one is replaced by: pip install -e ."
         )
 
 
@@ -193,6 +215,8 @@ def start(
     timeout_minutes: int,
     world: World,
     setup: NpuSetup | None = None,
+    *,
+    engine: bool = True,
 ) -> Platform:
     """Import torch, join the process group, install the platform. Collective: the world.
 
@@ -201,6 +225,7 @@ def start(
         timeout_minutes: Timeout of one collective.
         world: Rank of this process and number of ranks.
         setup: Settings of an NPU process.
+        engine: Whether the run has an inference engine.
     """
     from datetime import timedelta
 
@@ -213,10 +238,26 @@ def start(
         os.environ.setdefault(name, value)
     machine.bind_device(platform)
     if resolve_platform(platform_name) == "auto":  # others were checked before torch was imported
-        machine.check_versions(platform.name)
+        machine.check_versions(platform.name, engine=engine)
     dist.init_process_group(platform.backend, timeout=timedelta(minutes=timeout_minutes))
     platform.install(setup)
     return platform
+
+
+def tidy_temporary_folders(world: World, environ: Mapping[str, str]) -> None:
+    """Remove what killed processes of earlier jobs left, and mark torchrun's folder of this job.
+
+    The first rank of a node does it. Local.
+    """
+    if world.local_rank:
+        return
+    owned_folders.sweep((owned_folders.PREFIX, owned_folders.LAUNCHER_PREFIX))
+    # torchrun keeps .../torchelastic_XXXX/RUN/attempt_N/RANK/error.json
+    folders = Path(environ.get("TORCHELASTIC_ERROR_FILE", "")).parents
+    for folder in folders:
+        if folder.name.startswith(owned_folders.LAUNCHER_PREFIX):
+            with suppress(OSError):  # a full disk: the folder stays, and the run goes on
+                owned_folders.claim(folder)
 
 
 def quiet_libraries() -> None:

@@ -17,7 +17,9 @@ from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.launch import LaunchConfig, check_launch
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch import bootstrap
+from mindspeed_rl.launch.attempt import check_peer_folder, continued
 from mindspeed_rl.launch.failures import USAGE_ERROR, WatchdogSettings, report_usage_error
+from mindspeed_rl.launch.hub_models import with_local_models
 from mindspeed_rl.launch.job import (
     Job,
     Plan_co,
@@ -59,7 +61,9 @@ def run_entry(
         sys.exit(0)  # the first rank prints it
     try:
         bootstrap.refuse_foreign_package()
-        parsed = parse(run_type, arguments, prog, keep_refused=True)
+        typed = parse(run_type, arguments, prog, keep_refused=True)
+        parsed, notes = continued(typed, os.environ)
+        parsed = with_local_models(parsed, weights=not _predicts(parsed.config))
         config = parsed.config
         launch = config.launch if isinstance(config, RLRunConfig) else LaunchConfig()
         in_ray = launch.orchestrator == "ray"
@@ -68,12 +72,14 @@ def run_entry(
             if config.dry_run.rl_dry_run:
                 sys.exit(_dry_run(parsed, world, num_ranks if in_ray else None))
             check_launch(launch, os.environ, prog)
+            check_peer_folder(config, {} if in_ray else os.environ)
             if in_ray or "RANK" in os.environ:
                 _check_world_size(config, num_ranks, "Ray starts" if in_ray else "torchrun started")
         if not in_ray:
-            bootstrap.require_launcher(prog, os.environ)
+            bootstrap.join_launcher(prog, os.environ)
         checked = plan_run(parsed, plan, num_ranks)
-        notes = [] if in_ray else prepare_rank(checked)
+        if not in_ray:
+            notes += prepare_rank(checked)
     except UsageError as error:
         _usage_error(prog, error, world, settings)
     if in_ray:
@@ -81,6 +87,13 @@ def run_entry(
 
         sys.exit(drive(prog, cast(Any, checked), arguments, settings))
     run_job(prog, checked, world, main, settings, notes)
+
+
+def _predicts(config: object) -> bool:
+    """Whether a run is only predicted, or starts from drawn weights."""
+    if isinstance(config, RLRunConfig) and config.benchmark.active:
+        return True
+    return isinstance(config, RLRunConfig | PretrainRunConfig) and config.dry_run.rl_dry_run
 
 
 def _dry_run(parsed: ParsedArguments[Any], world: bootstrap.World, num_ranks: int | None) -> int:

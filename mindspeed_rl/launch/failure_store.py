@@ -18,7 +18,10 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from mindspeed_rl.core.flights import Position
+from mindspeed_rl.launch import attempt
 from mindspeed_rl.launch.bootstrap import World
+from mindspeed_rl.launch.bound_store import BoundStore
 from mindspeed_rl.launch.failures import Failure, Heartbeat, Member, WatchdogSettings
 
 T = TypeVar("T")
@@ -42,7 +45,7 @@ class FailureStore:
     def beat(self, phase: str, phase_s: float, *, leaving: bool = False) -> None:
         """Write a heartbeat; with ``leaving`` the end of this rank is no failure from now on."""
         self._count += 1
-        beat = Heartbeat(self._member, self._count, phase, phase_s, leaving)
+        beat = Heartbeat(self._member, self._count, phase, phase_s, leaving, attempt.current_step())
         self._store.set(f"beat/{self._member.rank}", json.dumps(asdict(beat)))
 
     def beats(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
@@ -52,6 +55,26 @@ class FailureStore:
             if self._store.check([key := f"beat/{rank}"]):
                 fields = json.loads(self._store.get(key))
                 found[rank] = Heartbeat(**fields | {"member": Member(**fields["member"])})
+        return found
+
+    def ask(self) -> None:
+        """Ask all ranks where they stand in collectives; they answer with a heartbeat."""
+        self._store.set("asked", "1")
+
+    def is_asked(self) -> bool:
+        """Whether some rank asked."""
+        return bool(self._store.check(["asked"]))
+
+    def answer(self, position: Position) -> None:
+        """Tell where this rank stands in collectives."""
+        self._store.set(f"position/{self._member.rank}", json.dumps(asdict(position)))
+
+    def positions(self, ranks: Iterable[int]) -> dict[int, Position]:
+        """Return where those ranks stand that answered."""
+        found = {}
+        for rank in ranks:
+            if self._store.check([key := f"position/{rank}"]):
+                found[rank] = Position.from_json(json.loads(self._store.get(key)))
         return found
 
     def publish(self, failure: Failure) -> Failure:
@@ -86,7 +109,7 @@ def connect(rank: int, timeout_s: float) -> PrefixStore:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store = TCPStore(
+        store = BoundStore(
             host, port, is_master=opens, timeout=timedelta(seconds=timeout_s), multi_tenant=True
         )
     except dist.DistError as error:

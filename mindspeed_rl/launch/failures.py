@@ -12,9 +12,11 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Literal
+
+from mindspeed_rl.core.ranks import rank_ranges
+from mindspeed_rl.launch.attempt import note_end
 
 USAGE_ERROR = 2  # exit code of a user's mistake, as in argparse
 START = "start"
@@ -54,6 +56,7 @@ class WatchdogSettings:
         exit_s: Limit of the exit handlers of libraries.
         connect_s: How long the launcher of the first node may take to answer.
         driver_reports: Whether a driver process prints the failure instead of the ranks.
+        saves_at_sigterm: Whether SIGTERM asks for a save and an end after the present step.
     """
 
     interval_s: float = 1.0
@@ -65,6 +68,7 @@ class WatchdogSettings:
     exit_s: float = 60.0
     connect_s: float = 30.0
     driver_reports: bool = False
+    saves_at_sigterm: bool = False
 
     def silence_of(self, phase: str) -> float:
         """Return how long a rank in a phase may be silent."""
@@ -95,6 +99,7 @@ class Failure:
         phase: Phase of that process.
         text: Message for the user.
         reporter: Process that noticed the failure and prints it.
+        step: Step of that process; ``None`` before the first one.
     """
 
     kind: Kind
@@ -102,6 +107,7 @@ class Failure:
     phase: str
     text: str
     reporter: Member
+    step: int | None = None
 
     def __str__(self) -> str:
         if self.kind == "usage":
@@ -120,13 +126,17 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """One heartbeat. ``count`` grows with each one; ``phase_s``: seconds in the phase."""
+    """One heartbeat. ``count`` grows with each one; ``phase_s``: seconds in the phase.
+
+    ``step`` is that of the run; ``None`` before the first one.
+    """
 
     member: Member
     count: int
     phase: str
     phase_s: float
     leaving: bool = False
+    step: int | None = None
 
 
 def silent_ranks(
@@ -150,7 +160,7 @@ def lost_failure(gone: list[Heartbeat], evidence: str, reporter: Member) -> Fail
         + f" ({evidence}). Was it killed? See the signal in the launcher's report, and "
         "out-of-memory kills in the kernel's log (dmesg)"
     )
-    return Failure("lost", member, gone[0].phase, text, reporter)
+    return Failure("lost", member, gone[0].phase, text, reporter, gone[0].step)
 
 
 def silent_failure(beat: Heartbeat, seconds: float, reporter: Member) -> Failure:
@@ -160,7 +170,7 @@ def silent_failure(beat: Heartbeat, seconds: float, reporter: Member) -> Failure
         f"no heartbeat for {seconds:.0f} s: process {member.pid} on node {member.node} is stopped, "
         "or stuck in native code, or its machine is gone"
     )
-    return Failure("silent", member, beat.phase, text, reporter)
+    return Failure("silent", member, beat.phase, text, reporter, beat.step)
 
 
 def whereabouts(beats: Iterable[Heartbeat]) -> str:
@@ -175,14 +185,6 @@ def whereabouts(beats: Iterable[Heartbeat]) -> str:
     )
 
 
-def rank_ranges(ranks: Iterable[int]) -> str:
-    """Write ranks in short: ``0-2, 5``."""
-    # Consecutive ranks have the same distance to their index in sorted order.
-    runs = groupby(enumerate(sorted(ranks)), key=lambda placed: placed[1] - placed[0])
-    spans = [[rank for _, rank in run] for _, run in runs]
-    return ", ".join("-".join(map(str, dict.fromkeys((s[0], s[-1])))) for s in spans)
-
-
 def is_lost_connection(error: BaseException) -> bool:
     """Whether an exception says no more than that a peer closed its connection."""
     names = {kind.__name__ for kind in type(error).__mro__}
@@ -194,6 +196,7 @@ def is_lost_connection(error: BaseException) -> bool:
 def report_usage_error(line: str) -> None:
     """Print a user's mistake and make torchrun's report repeat it. Local."""
     print(line, file=sys.stderr, flush=True)
+    note_end("usage", START, line)
     write_error_file(line)
 
 

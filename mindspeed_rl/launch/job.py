@@ -7,23 +7,27 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mindspeed_rl.command_line.arguments import ParsedArguments, Run
 from mindspeed_rl.command_line.dispositions import disposition_lines
+from mindspeed_rl.command_line.settings import settings_lines
 from mindspeed_rl.compat.architecture import check_foreign_architecture
-from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
 from mindspeed_rl.config.architecture import check_architecture, model_config
 from mindspeed_rl.config.kernels import experts_note, module_names
 from mindspeed_rl.config.npu import NpuSetup, check_npu, group_buffers, npu_setup
 from mindspeed_rl.core.errors import Mistakes, UsageError
 from mindspeed_rl.core.installed import probable_platform, resolve_platform
 from mindspeed_rl.engines.registry import engine_provider
-from mindspeed_rl.launch import bootstrap, machine
+from mindspeed_rl.launch import attempt, bootstrap, machine, run_lock
 from mindspeed_rl.launch.cores import bind_cores
 from mindspeed_rl.launch.failures import JOIN, WatchdogSettings
+from mindspeed_rl.launch.start_up import stage
 from mindspeed_rl.models.param_names import LOCAL
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
+from mindspeed_rl.models.tensors import num_parameters
 from mindspeed_rl.planning.budget import machine_on, npu_machine
 from mindspeed_rl.planning.hccl_buffers import hccl_buffers, with_group_sizes
 from mindspeed_rl.planning.phase_limits import PhaseLimits, phase_limits
@@ -40,9 +44,9 @@ Plan_co = TypeVar("Plan_co", covariant=True)
 class Job(Generic[Run, Plan_co]):
     """The arguments of an entry's main function.
 
-    ``ignored`` are the flags that were accepted but have no effect here; ``flag_notes`` are lines
-    about what became of all flags. A collective may take ``timeout_minutes``: what
-    ``--distributed-timeout-minutes`` says, or as long as the longest phase if that is more.
+    ``command_line`` is what was typed, ``ignored`` are the flags of it that have no effect here,
+    ``flag_notes`` lines about what became of all flags. A collective may take ``timeout_minutes``:
+    what ``--distributed-timeout-minutes`` says, or as long as the longest phase if that is more.
     """
 
     config: Run
@@ -53,12 +57,16 @@ class Job(Generic[Run, Plan_co]):
     ignored: tuple[str, ...]
     timeout_minutes: int
     flag_notes: tuple[str, ...] = ()
+    command_line: tuple[str, ...] = ()
 
     def log_rank0(self, *lines: str) -> None:
-        """Print lines on rank 0."""
+        """Print lines on rank 0, above the bar that shows the progress on a terminal."""
+        from tqdm import tqdm
+
         if self.world.rank == 0:
             for line in lines:
-                print(line, flush=True)
+                tqdm.write(line)
+            sys.stdout.flush()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +111,8 @@ def predict(parsed: ParsedArguments[Any], environment: Mapping[str, str]) -> int
     Raises:
         UsageError: As of :func:`plan_run`, but for what depends on this machine.
     """
+    if find_spec("numpy") is None:
+        raise UsageError("--rl-dry-run needs the package numpy: pip install numpy")
     from mindspeed_rl.planning.dry_run import dry_run
     from mindspeed_rl.planning.findings import world_size
     from mindspeed_rl.planning.suggestions import plan_of
@@ -118,11 +128,19 @@ def predict(parsed: ParsedArguments[Any], environment: Mapping[str, str]) -> int
         check_engine(config, plan, platform)
     mistakes.report()
     notes = [
-        *disposition_lines(parsed, parsed.ignored),
+        *flag_lines(parsed, plan, parsed.ignored),
         *experts_note(config.model, platform),
         phase_limits(config, plan, platform).line(),
     ]
     return dry_run(config, environment, notes)
+
+
+def flag_lines(parsed: ParsedArguments[Any], plan: object, ignored: Sequence[str]) -> list[str]:
+    """Return by which numbers a run learns, and what became of the flags of its command line."""
+    config, lines = parsed.config, disposition_lines(parsed, ignored)
+    if not (isinstance(config, RLRunConfig) and isinstance(plan, RunPlan)):
+        return lines
+    return settings_lines(config, num_parameters(plan.spec)) + lines
 
 
 def limits_of(checked: Checked[Run, Plan_co]) -> PhaseLimits:
@@ -130,6 +148,13 @@ def limits_of(checked: Checked[Run, Plan_co]) -> PhaseLimits:
     config: Any = checked.parsed.config
     assert isinstance(checked.plan, RunPlan)
     return phase_limits(config, checked.plan, probable_platform(config.parallel.platform))
+
+
+def has_engine(config: object) -> bool:
+    """Whether a run builds an inference engine: not warm starts, nor scores of the trainer."""
+    if isinstance(config, ScoreRunConfig):
+        return config.score.backend == "engine"
+    return isinstance(config, RLRunConfig)
 
 
 def prepare_rank(checked: Checked[Run, Plan_co]) -> list[str]:
@@ -144,7 +169,7 @@ def prepare_rank(checked: Checked[Run, Plan_co]) -> list[str]:
         UsageError: This machine cannot run the job.
     """
     parallel = checked.parsed.config.parallel
-    platform = parallel.platform
+    platform: str = parallel.platform
     setup: NpuSetup = checked.setup or NpuSetup()
     changed: list[str] = bootstrap.prepare_environment(
         platform,
@@ -155,8 +180,8 @@ def prepare_rank(checked: Checked[Run, Plan_co]) -> list[str]:
     )
     changed += bind_cores(parallel.bind_cores, platform, os.environ)
     bootstrap.quiet_libraries()
-    machine.check_machine(platform, os.environ)
-    return [*changed, *setup.notes]
+    machine.check_machine(platform, os.environ, engine=has_engine(checked.parsed.config))
+    return [*changed, *machine.unused_devices(platform), *setup.notes]
 
 
 def run_job(
@@ -174,6 +199,10 @@ def run_job(
     config = checked.parsed.config
     parallel = config.parallel
     limits = limits_of(checked)
+    if isinstance(config, RLRunConfig | PretrainRunConfig):
+        settings = replace(settings, saves_at_sigterm=config.checkpoint.exit_signal_handler)
+    bootstrap.tidy_temporary_folders(world, os.environ)
+    attempt.note_process()
     watchdog = _start_watchdog(prog, world, limits, settings)
     try:
         # From here on ranks learn of a failure of others, even while they wait for them to join.
@@ -181,21 +210,55 @@ def run_job(
         with watchdog.phase(JOIN, timeout_s=60.0 * minutes):
             # A rank may wait in a collective for as long as another one is in a phase.
             minutes = max(minutes, math.ceil(limits.longest / 60))
-            platform = bootstrap.start(parallel.platform, minutes, world, checked.setup)
+            tell = _nowhere if world.rank else _print
+            with stage(tell, "torch, and the process group"):
+                platform = bootstrap.start(
+                    parallel.platform, minutes, world, checked.setup, engine=has_engine(config)
+                )
+        attempt.mark("up")
         check_modules(checked.plan, platform)
         ignored = ignored_flags(checked.parsed, platform)
-        flag_notes = tuple(disposition_lines(checked.parsed, ignored))
-        job = Job(config, checked.plan, world, platform, watchdog, ignored, minutes, flag_notes)
-        job.log_rank0(*notes, limits.line())
+        flag_notes = tuple(flag_lines(checked.parsed, checked.plan, ignored))
+        job = Job(
+            *(config, checked.plan, world, platform, watchdog, ignored, minutes, flag_notes),
+            command_line=checked.parsed.typed,
+        )
+        job.log_rank0(*notes, *_lock_folders(config, world), limits.line())
         bootstrap.seed_everything(config.train.seed)
         main(job)
         watchdog.leave()
+        run_lock.release()
         if engine_provider().package not in sys.modules:  # else the engine's exit handler does it
             import torch.distributed as dist
 
             dist.destroy_process_group()
     except BaseException as error:
         watchdog.fail(error)
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)  # tqdm, which a job prints with, would be imported before torch
+
+
+def _nowhere(line: str) -> None:
+    """Print nothing: rank 0 prints for all."""
+
+
+def _lock_folders(config: object, world: bootstrap.World) -> list[str]:
+    """Lock the folders that a run writes to, on rank 0; return lines about them.
+
+    Raises:
+        UsageError: Another run that is alive has one of them, or writes to ``--load``.
+    """
+    if world.rank or not isinstance(config, RLRunConfig | PretrainRunConfig):
+        return []
+    folders = {"--output-dir": config.logging.output_dir, "--save": config.checkpoint.save}
+    named = {flag: path for flag, path in folders.items() if path}
+    wait_s = run_lock.LEASE_S if attempt.number_of_restarts() else 0.0  # of a machine that is lost
+    lines = run_lock.lock_folders(named, folders["--output-dir"], wait_s)
+    if config.checkpoint.load:
+        run_lock.refuse_living_run("--load", config.checkpoint.load)
+    return lines
 
 
 def check_modules(plan: object, platform: Platform) -> None:

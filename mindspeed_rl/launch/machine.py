@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from mindspeed_rl.platforms.base import Platform
 
 TAKEN_BYTES = 4 * 2**30
-"""Memory of an NPU that may be in use before a run: contexts of the other ranks take about 2 GiB of
-the first device."""
+"""Memory of a device that may be in use before a run: on NPUs contexts of the other ranks take
+about 2 GiB of the first device."""
 _OCCUPIED = 87  # the driver's code for devices that another container holds
 _DRIVER = "mount it into the container: -v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro"
 _SOURCE = "source /usr/local/Ascend/ascend-toolkit/set_env.sh (or .../cann/set_env.sh)"
@@ -49,8 +49,10 @@ _CODES = {
 }
 
 
-def check_machine(platform_name: str, environ: Mapping[str, str]) -> None:
+def check_machine(platform_name: str, environ: Mapping[str, str], *, engine: bool = True) -> None:
     """Check versions and devices of this node; on an NPU import torch and torch_npu. Local.
+
+    Without ``engine`` the packages of an inference engine may be missing.
 
     Raises:
         UsageError: Versions do not belong together, a library does not load, or devices are
@@ -65,7 +67,7 @@ def check_machine(platform_name: str, environ: Mapping[str, str]) -> None:
             )
         return  # torch knows whether there is CUDA
     facts = gather(platform, environ, ask_devices=False)
-    _check_versions(platform, facts)
+    _check_versions(platform, facts, engine)
     if platform != "npu":
         return
     if facts.devices:
@@ -74,16 +76,16 @@ def check_machine(platform_name: str, environ: Mapping[str, str]) -> None:
     _check_count(facts)
 
 
-def check_versions(platform: str) -> None:
+def check_versions(platform: str, *, engine: bool = True) -> None:
     """Compare what is installed with the version matrix. Local; nothing is imported.
 
     Raises:
         UsageError: Some of it differs; the message names it and the commands that mend it.
     """
-    _check_versions(platform, gather(platform, os.environ, ask_devices=False))
+    _check_versions(platform, gather(platform, os.environ, ask_devices=False), engine)
 
 
-def _check_versions(platform: str, facts: Facts) -> None:
+def _check_versions(platform: str, facts: Facts, engine: bool) -> None:
     if facts.environ.get(ALLOW_VERSIONS):
         return
     matrix = read_matrix()
@@ -91,7 +93,7 @@ def _check_versions(platform: str, facts: Facts) -> None:
         rows = [*package_rows(facts, platform, matrix)]
         rows += wrong_system_rows(facts, matrix["npu.system"])
     else:
-        rows = [*pinned_rows(facts, platform, matrix)]
+        rows = [*pinned_rows(facts, platform, matrix, engine=engine)]
     _refuse(
         rows,
         f"versions outside the matrix of {platform}: ",
@@ -167,42 +169,67 @@ def _check_count(facts: Facts) -> None:
 
 
 def bind_device(platform: Platform) -> None:
-    """Bind this process to its device, which on an NPU must be free. Local.
+    """Bind this process to its device, which must be free. Local.
 
     Raises:
         UsageError: The device cannot be opened, or another process uses it.
     """
-    if platform.name != "npu":
+    if platform.name == "cpu":
         platform.set_device()
         return
     try:
         platform.set_device()
     except RuntimeError as error:
-        code = re.search(r"error code is (\d+)", str(error))
-        what, fix = _CODES.get(int(code[1]) if code else 0, ("it cannot be opened", ""))
+        what, fix = _refusal(platform, str(error))
         raise UsageError(
-            f"device {platform.device.index}: {what} ({_first_line(error)}); "
-            f"{fix or 'npu-smi info shows its state'}"
+            f"device {platform.device.index}: {what} ({_first_line(error)}); {fix}"
         ) from error
     if platform.taken_bytes > TAKEN_BYTES and not os.environ.get(ALLOW_SHARED_DEVICES):
         raise UsageError(_in_use(platform))
 
 
+def _refusal(platform: Platform, said: str) -> tuple[str, str]:
+    """Return what it means that a device cannot be opened, and what to do."""
+    if platform.name == "cuda":
+        if "invalid device ordinal" in said:
+            name = VISIBLE_DEVICES["cuda"]
+            return "no such device", f"{_CODES[107001][1]}, or change {name}"
+        return "it cannot be opened", "nvidia-smi shows its state"
+    code = re.search(r"error code is (\d+)", said)
+    known = _CODES.get(int(code[1]) if code else 0)
+    return known or ("it cannot be opened", "npu-smi info shows its state")
+
+
 def _in_use(platform: Platform) -> str:
-    index = platform.device.index
-    visible = os.environ.get(VISIBLE_DEVICES["npu"])
-    number = int(visible.split(",")[index]) if visible else index
-    holders = [
-        f"process {one.pid} ({one.name or 'name unknown'}) with {one.mib} MiB"
-        for one in gather("npu", os.environ).processes
-        if one.device == number and one.mib >= SHARED_MIB
-    ]
+    index, name = platform.device.index, VISIBLE_DEVICES[platform.name]
+    visible = (os.environ.get(name) or "").split(",")
+    number = visible[index].strip() if index < len(visible) and visible[index] else str(index)
+    holders, tool = "", "nvidia-smi"
+    if platform.name == "npu":
+        tool = "npu-smi info"
+        holders = ", ".join(
+            f"process {one.pid} ({one.name or 'name unknown'}) with {one.mib} MiB"
+            for one in gather("npu", os.environ).processes
+            if str(one.device) == number and one.mib >= SHARED_MIB
+        )
     return (
         f"device {number} is in use: {platform.taken_bytes / 2**30:.1f} GiB are taken before this "
-        f"run, by {', '.join(holders) or 'processes that npu-smi info on the host may name'}; end "
-        f"them, or choose others with {VISIBLE_DEVICES['npu']}; to share it, export "
-        f"{ALLOW_SHARED_DEVICES}=1"
+        f"run, by {holders or f'processes that {tool} on the host may name'}; end "
+        f"them, or choose others with {name}; to share it, export {ALLOW_SHARED_DEVICES}=1"
     )
+
+
+def unused_devices(platform_name: str) -> list[str]:
+    """Return a note where ``auto`` means the CPU on a machine with GPUs. Local; no torch."""
+    if resolve_platform(platform_name) != "auto" or not device_nodes("cuda"):
+        return []
+    found = gather("cpu", {}, ask_devices=False).packages.get("torch", "")
+    if not found.endswith("+cpu"):
+        return []
+    return [
+        f"--platform auto is cpu: this machine has NVIDIA GPUs, and torch {found} is a build "
+        "without CUDA (docs/install.md, CUDA)"
+    ]
 
 
 def _first_line(error: BaseException) -> str:

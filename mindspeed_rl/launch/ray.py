@@ -16,7 +16,7 @@ import os
 import pkgutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,10 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.launch import LaunchConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.installed import VISIBLE_DEVICES, import_ray, resolve_platform
+from mindspeed_rl.core.redaction import is_secret
+from mindspeed_rl.elastic.commands import counted, smaller_problem
 from mindspeed_rl.launch import bootstrap
+from mindspeed_rl.launch.attempt import BEGAN, RESTARTS, End, continued
 from mindspeed_rl.launch.failures import (
     USAGE_ERROR,
     Failure,
@@ -41,6 +44,7 @@ from mindspeed_rl.launch.job import (
     run_job,
     tell_other_nodes,
 )
+from mindspeed_rl.launch.restart import Rules, decide, restart_line
 from mindspeed_rl.planning.run_plan import RLPlan, plan_rl
 from mindspeed_rl.rewards.worker_process import worker_environment
 
@@ -48,6 +52,7 @@ if TYPE_CHECKING:
     from mindspeed_rl.launch.failure_store import FailureStore
 
 START_LIMIT_S = 300.0  # limit for all bundles to start: other jobs of the cluster may end
+LOOK_S = 5.0  # how often a driver looks whether a node is lost while it waits for room
 POLL_S = 0.2  # longest delay until a failure is noticed
 EXIT_S = 20.0  # limit of the ranks' exit handlers
 LOGS_S = 1.0  # time for the last lines of the ranks to arrive
@@ -60,7 +65,6 @@ _FORWARDED = (
     "ASCEND_", "CPU_AFFINITY", "CUDA_", "GLOO_", "HCCL_", "HF_", "LCCL_", "MINDSPEED_", "NCCL_",
     "OMP_", "PYTORCH_", "TASK_QUEUE_", "TORCH_", "TRANSFORMERS_", "VLLM_",
 )  # fmt: skip
-_SECRET = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")  # Ray would show them
 _RAY_SETTINGS = {
     "RAY_DEDUP_LOGS": "0",  # print equal lines of two ranks twice
     "RAY_COLOR_PREFIX": "0",
@@ -118,9 +122,10 @@ class RankActor:
         world = bootstrap.World.from_environment()
         try:
             _enter(command.folder)
-            parsed = parse(RLRunConfig, list(command.arguments), command.prog)
+            typed = parse(RLRunConfig, list(command.arguments), command.prog)
+            parsed, notes = continued(typed, os.environ)
             checked = plan_run(parsed, plan_rl, world.size)
-            notes = prepare_rank(checked)
+            notes += prepare_rank(checked)
         except UsageError as error:
             tell_other_nodes(world, error, command.settings)
             return
@@ -158,10 +163,11 @@ def drive(
     config = checked.parsed.config
     settings = replace(settings, driver_reports=True, exit_s=EXIT_S)
     command = Command(prog, tuple(arguments), os.getcwd(), settings)
+    os.environ.setdefault(BEGAN, str(time.time()))
     try:
         with cluster(config.launch, local_cpus(config, checked.plan)) as ray:
             try:
-                failure = run_ranks(ray, config, command)
+                failure = run_attempts(ray, config, command)
             finally:
                 time.sleep(LOGS_S)
     except UsageError as error:
@@ -175,15 +181,122 @@ def drive(
     return code
 
 
-def run_ranks(ray: Any, config: RLRunConfig, command: Command) -> Failure | None:
+def run_attempts(ray: Any, config: RLRunConfig, command: Command) -> Failure | None:
+    """Run all ranks to their end, up to ``--max-restarts`` times again after a failure.
+
+    Raises:
+        UsageError: The cluster has no room.
+    """
+    launch = config.launch
+    rules = Rules(launch.max_restarts, launch.restart_backoff_s)
+    per_node, fewest = launch.ray_ranks_per_node, launch.elastic_min_nodes
+    problem_of = smaller_problem(command.prog, command.arguments, per_node)
+    if fewest and (problem := problem_of(fewest)):
+        raise UsageError(f"--elastic-min-nodes {fewest}: {problem}; name more nodes")
+    ends: list[End] = []
+    while True:
+        try:
+            failure = run_ranks(ray, config, command, len(ends))
+        except _NodeLostError:
+            config = with_nodes_left(ray, config, launch, problem_of, command, len(ends))
+            continue
+        if failure is None:
+            return None
+        ends.append(End(failure.kind, failure.phase, str(failure), failure.step))
+        if not rules.max_restarts:
+            return failure
+        decision = decide(rules, ends)
+        if decision.stop:
+            print(f"{command.prog}: no restart: {decision.stop}", file=sys.stderr, flush=True)
+            return failure
+        line = restart_line(rules, ends, decision.pause_s)
+        print(f"{command.prog}: {line}", file=sys.stderr, flush=True)
+        time.sleep(decision.pause_s)
+        if fewest:
+            config = with_nodes_left(ray, config, launch, problem_of, command, len(ends))
+
+
+class _NodeLostError(Exception):
+    """A node is gone that was to take part in an attempt."""
+
+
+def with_nodes_left(
+    ray: Any,
+    config: RLRunConfig,
+    whole: LaunchConfig,
+    problem_of: Callable[[int], str],
+    command: Command,
+    restarts: int,
+) -> RLRunConfig:
+    """Return the configuration for the nodes that a job goes on with, and print their number.
+
+    Args:
+        ray: The module ray, connected to a cluster.
+        config: Configuration of the attempt before.
+        whole: Flags of the launch of the whole job.
+        problem_of: Says why the job cannot run on a number of nodes; empty: it can.
+        command: Command of every rank.
+        restarts: How often the job was started before.
+
+    Raises:
+        UsageError: Too few nodes are left, or the layout allows none of their numbers.
+    """
+    platform = cluster_platform(config.parallel.platform, ray.cluster_resources())
+    count = nodes_left(ray, whole, platform, problem_of)
+    ranks = counted(count * whole.ray_ranks_per_node, "rank")
+    line = f"attempt {restarts + 1} runs on {count} of {whole.ray_num_nodes} nodes, {ranks}"
+    print(f"{command.prog}: {line}", file=sys.stderr, flush=True)
+    return replace(config, launch=replace(whole, ray_num_nodes=count))
+
+
+def nodes_left(
+    ray: Any, launch: LaunchConfig, platform: str, problem_of: Callable[[int], str]
+) -> int:
+    """Return with how many nodes a job goes on, when lost ones had time to come back.
+
+    Args:
+        ray: The module ray, connected to a cluster.
+        launch: Flags of the launch.
+        platform: Platform of the ranks.
+        problem_of: Says why the job cannot run on a number of nodes; empty: it can.
+
+    Raises:
+        UsageError: Too few nodes are left, or the layout allows none of their numbers.
+    """
+    wanted, most, fewest = room(launch, platform), launch.ray_num_nodes, launch.elastic_min_nodes
+    began, fit = time.monotonic(), 0
+    while fit < most:
+        fit = min(most, fitting(wanted, living(ray)))
+        waited = time.monotonic() - began
+        if waited >= (launch.elastic_wait_s if fit >= fewest else START_LIMIT_S):
+            break
+        time.sleep(POLL_S)
+    problems = []
+    for count in range(fit, fewest - 1, -1):
+        problem = problem_of(count)
+        if not problem:
+            return count
+        problems.append(problem)
+    left = f"{fit} of at least {fewest} nodes are left in the cluster"
+    raise UsageError(f"--elastic-min-nodes {fewest}: {problems[0] if problems else left}")
+
+
+def run_ranks(ray: Any, config: RLRunConfig, command: Command, restarts: int = 0) -> Failure | None:
     """Run all ranks to their end, kill those that are left, and return the failure, if any.
+
+    Args:
+        ray: The module ray, connected to a cluster.
+        config: Configuration of the run.
+        command: Command of every rank.
+        restarts: How often the job was started before. A cluster that lost a node gets the time to
+            replace it.
 
     Raises:
         UsageError: The cluster has no room.
     """
     launch = config.launch
     platform = cluster_platform(config.parallel.platform, ray.cluster_resources())
-    group = reserve(ray, launch, platform)
+    group = reserve(ray, launch, platform, waits=restarts > 0)
     kind = ray.remote(RankActor)
     actors = [
         kind.options(**actor_options(ray, group, rank // launch.ray_ranks_per_node, platform))
@@ -192,13 +305,16 @@ def run_ranks(ray: Any, config: RLRunConfig, command: Command) -> Failure | None
     ]  # fmt: skip
     try:
         devices = [actor.devices.remote() for actor in actors]
-        port, store = open_store()  # imports torch while the actors start
+        address = ray.util.get_node_ip_address()
+        port, store = open_store(address)  # imports torch while the actors start
         environments = rank_environments(
             ray.get(devices),
             launch.ray_ranks_per_node,
-            (ray.util.get_node_ip_address(), port),
+            (address, port),
             VISIBLE_DEVICES.get(platform, ""),
         )
+        attempt = {RESTARTS: str(restarts), BEGAN: os.environ[BEGAN]}
+        environments = [environment | attempt for environment in environments]
         pairs = zip(actors, environments, strict=True)
         calls = [actor.run.remote(command, environment) for actor, environment in pairs]
         failure = wait_for_end(ray, calls, store)
@@ -246,15 +362,18 @@ def _gone(rank: int, store: FailureStore, evidence: str) -> Failure:
     return Failure("lost", Member(rank, -1, -1), "start", text, driver)
 
 
-def open_store() -> tuple[int, FailureStore]:
-    """Open a new store for a run and return its port and the store. Imports torch."""
+def open_store(address: str) -> tuple[int, FailureStore]:
+    """Open a new store that listens on an address of this machine. Imports torch.
+
+    Returns:
+        Its port, and the store of failures in it.
+    """
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # this process has no device
     bootstrap.quiet_libraries()
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
+    from mindspeed_rl.launch.bound_store import BoundStore
     from mindspeed_rl.launch.failure_store import FailureStore, shared_part
 
-    store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    store = BoundStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
     return int(store.port), FailureStore(shared_part(store), Member(-1, -1, os.getpid()))
 
 
@@ -309,7 +428,7 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name.startswith(_FORWARDED)
         and name not in VISIBLE_DEVICES.values()
-        and not name.upper().endswith(_SECRET)
+        and not is_secret(name, value)  # Ray would show them
     }
     found["PYTHONPATH"] = worker_environment(environ)["PYTHONPATH"]
     found.setdefault("OMP_NUM_THREADS", "1")  # Ray would set it to the CPUs of the actor
@@ -338,17 +457,26 @@ def cluster_platform(platform: str, resources: Mapping[str, float]) -> str:
     return platform
 
 
-def reserve(ray: Any, launch: LaunchConfig, platform: str) -> Any:
+def reserve(ray: Any, launch: LaunchConfig, platform: str, *, waits: bool = False) -> Any:
     """Return a placement group of one bundle per node, each with room for all ranks of the node.
+
+    With ``waits`` nodes that are missing may still join the cluster.
 
     Raises:
         UsageError: The cluster has no room, or none became free in time.
+        _NodeLostError: A node is gone, and the job may go on with fewer.
     """
-    kinds = ["CPU", *([RESOURCES[platform]] if platform in RESOURCES else [])]
-    wanted = dict.fromkeys(kinds, float(launch.ray_ranks_per_node))
-    check_room(launch, wanted, [n["Resources"] for n in ray.nodes() if n["Alive"]])
+    wanted = room(launch, platform)
+    if not waits:
+        check_room(launch, wanted, living(ray))
     group = ray.util.placement_group([wanted] * launch.ray_num_nodes, strategy="STRICT_SPREAD")
-    if not group.wait(START_LIMIT_S):
+    end = time.monotonic() + START_LIMIT_S
+    while not group.wait(LOOK_S):
+        if launch.elastic_min_nodes and fitting(wanted, living(ray)) < launch.ray_num_nodes:
+            ray.util.remove_placement_group(group)
+            raise _NodeLostError  # Ray learns of a lost machine later than its ranks do
+        if time.monotonic() < end:
+            continue
         ray.util.remove_placement_group(group)
         raise UsageError(
             f"--ray-num-nodes {launch.ray_num_nodes} --ray-ranks-per-node "
@@ -356,6 +484,22 @@ def reserve(ray: Any, launch: LaunchConfig, platform: str) -> Any:
             "jobs of the cluster (ray status shows what is in use)"
         )
     return group
+
+
+def room(launch: LaunchConfig, platform: str) -> dict[str, float]:
+    """Return the resources of a node of the job."""
+    kinds = ["CPU", *([RESOURCES[platform]] if platform in RESOURCES else [])]
+    return dict.fromkeys(kinds, float(launch.ray_ranks_per_node))
+
+
+def living(ray: Any) -> list[Mapping[str, float]]:
+    """Return the resources of every living node of the cluster."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def fitting(wanted: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> int:
+    """Return how many nodes have the resources, however busy they are now."""
+    return sum(all(node.get(k, 0.0) >= v for k, v in wanted.items()) for node in nodes)
 
 
 def check_room(
@@ -371,8 +515,7 @@ def check_room(
     Raises:
         UsageError: The cluster is too small.
     """
-    fit = sum(all(node.get(k, 0.0) >= v for k, v in wanted.items()) for node in nodes)
-    if fit < launch.ray_num_nodes:
+    if fitting(wanted, nodes) < launch.ray_num_nodes:
         has = "; ".join(", ".join(f"{node.get(k, 0.0):g} {k}" for k in wanted) for node in nodes)
         needs = ", ".join(f"{value:g} {name}" for name, value in wanted.items())
         raise UsageError(

@@ -21,13 +21,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from mindspeed_rl.core import owned_folders
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.flights import Position, recent_lines, stuck_text
+from mindspeed_rl.launch import stop_request
+from mindspeed_rl.launch.attempt import current_step, note_end
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.failure_store import (
     FailureStore,
@@ -49,6 +54,7 @@ from mindspeed_rl.launch.failures import (
     write_error_file,
 )
 from mindspeed_rl.planning.phase_limits import LEARNING_STEPS, PhaseLimits
+from mindspeed_rl.platforms import flight_recorder
 
 # Signals that the guard receives, with the handlers to restore afterwards.
 _HANDLED: dict[int, Any] = {
@@ -56,6 +62,7 @@ _HANDLED: dict[int, Any] = {
     signal.SIGINT: signal.default_int_handler,
 }
 _NO_LAUNCHER = "the launcher of this node is gone"
+_BETWEEN_BEATS_S = 0.005  # a run of tiny steps need not publish every phase
 _ANSWER_S = 5.0  # how long a rank that ends waits for the store's answer
 
 
@@ -72,6 +79,8 @@ class PhaseClock:
         self._num_trained = 0
         self.current = (START, time.monotonic(), limits.of(START))
         """Name, begin and limit (in seconds) of the phase; always replaced as one tuple."""
+        self.changed = threading.Event()
+        """Set when a phase begins, so that it is published at once, however short it is."""
 
     @contextmanager
     def phase(self, name: str, limit_s: float | None = None) -> Iterator[None]:
@@ -86,6 +95,7 @@ class PhaseClock:
             limit_s = self._limits.of(name, self._longest_s if known else None)
         begin = time.monotonic()
         self.current = (name, begin, limit_s)
+        self.changed.set()
         yield
         end = time.monotonic()
         self.current = (before, end, limit_before)
@@ -121,13 +131,20 @@ class Heartbeats:
         world: Rank of this process and number of ranks.
         phases: Phase clock of this rank.
         settings: Interval of heartbeats, and how long a peer may be silent.
+        position: Says where this rank stands in collectives.
     """
 
     def __init__(
-        self, store: FailureStore, world: World, phases: PhaseClock, settings: WatchdogSettings
+        self,
+        store: FailureStore,
+        world: World,
+        phases: PhaseClock,
+        settings: WatchdogSettings,
+        position: Callable[[], Position],
     ) -> None:
         self._store, self._world, self._phases = store, world, phases
         self._settings = settings
+        self._position, self._answered = position, False
         self._peer = (world.rank + 1) % world.size
         self._peer_count, self._peer_seen_at = 0, time.monotonic()
         self._beat_phase: tuple[str, float, float] | None = None  # phase of the last heartbeat
@@ -149,6 +166,9 @@ class Heartbeats:
         self._store.beat(self._phases.name, self._phases.seconds, leaving=leaving)
         if (published := self._store.published()) is not None:
             return published
+        if not self._answered and self._store.is_asked():
+            self._store.answer(self._position())
+            self._answered = True
         beat = self._store.beats([self._peer]).get(self._peer)
         if beat is None or beat.count != self._peer_count or beat.leaving:
             self._peer_count, self._peer_seen_at = beat.count if beat else 0, now
@@ -187,7 +207,9 @@ class Watchdog:
         ]
         self._signals, self._wakeup = socket.socketpair()
         self._store = FailureStore(connect(world.rank, self._settings.connect_s), self._me)
-        self._heartbeats = Heartbeats(self._store, world, self._phases, self._settings)
+        self._recorder = flight_recorder.install()
+        position = self._recorder.position
+        self._heartbeats = Heartbeats(self._store, world, self._phases, self._settings, position)
 
     def start(self) -> None:
         """Start the threads and take over the signals."""
@@ -220,6 +242,7 @@ class Watchdog:
             dist.barrier()
         faulthandler.dump_traceback_later(self._settings.exit_s, exit=True)
         self._left.set()
+        self._phases.changed.set()
         # A thread inside the store's C++ at the end of the interpreter aborts the process.
         for thread in self._threads:
             thread.join()
@@ -236,7 +259,9 @@ class Watchdog:
         stands: Failure | None = None
         if lost:
             self._leave_if_orphaned()
-            stands = self._find_cause(self._everyone, "its peers lost their connection")
+            calls = self._recorder.position().calls
+            where = f", rank {self._me.rank} that in {calls[-1]}" if calls else ""
+            stands = self._find_cause(self._everyone, f"its peers lost their connection{where}")
             if stands is None:
                 self._leave_if_orphaned()
         stands = stands or self._publish(mine)
@@ -249,7 +274,10 @@ class Watchdog:
     # -- the two threads -------------------------------------------------------------------------
 
     def _heartbeat(self) -> None:
-        while not self._left.wait(self._settings.poll_interval_s):
+        while not self._left.is_set():
+            self._phases.changed.wait(self._settings.poll_interval_s)
+            self._phases.changed.clear()
+            self._left.wait(_BETWEEN_BEATS_S)
             try:
                 failure = answer_within(
                     self._settings.silence_s, lambda: self._heartbeats.tick(leaving=self._leaving)
@@ -260,6 +288,8 @@ class Watchdog:
                 self._claim_end()
                 self._leave_alone(_no_store(error))
             if failure is not None:
+                if failure.kind == "silent" and failure.reporter == self._me:
+                    failure = replace(failure, text=failure.text + self._stuck())
                 self._end(failure)
             if os.getppid() != self._launcher:
                 self._claim_end()
@@ -274,10 +304,14 @@ class Watchdog:
                 with suppress(dist.DistError):  # the store may not answer
                     beats = answer_within(_ANSWER_S, lambda: self._store.beats(self._everyone))
                     text += f". Where the ranks are: {whereabouts(beats.values())}"
+                    text += self._stuck()
                 self._end(self._failure("hang", text, phase))
 
     def _end_on_signal(self, number: int) -> None:
         if number not in _HANDLED:  # a library installed a handler for it
+            return
+        if number == signal.SIGTERM and self._settings.saves_at_sigterm and not self._leaving:
+            self._save_unless_neighbour_is_gone()
             return
         self._asked.set()
         self._claim_end()
@@ -285,16 +319,49 @@ class Watchdog:
         stopped = self._failure("stopped", f"{name} from the launcher or its user")
         if number == signal.SIGINT:
             self._follow(self._publish(stopped))
-        # torchrun ends the ranks of a node with SIGTERM if one of them is gone.
+        self._follow(self._failure_of_node() or self._publish(stopped))
+
+    def _save_unless_neighbour_is_gone(self) -> None:
+        """Ask the loop to save and end after its step; later signals change nothing."""
+        if failure := self._failure_of_node():
+            self._asked.set()
+            self._end(failure)
+        elif not stop_request.is_asked():
+            stop_request.ask()
+            print(
+                f"{self._prog}: SIGTERM at rank {self._me.rank}: the run saves after this step "
+                "and ends (--exit-signal-handler)",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _failure_of_node(self) -> Failure | None:
+        """Return the failure for which torchrun ends the ranks of a node with SIGTERM, if any."""
         first = self._world.rank - self._world.local_rank
         neighbours = range(first, first + self._world.local_size)
-        found = self._find_cause(neighbours, "torchrun ends its node")
-        self._follow(found or self._publish(stopped))
+        return self._find_cause(neighbours, "torchrun ends its node")
 
     # -- the end ---------------------------------------------------------------------------------
 
     def _failure(self, kind: Kind, text: str, phase: str = "") -> Failure:
-        return Failure(kind, self._me, phase or self._phases.name, text, self._me)
+        phase = phase or self._phases.name
+        return Failure(kind, self._me, phase, text, self._me, current_step())
+
+    def _stuck(self) -> str:
+        """Ask all ranks where they stand, and say who is missing in which collective."""
+        answers_s = 2 * self._settings.interval_s + self._settings.poll_interval_s
+        deadline = time.monotonic() + answers_s
+        found: dict[int, Position] = {}
+        try:
+            answer_within(_ANSWER_S, self._store.ask)
+            answer_within(_ANSWER_S, lambda: self._store.answer(self._recorder.position()))
+            while len(found) < self._world.size and time.monotonic() < deadline:
+                time.sleep(self._settings.poll_interval_s)
+                found = answer_within(_ANSWER_S, lambda: self._store.positions(self._everyone))
+            beats = answer_within(_ANSWER_S, lambda: self._store.beats(self._everyone))
+        except dist.DistError:  # the store ended with the first node
+            return ""
+        return stuck_text(found, {rank: beat.phase for rank, beat in beats.items()})
 
     def _find_cause(self, ranks: range, evidence: str) -> Failure | None:
         """Return the failure that caused this rank's: a published one, or that of a silent peer."""
@@ -353,10 +420,21 @@ class Watchdog:
         if failure.with_stacks:
             print(f"stacks of rank {here.rank}:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(all_threads=True)
+            calls = "\n".join(recent_lines(self._recorder.recent()))
+            print(f"last collectives of rank {here.rank}:\n{calls}", file=sys.stderr, flush=True)
+            self._print_device_trace()
         failed = failure.failed
         if failure.kind == "silent" and failed.node == here.node and failed != here:
             _abort(failed.pid)
         self._exit(failure, self._settings.exit_grace_s)
+
+    def _print_device_trace(self) -> None:
+        """Print what NCCL has not done yet; nothing where its recorder does not answer."""
+        with suppress(dist.DistError):
+            if lines := answer_within(_ANSWER_S, flight_recorder.device_lines):
+                told = "\n".join(lines)
+                title = f"not done by NCCL on rank {self._me.rank}:"
+                print(f"{title}\n{told}", file=sys.stderr, flush=True)
 
     def _exit(self, failure: Failure, grace_s: float) -> NoReturn:
         """Leave without exit handlers, which may be collective.
@@ -366,9 +444,12 @@ class Watchdog:
         """
         reports = failure.reporter == self._me or failure.reporter.node != self._me.node
         line = f"{self._prog}: {failure}"
+        note_end(failure.kind, failure.phase, str(failure), failure.step)
         write_error_file(line if reports else f"ends with rank {failure.reporter.rank}")
         sys.stdout.flush()
         sys.stderr.flush()
+        owned_folders.remove_mine()
+        owned_folders.sweep()  # those of a neighbour that was killed
         if failure.reporter == self._me:
             time.sleep(grace_s)
         else:

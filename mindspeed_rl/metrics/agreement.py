@@ -31,18 +31,41 @@ def check_difference(where: str, mean: float, bounds: AgreementBounds) -> str:
     Raises:
         RuntimeError: the difference is above the limit, or no number.
     """
+    told = f"{where}: mean |log p(trainer) - log p(engine)| is {mean:.3g}"
     if not mean <= bounds.limit:
         raise RuntimeError(
-            f"{where}: mean |log p(trainer) - log p(engine)| is {mean:.3g}, above "
-            f"--rl-sync-check-tol {bounds.limit:g}, although the weights are bit-equal: the engine "
-            "computes something else than the trainer; where that is rounding, raise the limit"
+            f"{told}, above --rl-sync-check-tol {bounds.limit:g}, although the weights are "
+            f"proven equal: {_cause(mean, bounds)}"
         )
     if mean <= bounds.expected:
         return ""
+    unlike = f"; {unlike_cause(bounds.unlike)}" if bounds.unlike else ""
     return (
-        f"{where}: mean |log p(trainer) - log p(engine)| is {mean:.3g}; up to {bounds.expected:g} "
-        f"is usual for this precision and model, and above {bounds.limit:g} the run ends "
-        "(docs/mismatch.md)"
+        f"{told}; up to {bounds.expected:g} is usual for this precision and model, and above "
+        f"{bounds.limit:g} the run ends (docs/mismatch.md){unlike}"
+    )
+
+
+def _cause(mean: float, bounds: AgreementBounds) -> str:
+    if not math.isfinite(mean):
+        return "trainer or engine computes log-probs that are not finite"
+    if bounds.unlike:
+        return f"{unlike_cause(bounds.unlike)}; if it is rounding, raise the limit"
+    return (
+        "the engine computes something else than the trainer; where that is rounding, raise the "
+        "limit"
+    )
+
+
+def unlike_cause(unlike: str) -> str:
+    """Say what a difference between trainer and engine of unlike precisions may come from.
+
+    Args:
+        unlike: Result of :func:`unlike_precisions`, not empty.
+    """
+    return (
+        f"{unlike}, whose rounding differs by itself; give both one precision (--bf16 and "
+        "--rollout-dtype) to see what is left"
     )
 
 
@@ -88,4 +111,33 @@ class EngineAgreement:
         return (
             f"step {step}: mean |log p(trainer) - log p(engine)| is {mean:.3g}; in the first "
             f"{FIRST_STEPS} compared steps it was {usual:.3g} (docs/mismatch.md)"
+        )
+
+
+def check_mismatch(step: int, mismatch: float, limit: float, unlike: str = "") -> None:
+    """Stop the run when the log-probs of trainer and engine differ too much.
+
+    Args:
+        step: Number of the step, for the message.
+        mismatch: Largest |log p(trainer) - log p(engine)| of the step; minus infinity when the
+            step trained on no token, so that there was nothing to compare.
+        limit: ``--rl-max-logprob-diff``; 0 lets every finite mismatch pass.
+        unlike: In which precisions trainer and engine compute; empty if they are the same.
+
+    Raises:
+        RuntimeError: the mismatch is above the limit, or not finite, whatever the limit.
+    """
+    if mismatch == -math.inf:
+        return
+    if not math.isfinite(mismatch):
+        raise RuntimeError(
+            f"step {step}: largest |log p(trainer) - log p(engine)| is {mismatch}: trainer or "
+            "engine computes log-probs that are not finite, so nothing it learns can be trusted; "
+            "lower --lr or --clip-grad, and look at optimizer/grad_norm of the steps before"
+        )
+    if limit and not mismatch <= limit:
+        cause = unlike_cause(unlike) if unlike else "try --lr 0 first: what remains is not learning"
+        raise RuntimeError(
+            f"step {step}: largest |log p(trainer) - log p(engine)| is {mismatch:.3g}, above "
+            f"--rl-max-logprob-diff {limit:g}; {cause}"
         )

@@ -6,16 +6,27 @@ is on disk; a tail without one, of a process that was killed, is dropped at the 
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import FileIO
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.files import atomic_path
+
+logger = logging.getLogger(__name__)
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+MOST_WAITING = 10_000  # records that wait for room on a disk before the run ends
+
+NONFINITE = "nonfinite"
+"""Key of a record with the names of its numbers that are not finite."""
 
 
 def encode_json(record: Mapping[str, Any], indent: int | None = None) -> str:
@@ -30,7 +41,7 @@ def encode_json(record: Mapping[str, Any], indent: int | None = None) -> str:
     nonfinite: list[str] = []
     plain = _plain(record, "", nonfinite)
     if nonfinite:
-        plain["nonfinite"] = nonfinite
+        plain[NONFINITE] = nonfinite
     return json.dumps(plain, ensure_ascii=False, allow_nan=False, indent=indent)
 
 
@@ -66,23 +77,48 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 class JsonlWriter:
     """Appends records to a file, each of which has left this process when ``append`` returns.
 
-    The first append creates the folder and opens the file.
+    The first append creates the folder and opens the file. Where the disk is full, records wait in
+    memory, the file keeps whole lines, and a warning says so once; they are written when there is
+    room again.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
+        self._waiting: list[bytes] = []
 
     def append(self, step: int, record: Mapping[str, Any]) -> None:
         """Append one record, with ``"step"`` as its first key."""
-        line = encode_json({"step": step, **record})
+        self._waiting.append(f"{encode_json({'step': step, **record})}\n".encode())
+        try:
+            self._write_waiting()
+        except OSError as error:
+            if error.errno not in FULL_DISK or len(self._waiting) > MOST_WAITING:
+                raise self._named(error) from error
+            if len(self._waiting) == 1:
+                logger.warning(
+                    "%s; its lines wait in memory until there is room", self._named(error)
+                )
+
+    def _write_waiting(self) -> None:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if _ends_within_a_line(self.path):
-                self.keep(lambda record: True)  # all but the incomplete tail
-            self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(line + "\n")
-        self._file.flush()
+                self._rewrite(lambda record: True)  # all but the incomplete tail
+            self._file = self.path.open("ab", buffering=0)
+        while self._waiting:
+            end = self._file.seek(0, os.SEEK_END)
+            rest = self._waiting[0]
+            try:
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+            except OSError:
+                self._file.truncate(end)
+                raise
+            del self._waiting[0]
+
+    def _named(self, error: OSError) -> OSError:
+        return OSError(error.errno, error.strerror, str(self.path))
 
     def truncate_after(self, step: int) -> None:
         """Drop the records of steps later than ``step``, which a resumed run writes again."""
@@ -91,6 +127,9 @@ class JsonlWriter:
     def keep(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
         """Drop the records that are not ``wanted``, and an incomplete tail."""
         self.close()
+        self._rewrite(wanted)
+
+    def _rewrite(self, wanted: Callable[[Mapping[str, Any]], bool]) -> None:
         if not self.path.exists():
             return
         with atomic_path(self.path) as temporary, temporary.open("wb") as kept:
@@ -99,7 +138,16 @@ class JsonlWriter:
                     kept.write(line)
 
     def close(self) -> None:
-        """Close the file; a later append opens it again."""
+        """Close the file; a later append opens it again.
+
+        Raises:
+            OSError: Records wait for room on the disk, and there still is none.
+        """
+        if self._waiting:
+            try:
+                self._write_waiting()
+            except OSError as error:
+                raise self._named(error) from error
         if self._file is not None:
             self._file.close()
             self._file = None

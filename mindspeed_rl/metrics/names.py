@@ -16,11 +16,18 @@ TOKENS_PER_S = "throughput/tokens_per_s"
 STEP_TIME = "time/step_s"
 REAL_SHARE = "packing/real_share"
 
+TOKENS_PER_S_PER_DEVICE = "throughput/tokens_per_s_per_device"
+
 HEADLINE = {
     REWARD: "reward",
     RESPONSE_LENGTH: "length",
+    "response/truncated_fraction": "cut",
+    "loss/policy": "loss",
+    "loss/kl": "kl",
+    "policy/entropy": "entropy",
+    "optimizer/grad_norm": "grad_norm",
     MISMATCH_MAX: "mismatch",
-    TOKENS_PER_S: "tokens/s",
+    TOKENS_PER_S_PER_DEVICE: "tokens/s/device",
     STEP_TIME: "step_s",
 }
 
@@ -50,4 +57,30 @@ def headline(values: Mapping[str, float]) -> dict[str, float]:
 
 def format_fields(fields: Mapping[str, float]) -> str:
     """Format ``{"reward": 0.5, "length": 210}`` as ``reward 0.5 | length 210``."""
-    return " | ".join(f"{name} {value:.4g}" for name, value in fields.items())
+    return " | ".join(f"{name} {format_number(value)}" for name, value in fields.items())
+
+
+def format_number(value: float) -> str:
+    """Return a number with four digits; large ones, such as tokens per second, as an integer."""
+    return f"{value:.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+# Names begin with one of these; the headline comes before all of them.
+_ORDER = (
+    *("eval/", "reward/", "response/", "environment/", "loss/", "policy/", "critic/", "value/"),
+    *("optimizer/", "mismatch/", "rollout/", "throughput/", "time/", "time_max/"),
+)
+_LAST = "memory/"
+
+
+def in_order(values: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics as people look for them: headline, learning, rollouts, speed, memory last."""
+    headlines = list(HEADLINE)
+
+    def place(name: str) -> tuple[int, int]:
+        if name in HEADLINE:
+            return 0, headlines.index(name)
+        group = next((i for i, prefix in enumerate(_ORDER) if name.startswith(prefix)), len(_ORDER))
+        return 1, len(_ORDER) + 1 if name.startswith(_LAST) else group
+
+    return {name: values[name] for name in sorted(values, key=place)}

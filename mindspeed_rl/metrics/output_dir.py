@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from mindspeed_rl.config.outputs import (
     CURVES_FILE,
+    PAGE_FILE,
     SUMMARY_FILE,
     earlier_results,
     refuse_earlier_results,
@@ -19,7 +20,7 @@ from mindspeed_rl.config.outputs import (
 from mindspeed_rl.config.training import LoggingConfig
 
 # Files that are written at the end of a run.
-_OF_THE_END = (SUMMARY_FILE, CURVES_FILE)
+_OF_THE_END = (SUMMARY_FILE, CURVES_FILE, PAGE_FILE)
 
 
 def take_output_dir(logging: LoggingConfig, load: str, local_rank: int, start: int) -> None:

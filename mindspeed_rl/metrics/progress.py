@@ -1,11 +1,11 @@
-"""Shows the progress of a training run: a bar on a terminal, plain lines in a log file."""
+"""Shows the progress of a training run: lines, and on a terminal a bar below them."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Mapping
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from tqdm import tqdm
 
@@ -15,15 +15,15 @@ from mindspeed_rl.metrics.names import format_fields
 class RunProgress:
     """Shows the steps done, the given fields, and the time left.
 
-    On a terminal this is one bar, redrawn in place. Elsewhere (a pipe, a scheduler's log) it is
-    one line every ``log_interval`` steps and at the last one.
+    A line is printed every ``log_interval`` steps and at the last one. A terminal has a bar below
+    the lines.
 
     Args:
         total: Steps of the whole run.
         start: Steps done before this process started, at a resume; they do not count for the speed.
         desc: Description of what is running.
         is_writer: Whether this rank shows anything.
-        log_interval: Steps per line without a terminal.
+        log_interval: Steps per line.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class RunProgress:
 
         For example ``progress.update(12, headline(values))``.
         """
+        if self._is_writer and (step % self._log_interval == 0 or step == self._total):
+            tqdm.write(self._line(step, fields), file=sys.stderr)
+            sys.stderr.flush()
         if self._bar is not None:
-            self._bar.set_postfix_str(format_fields(fields), refresh=False)
             self._bar.update(step - self._bar.n)
-        elif self._is_writer and (step % self._log_interval == 0 or step == self._total):
-            print(self._line(step, fields), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Leave the bar at its present state and end its line."""
@@ -65,7 +65,7 @@ class RunProgress:
         num_done = step - self._start
         left_s = elapsed_s / num_done * (self._total - step) if num_done > 0 else None
         parts = [
-            f"{self._desc} {step}/{self._total}",
+            f"{datetime.now():%H:%M:%S} {self._desc} {step}/{self._total}",
             format_fields(fields),
             f"elapsed {_hms(elapsed_s)}",
             f"left {_hms(left_s)}",

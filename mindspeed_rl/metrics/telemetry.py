@@ -14,6 +14,7 @@ from mindspeed_rl.config.outputs import TENSORBOARD_FOLDER
 from mindspeed_rl.metrics.loggers import MetricBackend, RunLogger, TensorBoardBackend
 from mindspeed_rl.metrics.profiler import StepProfiler
 from mindspeed_rl.metrics.progress import RunProgress
+from mindspeed_rl.metrics.run_record import as_markdown, flag_values
 from mindspeed_rl.metrics.timers import PhaseTimer
 from mindspeed_rl.metrics.trackers import make_trackers
 
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def named_phase(timer: PhaseTimer, watchdog: Watchdog, name: str) -> Iterator[None]:
-    """Run the body as the named phase of a timer and a watchdog."""
-    with timer(name), watchdog.phase(name):
+def named_phase(
+    timer: PhaseTimer, watchdog: Watchdog, name: str, limit_s: float | None = None
+) -> Iterator[None]:
+    """Run the body as the named phase of a timer and a watchdog, whose limit is the phase's own."""
+    with timer(name), watchdog.phase(name, limit_s):
         yield
 
 
@@ -61,8 +64,9 @@ def open_logger(config: TrainingRunConfig, rank: int) -> RunLogger:
     if rank == 0:
         folder = logs.tensorboard_dir or Path(logs.output_dir) / TENSORBOARD_FOLDER
         trackers = make_trackers(config.trackers, logs.output_dir, asdict(config))
-        others = [TensorBoardBackend(folder), *trackers]
-    return RunLogger(logs.output_dir, rank == 0, others)
+        description = as_markdown(flag_values(config))
+        others = [TensorBoardBackend(folder, description), *trackers]
+    return RunLogger(logs.output_dir, rank == 0, others, config.checkpoint.save_best_metric)
 
 
 def open_progress(config: TrainingRunConfig, start: int, name: str, rank: int) -> RunProgress:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 
 from mindspeed_rl.config.diagnostics import Tracker, TrackerConfig
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.redaction import redacted
 from mindspeed_rl.core.user_files import load_from_file
 
 
@@ -81,7 +82,7 @@ def make_trackers(
     return [
         TrackerBackend(
             _load_init(tracker),
-            {**tracker.arguments, "config": dict(flags)},
+            {**tracker.arguments, "config": redacted(flags)},
             tracker.name or folder,
         )
         for tracker in config.trackers(str(output_dir))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.files import why_unreadable
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -50,9 +51,18 @@ def read_index(index: Path) -> dict[str, str]:
     """
     try:
         mapping: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, TypeError, KeyError) as error:
+        if not all(_is_name(file) for file in mapping.values()):
+            raise ValueError("a tensor is in a file outside the directory of the index")
+    except OSError as error:
+        raise UsageError(f"{index}: {why_unreadable(index, error)}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UsageError(f"{index}: no index of safetensors files: {error!r}") from error
     return mapping
+
+
+def _is_name(file: object) -> bool:
+    """Whether a file is in the directory of its index: a model reads no others."""
+    return isinstance(file, str) and Path(file).name == file and file != ".."
 
 
 def find_weights(directory: str | Path, flag: str = "--hf-checkpoint") -> dict[str, Path] | Path:
@@ -70,7 +80,11 @@ def find_weights(directory: str | Path, flag: str = "--hf-checkpoint") -> dict[s
     """
     root = Path(directory)
     index, single = root / INDEX, root / SINGLE
-    if index.is_file():
+    try:
+        has_index = index.is_file()
+    except OSError as error:  # the directory is closed to this user
+        raise UsageError(f"{flag} {root}: {why_unreadable(index, error)}") from error
+    if has_index:
         mapping = read_index(index)
         missing = sorted({f for f in mapping.values() if not (root / f).is_file()})
         if missing:

@@ -16,6 +16,8 @@ from mindspeed_rl.models.rules import WeightTable
 from mindspeed_rl.models.spec import ModelSpec
 
 CLASSIFIER = "ForSequenceClassification"
+# Keys that have a default here and that transformers and vLLM read as numbers whatever they hold.
+_NEVER_NULL = frozenset({"rms_norm_eps"})
 
 
 @cache
@@ -32,14 +34,21 @@ def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
         UsageError: An architecture is unknown, a key is missing, a value has a wrong type, or a
             feature is not computed.
     """
+    for key in _NEVER_NULL & {key for key, value in config.items() if value is None}:
+        raise UsageError(f"config.json: {key} null: must be a number, or left out; give it a value")
     config = {key: value for key, value in config.items() if value is not None}
-    names = read(config, list, "architectures", default=[])
+    names = _architectures(config)
     for table, build in _families():
         if any(name in table.architectures for name in names):
             try:
                 spec = build(config)
             except KeyError as error:
                 raise UsageError(f"config.json lacks the key {error} of {names[0]}") from error
+            except (ArithmeticError, AttributeError, TypeError, MemoryError) as error:
+                raise UsageError(
+                    f"config.json: a number of {names[0]} cannot be: {error!r}; give the "
+                    "config.json of the published model"
+                ) from error
             for rotated in {attention.rope_dim for attention in spec.attentions}:
                 if rotated % 2:
                     raise UsageError(
@@ -51,6 +60,13 @@ def spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
     raise UsageError(f"config.json: architectures {names} are not supported; known: {known}")
 
 
+def _architectures(config: Mapping[str, Any]) -> list[str]:
+    names = read(config, list, "architectures", default=[])
+    if not all(isinstance(name, str) for name in names):
+        raise UsageError(f"config.json: architectures {names}: must be a list of names")
+    return names
+
+
 def value_spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
     """The spec of a critic or reward model: one number per token in place of log-probs.
 
@@ -59,9 +75,10 @@ def value_spec_from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
     Raises:
         UsageError: As :func:`spec_from_hf_config`, or a classifier has several labels.
     """
-    names = read(config, list, "architectures", default=[])
+    names = _architectures(config)
     is_classifier = any(name.endswith(CLASSIFIER) for name in names)
-    labels = len(config.get("id2label") or ()) or int(config.get("num_labels") or 2)
+    labels = len(read(config, dict, "id2label", default={}))
+    labels = labels or read(config, int, "num_labels", default=2)
     if is_classifier and labels != 1:
         raise UsageError(
             f"config.json: {names} with {labels} labels (id2label); a value is one number, so "

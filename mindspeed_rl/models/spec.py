@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.files import why_unreadable
 from mindspeed_rl.models.layers import (
     Attention,
     DenseMLP,
@@ -192,7 +193,10 @@ def eos_ids_of(config: Mapping[str, Any]) -> tuple[int, ...]:
     eos = config.get("eos_token_id")
     if eos is None:
         return ()
-    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+    ids = tuple(eos) if isinstance(eos, list) else (eos,)
+    if not all(type(one) is int and one >= 0 for one in ids):
+        raise UsageError(f"config.json: eos_token_id {eos!r}: must be a token id or a list of them")
+    return ids
 
 
 def read_hf_config(
@@ -211,16 +215,22 @@ def read_hf_config(
     path = Path(checkpoint)
     if not or_file or path.suffix != ".json":
         path /= "config.json"
-    if not path.is_file():
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
         wanted = (
             "a config.json, or a directory that holds it"
             if or_file
             else "a directory that holds config.json, the tokenizer and safetensors weights"
         )
-        raise UsageError(f"{flag} {checkpoint}: {path} is missing; give {wanted}")
+        raise UsageError(f"{flag} {checkpoint}: {path} is missing; give {wanted}") from None
+    except OSError as error:
+        raise UsageError(f"{flag} {checkpoint}: {path}: {why_unreadable(path, error)}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{flag} {checkpoint}: {path} is no UTF-8 text: {error}") from error
     try:
-        config = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{flag} {checkpoint}: {path} is no JSON: {error}") from error
     if not isinstance(config, dict):
         raise UsageError(f"{flag} {checkpoint}: {path} holds no JSON object")

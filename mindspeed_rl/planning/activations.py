@@ -36,6 +36,7 @@ class Workload:
         num_micro_batches: Micro-batches of the optimizer step.
         entropy_gradient: Whether the loss has an entropy term.
         num_updates: Optimizer steps whose micro-batches are prepared together.
+        state_bytes: Bytes that teachers add to a trained token, on the last stage.
     """
 
     tokens: int
@@ -43,6 +44,7 @@ class Workload:
     num_micro_batches: int
     entropy_gradient: bool = False
     num_updates: int = 1
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +86,11 @@ class TrainingMemory:
         in_flight = Counter(chunks_in_flight(stage, parallel.pp, vpp, work.num_micro_batches))
         kept = sum(self.kept_by(chunks[chunk], work) * n for chunk, n in in_flight.items())
         working = max(self._working(layers, work) for layers in chunks)
-        head = self._head(work) if stage == parallel.pp - 1 else 0
+        is_last = stage == parallel.pp - 1
+        head = self._head(work) if is_last else 0
         tokens = work.tokens // parallel.cp
-        batch = _TOKEN_BYTES * tokens + _TRAINED_BYTES * self._trained(work)
+        per_trained = _TRAINED_BYTES + (work.state_bytes if is_last else 0)
+        batch = _TOKEN_BYTES * tokens + per_trained * self._trained(work)
         borders = _BORDER_BYTES * tokens
         waiting = (batch * work.num_updates + borders) * work.num_micro_batches
         return TrainPeak(kept + working + waiting, max(0, head - working))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from mindspeed_rl.config import RLRunConfig, ScoreRunConfig, TrainingRunConfig
 from mindspeed_rl.config.dry_run import MACHINES, Machine
 from mindspeed_rl.core.installed import engine_machine
-from mindspeed_rl.core.memory import FIXED_MODES, OffloadMode
+from mindspeed_rl.core.memory import FIXED_MODES, MemoryOwner, OffloadMode
 from mindspeed_rl.planning.prediction import MemoryPrediction
 
 _GIB = 2**30
@@ -88,8 +88,11 @@ def resolve_offload(
     if asked is not OffloadMode.AUTO:
         return asked, "as --rl-offload says"
     limit = f"{usable / _GIB:.3g} GiB that may be used"
-    for mode in FIXED_MODES:
+    modes = FIXED_MODES
+    if config.rl.reference_pass == "tail":  # the reference computes during rollouts
+        modes = tuple(mode for mode in modes if MemoryOwner.REFERENCE not in mode.leaves)
+    for mode in modes:
         if replace(prediction, offload=mode).peak(ranks).num_bytes <= usable:
             return mode, f"auto: the least whose predicted peak fits the {limit}"
-    most = FIXED_MODES[-1]
+    most = modes[-1]
     return most, f"auto: the predicted peak exceeds the {limit}; see --rl-dry-run"

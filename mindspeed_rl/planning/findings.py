@@ -11,6 +11,7 @@ from mindspeed_rl.config.npu import check_npu
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import MemoryPhase
 from mindspeed_rl.planning.budget import device_bytes, machine_on, resolve_offload, usable_bytes
+from mindspeed_rl.planning.cache_size import with_cache_size
 from mindspeed_rl.planning.hccl_buffers import hccl_buffers
 from mindspeed_rl.planning.micro_batches import PackingEstimate, drawn_lengths
 from mindspeed_rl.planning.prediction import MemoryPrediction, Peak, Table
@@ -23,7 +24,8 @@ from mindspeed_rl.planning.run_plan import (
 )
 from mindspeed_rl.planning.step_time import StepSeconds, step_seconds
 from mindspeed_rl.planning.suggestions import Suggestion, plan_of, suggest
-from mindspeed_rl.weights.traffic import RankTraffic, element_bytes_of, estimated_traffic
+from mindspeed_rl.weights.planner import Overlaps, plan_reshard
+from mindspeed_rl.weights.traffic import RankTraffic, element_bytes_of, rank_traffic
 
 _GIB = 2**30
 
@@ -39,6 +41,7 @@ class Findings:
         peak: The fullest moment of any rank.
         budget_bytes: Bytes of a device that the run may use.
         offload_reason: Reason for the mode of offloading.
+        cache_lines: What the size of the engine's cache is, where no flag says it.
         volume: Traffic of a weight update of some ranks; empty in supervised runs.
         packing: Micro-batches of an optimizer step with drawn lengths.
         seconds: Estimated seconds of a step; ``None`` where no constants are known.
@@ -50,6 +53,7 @@ class Findings:
     peak: Peak
     budget_bytes: int
     offload_reason: str
+    cache_lines: Sequence[str]
     volume: Sequence[RankTraffic]
     packing: PackingEstimate
     seconds: StepSeconds | None
@@ -100,6 +104,10 @@ def find_out(config: TrainingRunConfig, world: int) -> Findings:
         hccl_buffers(config, plan, machine.name, os.environ)
     budget = usable_bytes(device_bytes(config, machine.memory_gib * _GIB), machine)
     prediction = MemoryPrediction(config, plan, machine)
+    cache_lines: list[str] = []
+    if isinstance(config, RLRunConfig):
+        config, cache_lines = with_cache_size(prediction, budget)
+        prediction = replace(prediction, config=config)
     ranks = prediction.representatives()
     mode, why = resolve_offload(prediction, ranks, budget)
     prediction = replace(prediction, offload=mode)
@@ -116,6 +124,7 @@ def find_out(config: TrainingRunConfig, world: int) -> Findings:
         peak=peak,
         budget_bytes=budget,
         offload_reason=why,
+        cache_lines=cache_lines,
         volume=volume,
         packing=packing,
         seconds=step_seconds(prediction, packing, lengths),
@@ -127,14 +136,24 @@ def predicted_lengths(config: TrainingRunConfig, plan: RunPlan) -> list[int]:
     """Draw the lengths of the sequences of one optimizer step. Pure.
 
     Raises:
-        UsageError: ``--rl-dry-run-mean-length`` is longer than a sequence may be.
+        UsageError: A mean of the dry run's flags is longer than a sequence may be, or two are
+            given.
     """
     longest = longest_sequence(config, plan) or plan.spec.max_position_embeddings
-    mean = config.dry_run.rl_dry_run_mean_length
+    name, mean = "--rl-dry-run-mean-length", config.dry_run.rl_dry_run_mean_length
+    response = config.dry_run.rl_dry_run_mean_response_length
+    if response and isinstance(config, RLRunConfig):
+        if mean:
+            raise UsageError(f"{name} and --rl-dry-run-mean-response-length: give one of them")
+        limit = config.rollout.rollout_max_response_length
+        if response > limit:
+            raise UsageError(
+                f"--rl-dry-run-mean-response-length {response:g}: responses have at most {limit} "
+                "tokens (--rollout-max-response-length); lower it"
+            )
+        mean = response + config.prompts.max_prompt_length / 3
     if mean > longest:
-        raise UsageError(
-            f"--rl-dry-run-mean-length {mean:g}: sequences have at most {longest} tokens; lower it"
-        )
+        raise UsageError(f"{name} {mean:g}: sequences have at most {longest} tokens; lower it")
     samples = config.train.global_batch_size
     if isinstance(plan, RLPlan):
         samples = plan.batch.samples_per_update
@@ -146,9 +165,14 @@ def predicted_lengths(config: TrainingRunConfig, plan: RunPlan) -> list[int]:
 def update_traffic(
     config: RLRunConfig, plan: RLPlan, ranks: Sequence[int], ranks_per_node: int
 ) -> list[RankTraffic]:
-    """Estimate what a weight update moves on some ranks. Pure; seconds for 671e9 weights."""
+    """Count what a weight update moves on some ranks. Pure; a second for 671e9 weights."""
     item = 2 if config.rollout.engine_is_bf16(config.train) else 4
     relay = config.rollout.reshard_relay == "auto" and plan.parallel.world > ranks_per_node
     source, target = plan.megatron, plan.rollout_layout
     bytes_of = element_bytes_of(source, item)
-    return estimated_traffic(source, target, ranks, ranks_per_node, bytes_of, relay=relay)
+    overlaps = Overlaps(source, target, ranks_per_node, relay)
+    plans = (
+        plan_reshard(source, target, rank, ranks_per_node, relay=relay, overlaps=overlaps)
+        for rank in ranks
+    )
+    return [rank_traffic(plan, bytes_of, ranks_per_node) for plan in plans]

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm, prod
 
+from mindspeed_rl.adapters.plan import plan_adapters
+from mindspeed_rl.algorithms.lora import NO_ADAPTERS, LoraSettings
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 _FP32 = 4
 _MOMENTS = 2  # exp_avg and exp_avg_sq
 _PARAM_ALIGNMENT, _BUFFER_ALIGNMENT = 64, 128  # elements
-# Elements of a bucket of gradients, at least, and per data-parallel rank.
-_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
+_FILES_OF_A_RANK = 2  # written at the same time in a checkpoint
 _BIAS_OF_ROUTER = "router.expert_bias"  # a buffer of megatron-core, not a trained parameter
 _CHUNK = re.compile(r"^chunk\d+\.")
 
@@ -36,7 +37,8 @@ class ModelState:
         grad_buffers: Gradient buffers of all chunks.
         optimizer_at_start: Optimizer state before the first update: main parameters if copies.
         optimizer: Optimizer state with both moments, which the first update creates.
-        plain_parameters: Parameters of a model that is not trained and has no buffers.
+        plain_parameters: Parameters of a model that is not trained and has no buffers; of adapters
+            their own parameters, without those of the base.
     """
 
     parameters: int
@@ -65,11 +67,14 @@ class _Buffer:
         return round_up(aligned, lcm(self.dp, _BUFFER_ALIGNMENT))
 
 
-def _buffers(layout: MegatronLayout, rank: int) -> Iterator[_Buffer]:
+def _buffers(layout: MegatronLayout, rank: int, lora: LoraSettings) -> Iterator[_Buffer]:
     """Yield the buffers of a rank: of each chunk one of experts and one of the other parameters."""
     parallel = layout.parallel
     found: dict[tuple[str, bool], list[int]] = defaultdict(list)
-    for name, shape in layout.local_shapes(rank).items():
+    shapes: Mapping[str, tuple[int, ...]] = layout.local_shapes(rank)
+    if lora.is_on:
+        shapes = plan_adapters(layout, rank, lora).factor_shapes(lora.lora_rank)
+    for name, shape in shapes.items():
         if _BIAS_OF_ROUTER not in name:
             chunk = _CHUNK.match(name)
             experts = ".experts." in name and parallel.ep > 1
@@ -80,7 +85,12 @@ def _buffers(layout: MegatronLayout, rank: int) -> Iterator[_Buffer]:
 
 @lru_cache(maxsize=128)
 def model_state(
-    layout: MegatronLayout, rank: int, *, bf16: bool, distributed_optimizer: bool
+    layout: MegatronLayout,
+    rank: int,
+    *,
+    bf16: bool,
+    distributed_optimizer: bool,
+    lora: LoraSettings = NO_ADAPTERS,
 ) -> ModelState:
     """Predict the state of a trained model on a rank, with an even optimizer partition. Pure.
 
@@ -89,8 +99,11 @@ def model_state(
         rank: Global rank.
         bf16: Whether parameters are bf16 with fp32 copies in the optimizer; else all is fp32.
         distributed_optimizer: Whether ``--use-distributed-optimizer`` is on.
+        lora: Adapters, which are then all that has gradients and optimizer state.
     """
-    buffers = list(_buffers(layout, rank))
+    buffers = list(_buffers(layout, rank, lora))
+    frozen = sum(size for b in _buffers(layout, rank, NO_ADAPTERS) for size in b.sizes)
+    frozen *= lora.is_on
     item = 2 if bf16 else _FP32
     elements = sum(sum(buffer.sizes) for buffer in buffers)
     padded = owned = elements
@@ -99,7 +112,7 @@ def model_state(
         owned = sum(sum(buffer.sizes) // buffer.dp for buffer in buffers)
     copies = owned * _FP32 if bf16 else 0
     return ModelState(
-        parameters=padded * item,
+        parameters=(padded + frozen) * item,
         grad_buffers=padded * _FP32,
         optimizer_at_start=copies,
         optimizer=copies + owned * _FP32 * _MOMENTS,
@@ -107,42 +120,38 @@ def model_state(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class SaveStaging:
-    """Bytes that a rank takes while the state of a distributed optimizer is saved.
+def save_host_bytes(
+    layout: MegatronLayout,
+    rank: int,
+    *,
+    bf16: bool,
+    with_optimizer: bool,
+    in_background: bool,
+    on_host: bool,
+    lora: LoraSettings = NO_ADAPTERS,
+) -> int:
+    """Predict the host memory that the save of a model takes beside its state. Pure.
 
-    Attributes:
-        device: On the device.
-        host: On the host.
-    """
-
-    device: int
-    host: int
-
-
-@lru_cache(maxsize=128)
-def save_staging(layout: MegatronLayout, rank: int, *, buckets: bool) -> SaveStaging:
-    """Predict what a save gathers of a distributed optimizer, as ``fully_reshardable``. Pure.
-
-    For the main parameters and each moment in turn every rank sends its share of a bucket and
-    receives the whole bucket on the device, in fp32, also where nobody shares it. On the host it
-    has the shares of all three, the bucket twice (received and concatenated), and the whole of all
-    buffers until the files are written (``get_parameter_state_dp_zero`` of megatron-core 0.16.1).
+    A rank writes the optimizer state that it owns and its part of the weights; nothing is gathered,
+    and the device needs no memory. In the background all of that is copied to the host first.
+    Otherwise each file that is being written has a copy of one tensor at a time.
 
     Args:
         layout: Spec and training layout.
         rank: Global rank.
-        buckets: Whether ``--overlap-grad-reduce`` cuts the buffers of the first chunk into buckets;
-            without, each buffer is one bucket. The largest bucket is taken to have one parameter
-            more than its limit.
+        bf16: Whether parameters are bf16 with fp32 copies in the optimizer; else all is fp32.
+        with_optimizer: Whether main parameters and moments are kept.
+        in_background: Whether ``--async-save`` is on.
+        on_host: Whether the weights are on the host; megatron-core copies the part of a rank.
+        lora: Adapters, which are then all that is saved.
     """
-    device = passing = whole = 0
-    for buffer in _buffers(layout, rank):
-        bucket = buffer.padded
-        if buckets:
-            bucket = min(bucket, max(_BUCKET, _BUCKET_PER_RANK * buffer.dp) + max(buffer.sizes))
-        share = -(-bucket // buffer.dp)
-        device = max(device, bucket + share)
-        passing = max(passing, 3 * share + 2 * bucket)
-        whole += 3 * sum(buffer.sizes)
-    return SaveStaging(device * _FP32, (passing + whole) * _FP32)
+    shares = [
+        (buffer, -(-sum(buffer.sizes) // buffer.dp)) for buffer in _buffers(layout, rank, lora)
+    ]
+    elements = sum(share for _, share in shares)
+    weights = elements * (2 if bf16 else _FP32)
+    stored = weights + (elements * _FP32 * (1 + _MOMENTS) if with_optimizer else 0)
+    if in_background:
+        return stored
+    largest = max((min(max(buffer.sizes), share) for buffer, share in shares), default=0)
+    return min(stored, _FILES_OF_A_RANK * largest * _FP32 + (weights if on_host else 0))

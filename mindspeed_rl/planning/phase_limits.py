@@ -105,9 +105,10 @@ def phase_limits(
     # A rank whose engine is ready early waits for the slowest one.
     asked = math.ceil(samples * config.sampling.rl_resample_factor)
     generate = other + _generate_s(config, plan, platform, asked)
-    work = samples * _forward(plan.spec, plan.max_model_len) * _passes(config, plan)
+    work = samples * _forward(plan.spec, plan.max_model_len) * passes(config, plan)
     train = other + _train_s(plan, platform, work)
-    over_samples = dict.fromkeys(("generate", "wait"), generate)
+    waiting = ("tail", "wait") if config.rl.reference_pass == "tail" else ("wait",)
+    over_samples = dict.fromkeys(("generate", *waiting), generate)
     over_samples |= dict.fromkeys(("train", "update"), train)
     return PhaseLimits(other, over_samples | of_files, frozenset(over_samples))
 
@@ -129,15 +130,19 @@ def _generate_s(config: RLRunConfig, plan: RLPlan, platform: str, samples: int) 
     """Return the seconds in which engines that are alive give so many responses.
 
     An engine has so many of them at once. An environment may take as long for each of its answers
-    as the longest response does.
+    as the longest response does, and agents their time limit.
     """
     speed = plan.parallel.world * (CPU_FLOPS if platform == "cpu" else GENERATE_FLOPS)
     per_token, _ = sequence_flops(plan.spec)
     at_once = engine_provider().sizes(config.engine_options, plan.spec, platform).sequences
     batches = math.ceil(samples / (plan.engine.num_replicas * at_once))
-    turns = config.environment.rl_environment_max_turns if config.environment.rl_environment else 1
-    longest = turns * batches * config.rollout.rollout_max_response_length
-    return max(samples * plan.max_model_len * per_token / speed, longest * DECODE_STEP_S)
+    agents_s = 0.0
+    if config.agent.rl_agent:
+        waves = math.ceil(samples / (plan.engine.num_groups * config.agent.at_once))
+        agents_s = waves * config.agent.rl_agent_time_limit_s
+    longest = config.max_turns * batches * config.rollout.rollout_max_response_length
+    computed = samples * plan.max_model_len * per_token / speed
+    return max(computed, longest * DECODE_STEP_S, agents_s)
 
 
 def _train_s(plan: RunPlan, platform: str, work: float) -> float:
@@ -151,8 +156,8 @@ def _forward(spec: ModelSpec, length: int) -> float:
     return per_token * length + per_pair * length**2
 
 
-def _passes(config: RLRunConfig, plan: RLPlan) -> int:
+def passes(config: RLRunConfig, plan: RLPlan) -> int:
     """Return the passes over each sample of a step, in forward passes, at most."""
     has_reference = bool(config.rl.grpo_kl_beta)
-    scored = 1 + has_reference + config.has_critic + (plan.reward_model is not None)
+    scored = 1 + has_reference + config.has_critic + len(plan.readers)
     return scored + UPDATE_PASSES * plan.batch.iterations * (1 + config.has_critic)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from mindspeed_rl.adapters.plan import merge_bytes
+from mindspeed_rl.algorithms.lora import NO_ADAPTERS, LoraSettings
 from mindspeed_rl.config import RLRunConfig, TrainingRunConfig
 from mindspeed_rl.config.context_parallel import context_parallelism
 from mindspeed_rl.config.dry_run import MACHINES, Machine
@@ -21,7 +23,7 @@ from mindspeed_rl.planning.communicators import GroupsOfRank, RunGroups
 from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.hccl_buffers import HcclBuffers, needed_mb
 from mindspeed_rl.planning.micro_batches import token_limit
-from mindspeed_rl.planning.model_state import ModelState, SaveStaging, model_state, save_staging
+from mindspeed_rl.planning.model_state import ModelState, model_state, save_host_bytes
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
@@ -88,7 +90,8 @@ class MemoryPrediction:
         if isinstance(self.plan, RLPlan):
             weights = {MemoryOwner.ENGINE_WEIGHTS: self.engine.weights(rank)}
             tables[MemoryPhase.SYNC] = stays[MemoryPhase.SYNC] | weights | self._staging(rank)
-            tables[MemoryPhase.ROLLOUT] = stays[MemoryPhase.ROLLOUT] | weights | self._sampling()
+            rollout = stays[MemoryPhase.ROLLOUT] | weights | self._sampling()
+            tables[MemoryPhase.ROLLOUT] = rollout | self._tail_pass(rank)
             if not self.frees_engine_weights:
                 tables[MemoryPhase.TRAIN_IDLE] |= weights
                 tables[MemoryPhase.TRAIN] |= weights
@@ -139,7 +142,12 @@ class MemoryPrediction:
             rank,
             bf16=self.config.train.bf16,
             distributed_optimizer=self.config.parallel.use_distributed_optimizer,
+            lora=self._lora(layout),
         )
+
+    def _lora(self, layout: MegatronLayout) -> LoraSettings:
+        is_policy = isinstance(self.config, RLRunConfig) and layout is self.plan.megatron
+        return self._rl[0].lora if is_policy else NO_ADAPTERS
 
     def _models(self, rank: int) -> Table:
         """Return the bytes of all models of the trainer after the first update."""
@@ -147,10 +155,14 @@ class MemoryPrediction:
         found[MemoryOwner.PARAMETERS] = state.parameters
         found[MemoryOwner.GRAD_BUFFERS] = state.grad_buffers
         found[MemoryOwner.OPTIMIZER] = self._on_device(state.optimizer)
-        if isinstance(self.config, RLRunConfig) and self.config.rl.grpo_kl_beta > 0:
+        has_reference = isinstance(self.config, RLRunConfig) and self.config.rl.grpo_kl_beta > 0
+        if has_reference and not self._lora(self.plan.megatron).is_on:
             found[MemoryOwner.REFERENCE] = state.plain_parameters
         if self._reward_model:
             found[MemoryOwner.REWARD_MODEL] = self._state(rank, self._reward_model).plain_parameters
+        if teachers := self._teachers:
+            states = [self._state(rank, teacher) for teacher in teachers]
+            found[MemoryOwner.TEACHERS] = sum(state.plain_parameters for state in states)
         if self._critic:
             critic = self._state(rank, self._critic)
             found[MemoryOwner.CRITIC] = critic.parameters
@@ -186,6 +198,10 @@ class MemoryPrediction:
         return self.plan.reward_model if isinstance(self.plan, RLPlan) else None
 
     @property
+    def _teachers(self) -> list[MegatronLayout]:
+        return [*self.plan.teachers.values()] if isinstance(self.plan, RLPlan) else []
+
+    @property
     def _critic(self) -> MegatronLayout | None:
         return self.plan.critic if isinstance(self.plan, RLPlan) else None
 
@@ -194,12 +210,18 @@ class MemoryPrediction:
     def _train(self, rank: int, stays: Table, models: Table) -> Table:
         """Return the fullest moment of policy and critic updates and passes of offloaded models."""
         memory, work = self.training, self.workload
-        moments = [stays | _passing(memory.peak(rank, work))]
-        readers = {
-            MemoryOwner.REFERENCE: self.plan.megatron,
-            MemoryOwner.REWARD_MODEL: self._reward_model,
-        }
-        for owner, layout in readers.items():
+        # The KL over the whole vocabulary reads the heads of the teachers during the update.
+        beside = {o: models[o] for o in [MemoryOwner.TEACHERS] if o in models and work.state_bytes}
+        peak = memory.peak(rank, work)
+        merging = merge_bytes(self.plan.megatron, rank, self._lora(self.plan.megatron))
+        peak = replace(peak, activations=peak.activations + merging)
+        moments = [stays | beside | _passing(peak)]
+        readers = [
+            (MemoryOwner.REFERENCE, self.plan.megatron),
+            (MemoryOwner.REWARD_MODEL, self._reward_model),
+            *((MemoryOwner.TEACHERS, teacher) for teacher in self._teachers),
+        ]
+        for owner, layout in readers:
             if layout is not None and owner in models and owner not in stays:
                 size = replace(memory, layout=layout).inference(rank, work)
                 moments.append(stays | {owner: models[owner], MemoryOwner.ACTIVATIONS: size})
@@ -216,23 +238,50 @@ class MemoryPrediction:
         """Whether the run writes checkpoints."""
         return bool(self.config.checkpoint.save)
 
-    def save_staging(self, rank: int) -> SaveStaging:
-        """Return what a rank takes while a checkpoint is written, of one model after another."""
-        sharded = self.config.parallel.use_distributed_optimizer
-        if self.config.checkpoint.no_save_optim or not sharded:
-            return SaveStaging(0, 0)
-        layouts = [self.plan.megatron, *([self._critic] if self._critic else [])]
-        buckets = self.config.kernels.overlap_grad_reduce
-        found = [save_staging(layout, rank, buckets=buckets) for layout in layouts]
-        return SaveStaging(max(s.device for s in found), max(s.host for s in found))
+    def save_host_bytes(self, rank: int) -> int:
+        """Return the host memory that a save takes: of one model after another, or of all."""
+        options = self.config.checkpoint
+        policy = self.plan.megatron
+        models = [policy, *([self._critic] if self._critic else [])]
+        trained = [(layout, not options.no_save_optim) for layout in models]
+        if MemoryOwner.REFERENCE in self._saved_beside:
+            trained.append((policy, False))
+        found = [
+            save_host_bytes(
+                layout,
+                rank,
+                bf16=self.config.train.bf16,
+                with_optimizer=with_optimizer,
+                in_background=options.async_save,
+                on_host=self.machine.platform == "cpu",
+                lora=self._lora(layout),
+            )
+            for layout, with_optimizer in trained
+        ]
+        return sum(found) if options.async_save else max(found)
 
     def _save(self, rank: int, stays: Table, models: Table) -> Table:
         """Return the moment of a save: models that are written come back, gradients are there."""
         back = {o: size for o, size in models.items() if o in self._saved_beside}
-        staging = self.save_staging(rank)
-        shared = self.machine.platform == "cpu"  # the device is the host
-        gathered = staging.device + (staging.host if shared else 0)
-        return stays | back | {MemoryOwner.SAVE_STAGING: gathered}
+        if self.machine.platform != "cpu":
+            return stays | back
+        return stays | back | {MemoryOwner.SAVE_STAGING: self.save_host_bytes(rank)}
+
+    def peer_copies(self, rank: int) -> int:
+        """Return the bytes of shared memory that copies of a rank's state take.
+
+        Two steps are kept while the newer one is made; with several nodes the next one has the
+        same.
+        """
+        if not self.config.checkpoint.peer_checkpoint_steps:
+            return 0
+        layouts = [self.plan.megatron, *([self._critic] if self._critic else [])]
+        states = [self._state(rank, layout) for layout in layouts]
+        size = sum(state.plain_parameters + state.optimizer for state in states)
+        if MemoryOwner.REFERENCE in self._saved_beside:
+            size += states[0].plain_parameters
+        places = 2 if self.world > self.machine.ranks_per_node else 1
+        return 2 * places * size
 
     @property
     def _saved_beside(self) -> tuple[MemoryOwner, ...]:
@@ -288,7 +337,16 @@ class MemoryPrediction:
             num_micro_batches=-(-samples // sequences),
             entropy_gradient=entropy,
             num_updates=prepared,
+            state_bytes=self._state_bytes,
         )
+
+    @property
+    def _state_bytes(self) -> int:
+        """Bytes of a teacher's hidden state of a token and its number; 0 where none is kept."""
+        if not isinstance(self.config, RLRunConfig) or not self.config.distillation.full:
+            return 0
+        width = max(teacher.spec.hidden_size for teacher in self._teachers)
+        return width * (2 if self.config.train.bf16 else 4) + 4
 
     # --- the engine ----------------------------------------------------------------------------
 
@@ -327,6 +385,20 @@ class MemoryPrediction:
             MemoryOwner.ENGINE_WORKSPACE: self.engine.workspace(),
             MemoryOwner.GRAPHS: self.num_graphs * int(self.machine.graph_mib * _MIB),
         }
+
+    def _tail_pass(self, rank: int) -> Table:
+        """Return the bytes of a pass of the reference beside the engine, over one long sequence."""
+        config, plan = self._rl
+        if config.rl.reference_pass != "tail":
+            return {}
+        multiple = plan.parallel.row_multiple(sequence_parallel=config.parallel.shards_sequence)
+        work = replace(
+            self.workload,
+            tokens=round_up(plan.max_model_len, multiple),
+            trained=config.rollout.rollout_max_response_length,
+            num_micro_batches=1,
+        )
+        return {MemoryOwner.ACTIVATIONS: self.training.inference(rank, work)}
 
     @cached_property
     def tuning(self) -> tuple[EngineTuningConfig, str]:

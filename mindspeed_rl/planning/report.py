@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
 from mindspeed_rl.config import RLRunConfig
@@ -36,7 +37,7 @@ def _arithmetic(found: Findings) -> Iterator[str]:
         yield f"engines: {plan.engine.describe(experts=experts)}"
         yield from plan.batch.lines(parallel.dp, plan.engine.num_replicas)
     yield (
-        f"training: {work.num_micro_batches} micro-batches of {work.tokens} tokens per rank and "
+        f"worst case: {work.num_micro_batches} micro-batches of {work.tokens} tokens per rank and "
         "optimizer step, where every sequence is as long as it may be"
     )
     packing, config = found.packing, prediction.config
@@ -47,13 +48,22 @@ def _arithmetic(found: Findings) -> Iterator[str]:
     if packing.samples_by_ranks:
         row = f"{packing.tokens_of_rank} tokens on a context-parallel rank"
     yield (
-        f"packing of {lengths}, mean {packing.mean_length:.0f}: "
+        f"packing of {lengths}, mean {packing.mean_length:.0f}{_own_mean(found)}: "
         f"{packing.num_micro_batches} micro-batches of up to {row}, "
         f"{1 / packing.real_share:.3f} tokens travel per real one"
     )
     if packing.samples_by_ranks:
         counts = (f"{count} on {ranks}" for ranks, count in packing.samples_by_ranks.items())
         yield f"samples by the context-parallel ranks that share them: {', '.join(counts)}"
+
+
+def _own_mean(found: Findings) -> str:
+    """Return how to give the mean length of sequences, where it is not given and would count."""
+    config = found.prediction.config
+    given = config.dry_run.rl_dry_run_mean_length or config.dry_run.rl_dry_run_mean_response_length
+    if given or not isinstance(config, RLRunConfig) or config.benchmark.active:
+        return ""
+    return " (a third of the longest; --rl-dry-run-mean-response-length N gives yours)"
 
 
 def _unit(found: Findings) -> tuple[str, int]:
@@ -68,6 +78,7 @@ def _memory(found: Findings) -> Iterator[str]:
         f"memory, {name}; machine {machine.name}; offload during rollouts: "
         f"{prediction.offload.value} ({found.offload_reason})"
     )
+    yield from found.cache_lines
     yield (
         f"assumed: fused kernels, expert imbalance {prediction.imbalance:g}, "
         f"{machine.reserved_gib:g} GiB reserved"
@@ -89,10 +100,16 @@ def _memory(found: Findings) -> Iterator[str]:
         )
         yield f"communicators of rank 0, {sum(sizes.values()) / _MIB:.0f} MiB: {named}"
     if prediction.saves:
-        host = max(prediction.save_staging(rank).host for rank in found.tables)
+        host = max(prediction.save_host_bytes(rank) for rank in found.tables)
         yield (
             f"a save takes {host / _GIB:.1f} GiB of the host for each rank, "
             f"{host * machine.ranks_per_node / _GIB:.0f} GiB of a node of {machine.ranks_per_node}"
+        )
+    if copies := max(prediction.peer_copies(rank) for rank in found.tables):
+        ranks = min(machine.ranks_per_node, prediction.world)
+        yield (
+            f"copies for restarts take {copies / _GIB:.2f} GiB of shared memory for each rank, "
+            f"{copies * ranks / _GIB:.1f} GiB of a node (--peer-checkpoint-steps)"
         )
     for rank in sorted({0, found.peak.rank, max(found.tables)}):
         yield f"ranks {rank}-{rank + found.ranks_per_stage - 1}:"
@@ -132,9 +149,12 @@ def _seconds(found: Findings) -> Iterator[str]:
         name = found.prediction.machine.name
         yield f"seconds of a step: not predicted, no published run was fitted for machine {name}"
         return
-    yield "seconds of a step with these lengths, and their range:"
+    yield "seconds of a step with these lengths, the same as h:mm:ss, and their range:"
     rows = [
-        [phase.phase, f"{phase.seconds:.1f}", f"{phase.low:.1f} to {phase.high:.1f}"]
+        [
+            *(phase.phase, f"{phase.seconds:.1f}", str(timedelta(seconds=round(phase.seconds)))),
+            f"{phase.low:.1f} to {phase.high:.1f}",
+        ]
         for phase in (*step.phases, step.whole)
     ]
     yield from (f"  {line}" for line in aligned(rows))
@@ -192,7 +212,8 @@ def as_json(found: Findings) -> dict[str, Any]:
             for rank, table in found.tables.items()
         ],
         "communicators": {n: len(prediction.groups(0)[n]) for n in prediction.group_bytes(0)},
-        "save_host_bytes": max(prediction.save_staging(r).host for r in found.tables),
+        "save_host_bytes": max(prediction.save_host_bytes(r) for r in found.tables),
+        "peer_copy_bytes": max(prediction.peer_copies(r) for r in found.tables),
         "peak": {
             "rank": found.peak.rank,
             "phase": found.peak.phase,

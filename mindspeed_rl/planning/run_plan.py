@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from mindspeed_rl.adapters.plan import check_adapters
 from mindspeed_rl.config import (
     ModelConfig,
     ParallelConfig,
@@ -14,8 +17,7 @@ from mindspeed_rl.config import (
     TrainingRunConfig,
 )
 from mindspeed_rl.config.architecture import check_architecture, model_config
-from mindspeed_rl.config.check_algorithms import check_algorithms
-from mindspeed_rl.config.diagnostics import check_profiler, check_trackers
+from mindspeed_rl.config.diagnostics import check_alarms, check_profiler, check_trackers
 from mindspeed_rl.config.environment import BUILT_IN_ENVIRONMENTS
 from mindspeed_rl.config.kernels import check_expert_modules, module_names
 from mindspeed_rl.config.layouts import engine_layout, training_layout
@@ -27,10 +29,14 @@ from mindspeed_rl.config.rl import eval_flag
 from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.config.supervised import check_indexed_data
 from mindspeed_rl.config.training import CheckpointConfig, TrainConfig, check_recompute
+from mindspeed_rl.core.agents import AGENT_FLAG
 from mindspeed_rl.core.data_source import ALLOWED, DataSource
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
+from mindspeed_rl.core.layout import EngineLayout, ParallelLayout, round_up
 from mindspeed_rl.engines.registry import engine_provider
+from mindspeed_rl.expert_placement.near_trainer import placed_near_trainer
+from mindspeed_rl.flag_checks.algorithms import check_algorithms
+from mindspeed_rl.flag_checks.reference_pass import check_reference_pass
 from mindspeed_rl.models.hf_files import check_tokenizer_files, find_weights
 from mindspeed_rl.models.registry import spec_from_hf_config, value_spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec
@@ -107,6 +113,12 @@ class RLPlan(RunPlan):
     max_model_len: int
     critic: MegatronLayout | None = None
     reward_model: MegatronLayout | None = None
+    teachers: Mapping[str, MegatronLayout] = field(default_factory=dict)
+
+    @property
+    def readers(self) -> list[MegatronLayout]:
+        """Layouts of the models that only compute, but for the reference."""
+        return [*([self.reward_model] if self.reward_model else []), *self.teachers.values()]
 
 
 def draws_weights(config: TrainingRunConfig | ScoreRunConfig) -> bool:
@@ -129,7 +141,7 @@ def needs_equal_lengths(config: TrainingRunConfig | ScoreRunConfig, plan: RunPla
     """
     models = [plan.megatron]
     if isinstance(plan, RLPlan):
-        models += [model for model in (plan.critic, plan.reward_model) if model is not None]
+        models += [*([plan.critic] if plan.critic else []), *plan.readers]
     gathers = config.kernels.moe_token_dispatcher_type == "allgather"
     return gathers and any(model.spec.moe is not None for model in models)
 
@@ -155,23 +167,85 @@ def plan_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
         UsageError: A flag is wrong; names it, its value, what is allowed and the fix.
     """
     _check_rl_flags(config, world, files)
+    config.chat.check(config.prompts.apply_chat_template)
     base = plan_training(config, world, files)
     limit = config.prompts.max_prompt_length + config.rollout.rollout_max_response_length
     _check_rl_model(config, base.spec, limit, files)
     engine = engine_layout(config.rollout, world)
     batch = batch_arithmetic(config, base.parallel.dp)
     rollout = engine_provider().layout(base.spec, engine, config.engine)
+    rollout = _with_placed_experts(config, base.megatron, rollout)
     _check_rollout_share(batch, engine)
+    check_reference_pass(config, base.parallel, engine)
+    check_adapters(base.megatron, config.lora)
     critic = reward_model = None
     if config.has_critic:
         source = (config.critic.critic_hf_checkpoint, "--critic-hf-checkpoint")
-        critic = value_layout(config, base.spec, world, source, files=files)
+        critic = other_layout(config, base.spec, world, source, files=files)
     if scorer := config.rewards.reward_model_hf_checkpoint:
         source = (scorer, "--reward-model-hf-checkpoint")
-        reward_model = value_layout(config, base.spec, world, source, files=files)
+        reward_model = other_layout(config, base.spec, world, source, files=files)
+    teachers = {
+        name: other_layout(
+            config,
+            base.spec,
+            world,
+            (teacher, "--teacher-hf-checkpoint"),
+            spec_from_hf_config,
+            files=files,
+        )
+        for name, teacher in config.distillation.teachers.items()
+    }
+    if config.distillation.full:
+        _check_equal_shards(base.megatron, teachers)
     return RLPlan(
-        base.spec, base.parallel, base.megatron, engine, rollout, batch, limit, critic, reward_model
-    )
+        base.spec, base.parallel, base.megatron, engine, rollout, batch, limit, critic,
+        reward_model, teachers,
+    )  # fmt: skip
+
+
+def _check_equal_shards(policy: MegatronLayout, teachers: Mapping[str, MegatronLayout]) -> None:
+    """Check that each rank has the same ids of the policy's and of every teacher's vocabulary.
+
+    Raises:
+        UsageError: They are cut at other ids.
+    """
+    for name, teacher in teachers.items():
+        rows = [
+            round_up(layout.spec.vocab_size, layout.vocab_multiple) for layout in (policy, teacher)
+        ]
+        if policy.parallel.tp > 1 and rows[0] != rows[1]:
+            raise UsageError(
+                f"--teacher-kl full: the vocabulary of teacher {name or 'one'} has {rows[1]} rows "
+                f"with padding and the policy's {rows[0]}, so tensor-parallel ranks would compare "
+                f"other tokens; set --make-vocab-size-divisible-by so that both are padded to one "
+                "size, or use --teacher-kl sampled"
+            )
+
+
+def _with_placed_experts(
+    config: RLRunConfig, trainer: MegatronLayout, rollout: RolloutLayout
+) -> RolloutLayout:
+    """Return the rollout layout with its experts where ``--rollout-expert-placement`` wants them.
+
+    Raises:
+        UsageError: The engine does not spread experts, or a file says where they are.
+    """
+    placement = config.balance.rollout_expert_placement
+    if placement == "linear":
+        return rollout
+    given = f"--rollout-expert-placement {placement}"
+    if not rollout.engine.expert_parallel:
+        raise UsageError(
+            f"{given}: needs experts that are spread over the ranks of an engine; set --rollout-ep "
+            f"to --rollout-tp x --rollout-dp ({rollout.engine.size}) if that is above 1, or remove "
+            "the flag"
+        )
+    if rollout.physical_experts:
+        raise UsageError(
+            f"{given}: --rollout-expert-map says already where experts are; remove one of the two"
+        )
+    return placed_near_trainer(trainer, rollout)
 
 
 def is_first_old_pass_free(config: RLRunConfig, iterations: int) -> bool:
@@ -215,13 +289,16 @@ def _check_rl_flags(config: RLRunConfig, world: int, files: bool) -> None:
             _need_data(eval_flag(name), text)
         check_paths(config)
         check_trackers(config.trackers)
+    check_alarms(config.alarms, config.rewards, config.checkpoint)
     check_profiler(config.profiler, world)
     _check_dropout(config.model)
-    _check_steps(config.train)
+    _check_steps(config.train, config.prompts.epochs, rl=True)
     environment = config.environment.rl_environment
-    check_rewards(config.rewards, config.logging.phase_limit_s, environment, files=files)
+    check_rewards(config.rewards, config.logging.phase_limit_s, config.partner, files=files)
     if environment:
         check_name("--rl-environment", environment, BUILT_IN_ENVIRONMENTS, files=files)
+    if config.agent.rl_agent:
+        check_name(AGENT_FLAG, config.agent.rl_agent, (), files=files)
 
 
 def _check_rl_model(config: RLRunConfig, spec: ModelSpec, limit: int, files: bool) -> None:
@@ -316,6 +393,7 @@ def plan_pretrain(config: PretrainRunConfig, world: int, *, files: bool = True) 
         check_indexed_data(config.indexed, config.train.seq_length)
     elif files:
         _check_sft_data(config)
+    config.chat.check(config.sft.apply_chat_template)
     _check_steps(config.train)
     if files:
         check_paths(config)
@@ -362,9 +440,17 @@ def _check_mtp(checkpoint: CheckpointConfig, model: ModelConfig, spec: ModelSpec
         )
 
 
-def _check_steps(train: TrainConfig) -> None:
-    if train.train_iters < 1:
-        raise UsageError("--train-iters is required: give the number of steps, at least 1")
+def _check_steps(train: TrainConfig, epochs: float = 0.0, *, rl: bool = False) -> None:
+    if epochs and train.train_iters:
+        raise UsageError(
+            f"--epochs {epochs:g} and --train-iters {train.train_iters} exclude each other; give "
+            "one of them"
+        )
+    if train.train_iters < 1 and not epochs:
+        raise UsageError(
+            "--train-iters is required: give the number of steps, at least 1"
+            + (", or --epochs" if rl else "")
+        )
 
 
 def _check_dropout(model: ModelConfig) -> None:
@@ -419,11 +505,11 @@ def _check_kv_cache(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
     tp = rollout.rl_inference_tensor_model_parallel_size
     token_bytes = spec.cached_values(tp) * (2 if rollout.engine_is_bf16(config.train) else 4)
     needed_gb = limit * token_bytes / 2**30
-    if rollout.rollout_kv_cache_gb < needed_gb:
+    if 0 < rollout.rollout_kv_cache_gb < needed_gb:
         raise UsageError(
             f"--rollout-kv-cache-gb {rollout.rollout_kv_cache_gb:g}: one sequence of {limit} "
-            f"tokens needs {needed_gb:.3g} GiB per rank; raise it, or lower --max-prompt-length, "
-            "--rollout-max-response-length or --seq-length"
+            f"tokens needs {needed_gb:.3g} GiB per rank; raise it, leave it out so that the run "
+            "chooses, or lower --max-prompt-length, --rollout-max-response-length or --seq-length"
         )
 
 
@@ -473,16 +559,23 @@ def _check_rollout_share(batch: BatchArithmetic, engine: EngineLayout) -> None:
         )
 
 
-def value_layout(
-    config: RLRunConfig, policy: ModelSpec, world: int, source: tuple[str, str], *, files: bool
+def other_layout(
+    config: RLRunConfig,
+    policy: ModelSpec,
+    world: int,
+    source: tuple[str, str],
+    read: Callable[[Mapping[str, Any]], ModelSpec] = value_spec_from_hf_config,
+    *,
+    files: bool,
 ) -> MegatronLayout:
-    """Return the layout of a critic or reward model, with the parallel sizes of the policy.
+    """Return the layout of a critic, reward model or teacher, with the policy's parallel sizes.
 
     Args:
         config: Configuration of the run.
         policy: Spec of the policy.
         world: Number of ranks.
         source: Directory of the checkpoint (empty: the policy's), and the flag that names it.
+        read: Makes the spec of its configuration; by default one with a value head.
         files: Whether weights are read later.
 
     Raises:
@@ -491,9 +584,7 @@ def value_layout(
     """
     checkpoint, flag = source
     model = config.model
-    spec = value_spec_from_hf_config(
-        model_config(checkpoint or model.hf_checkpoint, flag, files=files)
-    )
+    spec = read(model_config(checkpoint or model.hf_checkpoint, flag, files=files))
     if files and checkpoint and not draws_weights(config):
         find_weights(checkpoint, flag)
     if spec.vocab_size < policy.vocab_size:

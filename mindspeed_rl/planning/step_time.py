@@ -159,6 +159,11 @@ def step_seconds(
         "old log-probs": _old_passes(config, plan),
         "reference": updates * (config.rl.grpo_kl_beta > 0),
         "reward model": updates * (plan.reward_model is not None),
+        "teachers": updates
+        * sum(
+            sequence_flops(teacher.spec)[0] / sequence_flops(plan.spec)[0]
+            for teacher in plan.teachers.values()
+        ),
     }
     found = [_rollout(prediction, speed, lengths)]
     found += [phase(name, count * one_pass) for name, count in passes.items() if count]

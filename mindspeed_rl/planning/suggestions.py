@@ -98,6 +98,8 @@ def _changes(config: TrainingRunConfig, plan: RunPlan) -> list[tuple[str, str, d
             (f"--rollout-kv-cache-gb {half:g}", "rollout", {"rollout_kv_cache_gb": half}),
             (f"{as_flag(batched)} 1024", "engine_options", {batched: 1024}),
         ]
+        if config.rl.reference_pass == "tail":
+            changes.append(("--reference-pass single", "rl", {"reference_pass": "single"}))
         if isinstance(plan, RLPlan) and plan.spec.moe and not plan.engine.expert_parallel:
             changes.append(_shared_experts(plan))
     return changes

@@ -128,6 +128,17 @@ def _is_megatron(name: str) -> bool:
 def _bind(module: types.ModuleType) -> None:
     if vars(module).get("torch") is torch:
         vars(module)["torch"] = _FACADE
+        for found in list(vars(module).values()):
+            if isinstance(found, type) and found.__module__ == module.__name__:
+                _bind_defaults(found)
+
+
+def _bind_defaults(owner: type) -> None:
+    """Replace the factories among the defaults of methods, which were bound before the facade."""
+    factories = {id(getattr(torch, name)): getattr(_FACADE, name) for name in _FACTORIES}
+    for method in vars(owner).values():
+        if isinstance(method, types.FunctionType) and method.__defaults__:
+            method.__defaults__ = tuple(factories.get(id(d), d) for d in method.__defaults__)
 
 
 def _called_from_megatron() -> bool:

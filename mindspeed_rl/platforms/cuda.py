@@ -12,8 +12,44 @@ import torch
 from mindspeed_rl.config.diagnostics import ProfilerConfig
 from mindspeed_rl.config.npu import NpuSetup
 from mindspeed_rl.platforms.accelerator import AcceleratorPlatform
+from mindspeed_rl.platforms.cached_memory import free_ranges
 from mindspeed_rl.platforms.features import TransformerFeatures
 from mindspeed_rl.platforms.torch_profiler import TorchProfiler
+
+
+def free_blocks() -> list[range]:
+    """Return the addresses of cached memory that no tensor has, in all pools of the process."""
+    snapshot: Any = torch.cuda.memory_snapshot
+    return free_ranges(snapshot())
+
+
+def why_unseen() -> str:
+    """Return in one line why torch sees no GPU, and what to do. Local.
+
+    Torch tells apart a build without CUDA, a missing driver and one that is too old only when it is
+    initialised.
+    """
+    built_for = torch.version.cuda
+    if built_for is None:
+        plain = torch.__version__.partition("+")[0]
+        return (
+            f"torch {torch.__version__} is a build without CUDA; pip install --force-reinstall "
+            f"'torch=={plain}' from the default index, or use --platform cpu"
+        )
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        said = str(error).strip().partition("\n")[0].partition(" Please ")[0].rstrip(".")
+        fix = "nvidia-smi shows the state of driver and devices"
+        if "too old" in said:
+            fix = f"update the driver, or install a torch built for less than CUDA {built_for}"
+        elif "no NVIDIA driver" in said:
+            fix = "install it; in a container pass the devices (--gpus all)"
+        return f"torch {torch.__version__} sees no GPU: {said}; {fix}"
+    return (
+        f"torch {torch.__version__} sees no GPU; nvidia-smi shows the devices, and "
+        "CUDA_VISIBLE_DEVICES chooses among them"
+    )
 
 
 class CudaPlatform(AcceleratorPlatform):

@@ -11,6 +11,7 @@ import importlib
 import os
 
 from mindspeed_rl.platforms.allocator_settings import WANTED
+from mindspeed_rl.platforms.cached_memory import free_ranges
 
 
 def swaps_segments() -> bool:
@@ -21,14 +22,7 @@ def swaps_segments() -> bool:
 def free_blocks() -> list[range]:
     """Return the addresses of cached memory that no tensor has, in all pools of the process."""
     memory = importlib.import_module("torch_npu.npu.memory")
-    found = []
-    for segment in memory.memory_snapshot():
-        at = segment["address"]
-        for block in segment["blocks"]:
-            if block["state"] == "inactive":
-                found.append(range(at, at + block["size"]))
-            at += block["size"]
-    return found
+    return free_ranges(memory.memory_snapshot())
 
 
 def set_expandable_segments(on: bool) -> None:

@@ -29,7 +29,11 @@ def select_platform(name: str = "auto") -> Platform:
         if _CURRENT[0].name != name:
             raise RuntimeError(f"platform {name}: this process already runs on {_CURRENT[0].name}")
         return _CURRENT[0]
-    if name in ("cuda", "npu") and not _sees(name):
+    if name == "cuda" and not _sees(name):
+        from mindspeed_rl.platforms.cuda import why_unseen
+
+        raise UsageError(f"--platform cuda: {why_unseen()}")
+    if name == "npu" and not _sees(name):
         raise UsageError(f"--platform {name}: torch sees no such device; allowed here: cpu")
     _CURRENT.append(_make(name))
     return _CURRENT[0]

@@ -18,11 +18,18 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol, Self
 
 from mindspeed_rl.config.reward_spec import RewardSpec, check_specs
-from mindspeed_rl.rewards.types import RewardError, RewardRequest, RewardResult, RewardSettings
+from mindspeed_rl.rewards.types import (
+    RewardError,
+    RewardRequest,
+    RewardResult,
+    RewardSettings,
+    RewardStatus,
+)
 from mindspeed_rl.rewards.worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)
 
+LEAST_TIMED = 20  # samples that are judged together by the rate of their time-outs
 TICK_S = 0.05  # how long a thread may wait for a result before it sees that the result is unwanted
 
 
@@ -81,7 +88,8 @@ class RewardPool:
         self.batch_timeout_s = batch_timeout_s
         self.workers = [self.new_worker() for _ in range(settings.flags.reward_num_workers)]
         self._lock = threading.Lock()
-        self._num_errors = self._num_results = 0  # since the last check of the error rate
+        # Samples of a status and all samples, since the last check of its rate.
+        self._counts: dict[RewardStatus, tuple[int, int]] = {}
         self._samples: _Queue = SimpleQueue()
         closed, started = threading.Event(), [Future[None]() for _ in self.workers]
         threads = [
@@ -149,25 +157,45 @@ class RewardPool:
             scoring.give_up()
 
     def check_error_rate(self, results: Sequence[RewardResult]) -> None:
-        """Check the error rate over enough samples, of several calls, that one failure is allowed.
+        """Check the rates of errors and time-outs over enough samples, of several calls.
+
+        There are enough when a single error is allowed, so that it ends no run.
 
         Raises:
-            RewardError: too many samples failed.
+            RewardError: too many samples failed or timed out.
         """
-        limit = self.settings.flags.reward_max_error_rate
-        enough = 1 / limit if limit else 0.0
-        errors = [result for result in results if result.status == "error"]
-        with self._lock:
-            failed, count = self._num_errors + len(errors), self._num_results + len(results)
-            too_many = bool(errors) and failed > limit * max(count, enough)
-            judged = too_many or count >= enough
-            self._num_errors, self._num_results = (0, 0) if judged else (failed, count)
-        if too_many:
+        flags = self.settings.flags
+        rate = flags.reward_max_error_rate
+        if text := self._judge(results, "error", rate, 1 / rate if rate else 0.0):
             raise RewardError(
-                f"{failed} of {count} rewards failed ({failed / count:.1%}), above "
-                f"--reward-max-error-rate {limit:g}; fix the reward function or the data. First "
-                f"failure, sample {errors[0].sample_id}:\n{errors[0].detail}"
+                f"{text} failed, above --reward-max-error-rate {rate:g}; fix the reward function "
+                f"or the data. First failure, {_first(results, 'error')}"
             )
+        rate = flags.reward_max_timeout_rate
+        if text := self._judge(results, "timeout", rate, LEAST_TIMED):
+            raise RewardError(
+                f"{text} timed out, above --reward-max-timeout-rate {rate:g}; raise "
+                f"--reward-timeout-s ({flags.reward_timeout_s:g}), or mend the reward function. "
+                f"First time-out, {_first(results, 'timeout')}"
+            )
+
+    def _judge(
+        self, results: Sequence[RewardResult], status: RewardStatus, limit: float, enough: float
+    ) -> str:
+        """Return the share of a status if it is above its limit, in words; else nothing."""
+        new = sum(result.status == status for result in results)
+        with self._lock:
+            before, num_before = self._counts.get(status, (0, 0))
+            failed, count = before + new, num_before + len(results)
+            too_many = new > 0 and failed > limit * max(count, enough)
+            judged = too_many or count >= enough
+            self._counts[status] = (0, 0) if judged else (failed, count)
+        return f"{failed} of {count} rewards ({failed / count:.1%})" if too_many else ""
+
+
+def _first(results: Sequence[RewardResult], status: RewardStatus) -> str:
+    first = next(result for result in results if result.status == status)
+    return f"sample {first.sample_id}:\n{first.detail}"
 
 
 class Scoring:

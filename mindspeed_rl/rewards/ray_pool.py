@@ -134,9 +134,13 @@ class RayRewardPool(RewardPool):
         if self._started_ray:
             environment = worker_environment(os.environ)
             shared = {name: environment[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
+            # Left alone, Ray joins whatever cluster a file in /tmp names, and listens on all
+            # interfaces where it starts its own.
+            address = os.environ.get("RAY_ADDRESS", "")
+            own = {"address": "local", "_node_ip_address": "127.0.0.1", "include_dashboard": False}
             self._ray.init(
                 runtime_env={"env_vars": shared},
-                include_dashboard=False,
+                **({"address": address} if address else own),
                 log_to_driver=False,
                 logging_level=logging.WARNING,
             )

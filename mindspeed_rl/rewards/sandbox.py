@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mindspeed_rl.rewards import sandbox_launcher
+from mindspeed_rl.rewards.seccomp import Allowed, filter_program
 
 _LAUNCHER = str(Path(sandbox_launcher.__file__).resolve())
 _PROBE_TIME_S = 20.0
@@ -29,6 +30,14 @@ _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 
+OPEN = {
+    "network": "every server that this machine reaches",
+    "files": "every file of this user, such as keys, data and checkpoints, to read and to change",
+    "processes": "every process of this user, to read, to change and to end, the run among them",
+}
+"""What a program can reach where the kernel closes nothing, by the name for its consent."""
+
+
 @dataclass(frozen=True, slots=True)
 class Restrictions:
     """The restrictions of programs on this machine.
@@ -37,26 +46,42 @@ class Restrictions:
         counted: Whether their processes are counted although this process is root's, whose are not.
         namespaces: Whether they have no network and do not see other processes.
         files: Whether they read only interpreter and system libraries, and write only their folder.
-        deny_tcp: Whether they cannot use TCP; the substitute where namespaces are forbidden.
+        calls: Whether system calls are filtered, see `seccomp`; where namespaces are forbidden
+            the filter closes network and other processes instead.
     """
 
     counted: bool
     namespaces: bool
     files: bool
-    deny_tcp: bool
+    calls: bool
 
     @property
-    def network(self) -> str:
-        """How far the network is cut off, in words."""
-        if self.namespaces:
-            return "no network"
-        return "no TCP, but other protocols are open" if self.deny_tcp else "THE NETWORK IS OPEN"
+    def left_open(self) -> tuple[str, ...]:
+        """What programs could reach, by the names of `OPEN`.
+
+        Without the filter of calls they reach sockets with a path, and modes of any file; without
+        landlock the memory of other processes, in the file system of the kernel.
+        """
+        both = self.files and self.calls
+        closed = {"network": self.calls, "files": both, "processes": both}
+        return tuple(name for name in OPEN if not closed[name])
 
     def describe(self) -> str:
         """Describe the restrictions in one line for the log."""
-        files = "files outside its folder are closed" if self.files else "FILES ARE OPEN"
-        processes = "" if self.counts_processes else "; THE NUMBER OF PROCESSES IS NOT LIMITED"
-        return f"programs run with {self.network}; {files}{processes}"
+        parts = [
+            "THE NETWORK IS OPEN" if "network" in self.left_open else "no network",
+            "FILES ARE OPEN" if "files" in self.left_open else "files outside its folder closed",
+            "PROCESSES ARE OPEN"
+            if "processes" in self.left_open
+            else "other processes out of reach",
+        ]
+        if not self.counts_processes:
+            parts.append(
+                "no processes of its own"
+                if self.calls
+                else "THE NUMBER OF ITS PROCESSES IS NOT LIMITED"
+            )
+        return f"programs run with {'; '.join(parts)}"
 
     @property
     def counts_processes(self) -> bool:
@@ -65,6 +90,12 @@ class Restrictions:
         Elsewhere it would also count the processes of the user's other programs.
         """
         return self.namespaces and (self.counted or os.getuid() != 0)
+
+    def filter(self) -> bytes:
+        """Return the filter of system calls; empty where there is none."""
+        if not self.calls:
+            return b""
+        return filter_program(Allowed(self.namespaces, self.namespaces, self.counts_processes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +174,16 @@ def probe(limits: SandboxLimits) -> Restrictions:
     error = _refusal(restrictions, limits)
     if error:
         raise SandboxError(f"no program can be started on this machine: {error}")
-    root = os.getuid() == 0
-    for name, wanted in (("namespaces", True), ("counted", root), ("files", True)):
+    root, known = os.getuid() == 0, bool(filter_program(Allowed(True, True, True)))
+    for name, wanted in (
+        ("namespaces", True),
+        ("counted", root),
+        ("files", True),
+        ("calls", known),
+    ):
         more = replace(restrictions, **{name: True})
         if wanted and not _refusal(more, limits):
             restrictions = more
-    without_tcp = replace(restrictions, deny_tcp=True)
-    if restrictions.files and not restrictions.namespaces and not _refusal(without_tcp, limits):
-        return without_tcp
     return restrictions
 
 
@@ -188,6 +221,7 @@ def _run(
         "readable": [*sorted(prefixes), *_SYSTEM, *_DEVICES],
         "writable": [str(folder), "/dev/null"],
         "limits": limits.rlimits(restrictions),
+        "filter": restrictions.filter().hex(),
     }
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": str(folder)}
     # Files instead of pipes: their size is limited, and nobody has to read them meanwhile.

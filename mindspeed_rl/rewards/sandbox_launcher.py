@@ -22,12 +22,15 @@ STARTED = b"S"
 
 _CLONE_NEWIPC, _CLONE_NEWUSER = 0x08000000, 0x10000000
 _CLONE_NEWPID, _CLONE_NEWNET = 0x20000000, 0x40000000
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
+_SECCOMP_MODE_FILTER = 2
+_FILTER_LINE_BYTES = 8
 # landlock(7); the numbers are the same on all 64-bit architectures of Linux since 5.13.
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _RULE_PATH_BENEATH = 1
 _READ = 1 << 0 | 1 << 2 | 1 << 3  # execute, read file, read directory
 _FILE_ONLY = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14
+_MAKE_DEVICE = 1 << 6 | 1 << 11  # character and block devices
 _NOBODY = 65534
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -65,18 +68,24 @@ def _handled_files(abi: int) -> int:
     return (1 << (13 if abi < 2 else 14 if abi < 3 else 15)) - 1
 
 
-def restrict_files(readable: list[str], writable: list[str], deny_tcp: bool) -> None:
+def drop_capabilities() -> None:
+    """Give up for good what root may do besides using its own files."""
+    with open("/proc/sys/kernel/cap_last_cap", encoding="ascii") as file:
+        last = int(file.read())
+    for capability in range(last + 1):
+        _check(_libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0), "prctl(PR_CAPBSET_DROP)")
+
+
+def restrict_files(readable: list[str], writable: list[str]) -> None:
     """Forbid reading and writing anything outside these trees (landlock)."""
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
     abi = _check(_libc.syscall(_LANDLOCK_CREATE, None, 0, 1), "landlock")
-    if deny_tcp and abi < 4:
-        raise OSError(f"landlock ABI {abi} cannot deny TCP")
     handled = _handled_files(abi)
-    attribute = struct.pack("QQ", handled, 3 if deny_tcp else 0)[: 8 if abi < 4 else 16]
+    attribute = struct.pack("Q", handled)
     ruleset = _check(
         _libc.syscall(_LANDLOCK_CREATE, attribute, len(attribute), 0), "landlock_create_ruleset"
     )
-    for paths, rights in ((readable, _READ), (writable, handled)):
+    for paths, rights in ((readable, _READ), (writable, handled & ~_MAKE_DEVICE)):
         for path in paths:
             if not os.path.exists(path):
                 continue
@@ -92,6 +101,18 @@ def restrict_files(readable: list[str], writable: list[str], deny_tcp: bool) -> 
             os.close(fd)
     _check(_libc.syscall(_LANDLOCK_RESTRICT, ruleset, 0), "landlock_restrict_self")
     os.close(ruleset)
+
+
+def filter_calls(program: bytes) -> None:
+    """Put a filter of system calls (seccomp) in front of all that this process will do."""
+    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+    lines = ctypes.create_string_buffer(program, len(program))
+    count = len(program) // _FILTER_LINE_BYTES
+    described = struct.pack("HxxxxxxQ", count, ctypes.addressof(lines))
+    _check(
+        _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, described, 0, 0),
+        "prctl(PR_SET_SECCOMP)",
+    )
 
 
 def set_limits(limits: dict[str, int]) -> None:
@@ -120,11 +141,15 @@ def launch(asked: dict[str, Any], command: list[str]) -> None:
             code = os.waitstatus_to_exitcode(status)
             os._exit(code if code >= 0 else 128 - code)
         die_with_parent()
+    elif os.geteuid() == 0:  # in a user namespace it has no rights outside
+        drop_capabilities()
     if asked["files"]:
-        restrict_files(asked["readable"], asked["writable"], asked["deny_tcp"])
+        restrict_files(asked["readable"], asked["writable"])
     set_limits(asked["limits"])
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     os.set_inheritable(asked["report_fd"], False)
+    if asked["filter"]:
+        filter_calls(bytes.fromhex(asked["filter"]))
     os.write(asked["report_fd"], STARTED)
     os.execv(command[0], command)
 

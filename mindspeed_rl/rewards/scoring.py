@@ -51,9 +51,17 @@ def check_reward(label: str, value: object) -> float | None:
     if isinstance(value, numbers.Real) and math.isfinite(value):
         return float(value)
     raise UsageError(
-        f"reward {label!r} returned {value!r:.200} ({type(value).__name__}); "
+        f"reward {label!r} returned {_shown(value)} ({type(value).__name__}); "
         "must be a finite number, or None to abstain"
     )
+
+
+def _shown(value: object) -> str:
+    """Return a short form of any value: its own may recurse without end, or fail."""
+    try:
+        return f"{value!r:.200}"
+    except Exception as error:
+        return f"a value whose repr fails ({type(error).__name__})"
 
 
 def row_weights(

@@ -22,7 +22,7 @@ from mindspeed_rl.rewards.registry import warm_up_reward
 from mindspeed_rl.rewards.sandbox_launcher import die_with_parent
 from mindspeed_rl.rewards.scoring import WeightedReward, is_scored_by, score_sample
 from mindspeed_rl.rewards.types import RewardRequest, RewardResult, RewardSettings
-from mindspeed_rl.rewards.worker_process import Ready, Scored
+from mindspeed_rl.rewards.wire import Ready, Scored, encode
 
 
 def limit_memory(growth_bytes: int) -> None:
@@ -53,13 +53,13 @@ def serve(connection: Connection) -> None:
     try:
         rewards = load(settings)
     except UsageError as error:
-        connection.send(error)
+        connection.send_bytes(encode(error))
         return
     limit_memory(int(settings.flags.reward_memory_limit_gb * 2**30))
     functions = [reward.function for reward in rewards]
     notices = [getattr(function, "notice", "") for function in functions]
     concurrency = max(getattr(function, "concurrency", 1) for function in functions)
-    connection.send(Ready(tuple(filter(None, notices)), concurrency))
+    connection.send_bytes(encode(Ready(tuple(filter(None, notices)), concurrency)))
     weights, row_key = {r.label: r.weight for r in rewards}, settings.flags.reward_key
 
     def begin(request: RewardRequest) -> None:
@@ -77,12 +77,12 @@ def serve(connection: Connection) -> None:
         if isinstance(request, BaseException):
             raise request
         try:
-            connection.send(Scored(score_sample(rewards, request, row_key)))
+            connection.send_bytes(encode(Scored(score_sample(rewards, request, row_key))))
         except MemoryError:
             detail = "MemoryError: the reward function ran into the worker's memory limit"
             result = RewardResult(request.sample_id, None, {}, "error", detail)
             # What filled the memory may live on in caches and globals: a new process is needed.
-            connection.send(Scored(result, is_last=True))
+            connection.send_bytes(encode(Scored(result, is_last=True)))
             return
 
 

@@ -2,7 +2,8 @@
 
 The process is a plain subprocess: the spawn method of ``multiprocessing`` would import the parent's
 ``__main__``, hence torch, with the parent's rank and preloads, and fork would copy the locks of its
-threads. The messages are those of a `multiprocessing.connection.Connection`.
+threads. It gets pickled objects and answers in JSON (`wire`), over a pair of sockets that nobody
+else can open.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.owned_folders import owned_folder
+from mindspeed_rl.core.redaction import without_secrets
+from mindspeed_rl.rewards import wire
 from mindspeed_rl.rewards.types import (
     RewardError,
     RewardRequest,
@@ -43,37 +45,18 @@ _DROPPED_PREFIXES = ("LOCAL_", "MASTER_", "ROLE_", "TORCHELASTIC_")
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """Message of a worker: its functions are loaded, its limits are set.
+def worker_environment(
+    environment: Mapping[str, str], secrets: Collection[str] = ()
+) -> dict[str, str]:
+    """Return the environment of a worker, which is able to import this package.
 
-    Attributes:
-        notices: Remarks of the rewards about this machine.
-        concurrency: Number of samples it can work on at a time; above 1 where it waits for others.
+    Args:
+        environment: The parent's, of which rank, preloads and secrets are left out.
+        secrets: Names of secrets that the worker gets.
     """
-
-    notices: tuple[str, ...]
-    concurrency: int
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """Message of a worker: the result of the oldest sample that it holds.
-
-    Attributes:
-        result: Result of the sample.
-        is_last: Whether the worker ends now; it has not started the other samples.
-    """
-
-    result: RewardResult
-    is_last: bool = False
-
-
-def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the parent's environment less its rank and preloads, able to import this package."""
     result = {
         name: value
-        for name, value in environment.items()
+        for name, value in without_secrets(environment, secrets).items()
         if name not in _DROPPED and not name.startswith(_DROPPED_PREFIXES)
     }
     package_parent = str(Path(__file__).resolve().parents[2])
@@ -87,13 +70,14 @@ class WorkerProcess:
     """One worker. Whatever happens to its process, every sample sent gets one result, in order.
 
     A process that hangs or dies costs the oldest sample that it holds: the one that it was
-    scoring. Its successor scores the others. Used by one thread; on Linux the process dies with
+    scoring. Its successor scores the others. A first SIGKILL, which comes from outside, costs
+    none: the sample is scored once more. Used by one thread; on Linux the process dies with
     the thread that started it.
 
     Attributes:
         ready: Whether the functions are loaded.
-        notices: See `Ready`.
-        concurrency: See `Ready`.
+        notices: See `wire.Ready`.
+        concurrency: See `wire.Ready`.
     """
 
     def __init__(self, settings: RewardSettings) -> None:
@@ -103,6 +87,7 @@ class WorkerProcess:
         self._settings = settings
         self._held: deque[RewardRequest] = deque()  # sent but not answered, oldest first
         self._deadline_s = 0.0  # of its present work: starting, or the oldest sample
+        self._again: RewardRequest | None = None  # its worker was killed from outside
         self._cut_off = False  # a message to it may have been sent in part only
         self._end: Callable[[], None] = lambda: None
 
@@ -147,12 +132,15 @@ class WorkerProcess:
 
     def _read(self) -> RewardResult | None:
         try:
-            message = self._connection.recv()
-        except (EOFError, OSError):
+            message = wire.decode(self._connection.recv_bytes(wire.MAX_BYTES))
+            self._check(message)
+        except (EOFError, ConnectionResetError):
             return self._ended()
+        except (OSError, wire.WireError) as error:  # too long, not sent to its end, or no message
+            return self._talks_nonsense(error)
         if isinstance(message, UsageError):
             raise message
-        if isinstance(message, Ready):
+        if isinstance(message, wire.Ready):
             self.ready, self.notices = True, message.notices
             self.concurrency = message.concurrency
             self._start_clock()
@@ -163,10 +151,25 @@ class WorkerProcess:
         self._start_clock()
         if message.is_last or self._cut_off:
             self._replace()
-        result: RewardResult = message.result
-        return result
+        return message.result
 
-    def _ended(self) -> RewardResult:
+    def _check(self, message: wire.WorkerMessage) -> None:
+        """Refuse a message that does not belong to what the worker was given."""
+        if isinstance(message, wire.Scored):
+            held = self._held[0].sample_id if self.ready and self._held else None
+            if message.result.sample_id != held:
+                raise wire.WireError(f"the result of a sample other than {held}")
+        elif self.ready:
+            raise wire.WireError("it was ready before")
+
+    def _talks_nonsense(self, error: Exception) -> RewardResult:
+        what = f"what the reward worker sent is no message of the pool: {error}"
+        if not self.ready or not self._held:
+            self.close()
+            raise RewardError(f"{what}; does a reward function write to its file descriptors?")
+        return self._fail("error", None, what)
+
+    def _ended(self) -> RewardResult | None:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(EXIT_GRACE_S)
         self.close()
@@ -176,6 +179,11 @@ class WorkerProcess:
                 f"a reward worker ended with exit code {code} before it was ready; "
                 "its own error message is above, on stderr"
             )
+        if code == -signal.SIGKILL and self._again is not self._held[0]:
+            self._again = self._held[0]
+            logger.warning("sample %d: its worker was killed; once more", self._again.sample_id)
+            self._replace()
+            return None
         return self._fail(
             "error",
             None,
@@ -221,19 +229,21 @@ class WorkerProcess:
         self.ready = self._cut_off = False
         with ExitStack() as stack:
             # The process needs a folder that this one removes: a killed process cleans nothing up.
-            folder = TemporaryDirectory(prefix="mindspeed_rl-reward-", ignore_cleanup_errors=True)
-            temporary = stack.enter_context(folder)
+            temporary = stack.enter_context(owned_folder("reward"))
             mine, its = socket.socketpair()
             limit_s = self._settings.flags.reward_timeout_s
             limit = struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6))
+            # Neither end of a message may keep this thread: a worker may be stopped within one.
             mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            mine.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             self._connection = stack.enter_context(Connection(mine.detach()))
             with its:
                 command = [sys.executable, "-m", "mindspeed_rl.rewards.worker"]
                 self._process = subprocess.Popen(
                     [*command, str(its.fileno()), str(os.getpid())],
                     pass_fds=(its.fileno(),),
-                    env=worker_environment(os.environ) | {"TMPDIR": temporary},
+                    env=worker_environment(os.environ, self._settings.flags.reward_secrets)
+                    | {"TMPDIR": temporary},
                     stdin=subprocess.DEVNULL,
                     # A session of its own, so that the kill reaches what the functions started.
                     start_new_session=True,

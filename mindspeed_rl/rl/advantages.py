@@ -85,21 +85,14 @@ def compute_advantages(
     if estimator.of_tokens is None:
         advantages = tokens.spread(values)
     else:
-        found = tokens.estimates(estimator, settings, tokens.rewards(values, penalties))
+        rows = tokens.rewards(values, penalties)
+        found = tokens.estimates(estimator, settings, rows, counted)
         advantages = [t.advantages for t in found]
         if estimator.needs_critic:
-            # Tokens of samples without a reward get no target.
-            returns = [
-                t.returns.masked_fill(~known, math.nan)
-                for t, known in zip(found, counted, strict=True)
-            ]
-            batches = batches.with_column("returns", returns)
+            batches = batches.with_column("returns", [t.returns for t in found])
     if estimator.whiten:
         advantages = whitened(advantages, counted, run.models.policy.all_reduce_dp_cp)
-    finite = torch.stack([part.isfinite().all() for part in advantages]).tolist()
-    for m, part, good in zip(tokens.micro, advantages, finite, strict=True):
-        bad = [] if good else sorted(set(m.sequence_of[~part.isfinite()].tolist()))
-        _refuse_not_finite([m.sample_ids[i] for i in bad])
+    tokens.refuse_not_finite(advantages)
     return batches.with_column("advantages", advantages)
 
 
@@ -163,22 +156,35 @@ class _Tokens:
         return rows
 
     def estimates(
-        self, estimator: Estimator, settings: AdvantageSettings, rows: Sequence[torch.Tensor]
+        self,
+        estimator: Estimator,
+        settings: AdvantageSettings,
+        rows: Sequence[torch.Tensor],
+        counted: Sequence[torch.Tensor],
     ) -> list[ValueTargets]:
         """Return advantages and returns, each [N] for each micro-batch. Collective.
 
-        The estimator computes whole rows, of which this rank keeps the values of its tokens.
+        The estimator computes whole rows, of which this rank keeps the values of its tokens. Those
+        that are not ``counted``, as their samples have no reward, get no target: a return of NaN.
         """
         assert estimator.of_tokens is not None
         found = []
-        for m, row in zip(self.micro, rows, strict=True):
+        for m, row, known in zip(self.micro, rows, counted, strict=True):
             values = None
             if estimator.needs_critic:
                 values = values_of_rows(m, partial(self.policy.all_reduce_row, m))
             whole = estimator.of_tokens(TokenRewards(row, m.num_trained, values), settings)
             own = m.trained_index
-            found.append(ValueTargets(whole.advantages[own], whole.returns[own]))
+            returns = whole.returns[own].masked_fill(~known, math.nan)
+            found.append(ValueTargets(whole.advantages[own], returns))
         return found
+
+    def refuse_not_finite(self, advantages: Sequence[torch.Tensor]) -> None:
+        """Raise a FloatingPointError that names samples with tokens that are not finite. Local."""
+        finite = torch.stack([part.isfinite().all() for part in advantages]).tolist()
+        for m, part, good in zip(self.micro, advantages, finite, strict=True):
+            bad = [] if good else sorted(set(m.sequence_of[~part.isfinite()].tolist()))
+            _refuse_not_finite([m.sample_ids[i] for i in bad])
 
 
 def shaped_rewards(config: RLRunConfig, samples: Sequence[RolloutInfo], step: int) -> list[float]:

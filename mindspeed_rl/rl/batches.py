@@ -51,6 +51,11 @@ class StepBatches:
         ]
         return replace(self, updates=updates)
 
+    def changed(self, change: Callable[[list[MicroBatch]], list[MicroBatch]]) -> StepBatches:
+        """Return a copy with the micro-batches of each optimizer step changed."""
+        updates = [replace(u, micro_batches=change(u.micro_batches)) for u in self.updates]
+        return replace(self, updates=updates)
+
     def with_metrics(self, metrics: MetricSet) -> StepBatches:
         """Return a copy with ``metrics`` merged in."""
         return replace(self, metrics=self.metrics.merge(metrics))

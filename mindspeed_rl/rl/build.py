@@ -9,25 +9,31 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mindspeed_rl.checkpoint.save_clock import SaveClock
 from mindspeed_rl.colocation.scheduler import DeviceScheduler
 from mindspeed_rl.config import PromptConfig, RLRunConfig
-from mindspeed_rl.config.outputs import ROLLOUTS_FILE
+from mindspeed_rl.config.outputs import EVALUATIONS_FILE, ROLLOUTS_FILE
 from mindspeed_rl.config.rl import eval_flag
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.ranks import rank_ranges
 from mindspeed_rl.data.cache import RowCache
 from mindspeed_rl.data.prompts import PromptDataset, blend, load_prompts
 from mindspeed_rl.data.random_prompts import random_prompts
-from mindspeed_rl.environments import EnvironmentRunner, LocalRunner, RayRunner, resolve_environment
+from mindspeed_rl.distillation.teachers import check_teachers
+from mindspeed_rl.flag_checks.algorithms import check_algorithms
 from mindspeed_rl.generation.assignment import EngineAssignment, rebalance_rules
 from mindspeed_rl.generation.multi_turn import Environments
+from mindspeed_rl.generation.partners import agent_opening, open_partners
 from mindspeed_rl.generation.rollout_worker import RolloutWorker
 from mindspeed_rl.generation.scoring import RewardFunctions
-from mindspeed_rl.launch.failures import rank_ranges
+from mindspeed_rl.launch import attempt
 from mindspeed_rl.launch.job import Job
+from mindspeed_rl.launch.start_up import start_stage
 from mindspeed_rl.metrics.jsonl import JsonlWriter
 from mindspeed_rl.metrics.telemetry import named_phase, open_logger, open_timer
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.parallel.small_collectives import gather_objects
+from mindspeed_rl.peers.copies import open_copies
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rewards import RewardSpec
 from mindspeed_rl.rewards.drawn import NAME as DRAWN
@@ -42,6 +48,7 @@ from mindspeed_rl.rl.build_engine import (
     rollout_dtype,
     share_memory,
     watched,
+    with_chosen_cache,
     with_installed_engine,
 )
 from mindspeed_rl.rl.build_models import (
@@ -51,11 +58,12 @@ from mindspeed_rl.rl.build_models import (
     load_tokenizer,
 )
 from mindspeed_rl.rl.components import Components, PromptData, Telemetry
+from mindspeed_rl.rl.reference import build_tail
 from mindspeed_rl.rollout.engine import InferenceEngine
 from mindspeed_rl.samples.columns import Column, experts_column, response_columns
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.store import SampleStore
-from mindspeed_rl.trainer import parallel_state
+from mindspeed_rl.trainer import parallel_state, run_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,15 +74,21 @@ _YOUNG_OBJECTS = 20_000
 
 def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
     """Build the parts of the run on this rank, which ends in phase TRAIN. Collective: the world."""
-    job = with_installed_engine(job)
+    job = with_chosen_cache(with_installed_engine(job))
     config, rank = job.config, job.world.rank
     tokenizer = load_tokenizer(config)
-    stop_token_ids(tokenizer, job.plan)
+    stop_ids, layout = stop_token_ids(tokenizer, job.plan), job.plan.engine
     rewards = _reward_functions(job, tokenizer)
-    environments = _environments(job, tokenizer)
+    leads = layout.tp_rank(rank) == 0
+    environments = open_partners(
+        config, tokenizer, stop_ids, layout.group_of(rank) if leads else None
+    )
     data = _prompt_data(job, tokenizer)
+    job = with_counted_steps(job, len(data.train))
+    config = job.config
     if job.world.local_rank == 0:  # once per node is enough: a failure ends all ranks
         check_data(config, data)
+        job.log_rank0(*check_teachers(config, data.train, tokenizer))
     logger = open_logger(config, rank)
     initialize_parallel(job)
     models = build_models(job)
@@ -105,11 +119,33 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
             ledger=ledger,
             logger=logger,
             dump=JsonlWriter(Path(config.logging.output_dir) / ROLLOUTS_FILE),
+            evaluations=JsonlWriter(Path(config.logging.output_dir) / EVALUATIONS_FILE),
         ),
+        writer=run_checkpoint.open_writer(config.checkpoint),
+        tail=build_tail(job, models.reference, store),
+        save_clock=SaveClock(attempt.elapsed_s()),
+        peers=open_copies(job),
     )
     scheduler.to_train()
     _freeze_objects()
     return run
+
+
+def with_counted_steps(job: Job[RLRunConfig, RLPlan], num_prompts: int) -> Job[RLRunConfig, RLPlan]:
+    """Return the job with the steps that ``--epochs`` makes of so many prompts. Local.
+
+    Raises:
+        UsageError: The warm-up of a critic takes all of them.
+    """
+    config, prompts = job.config, job.config.prompts
+    if not prompts.epochs:
+        return job
+    steps = prompts.steps(num_prompts, config.rl.grpo_prompts_per_step)
+    job.log_rank0(f"--epochs {prompts.epochs:g} over {num_prompts} prompts: {steps} steps")
+    train = replace(config.train, train_iters=steps)
+    config = replace(config, train=train, prompts=replace(prompts, epochs=0.0))
+    check_algorithms(config)
+    return replace(job, config=config)
 
 
 def _freeze_objects() -> None:
@@ -124,7 +160,7 @@ def build_sample_store(
 ) -> SampleStore:
     """Build the store that keeps the tokens of samples and moves them between ranks. Local."""
     config, plan = job.config, job.plan
-    has_environment = bool(config.environment.rl_environment)
+    has_environment = bool(config.partner)
     # A model with experts counts on every stage how far their choices agree.
     stages = range(plan.parallel.pp) if plan.spec.moe else sorted({0, plan.parallel.pp - 1})
     return SampleStore(
@@ -138,7 +174,11 @@ def build_sample_store(
         num_copies=1 if has_environment else plan.engine.tp,
         stages=tuple(stages),
         one_node=job.world.local_size == job.world.size,
-        columns=response_columns(has_environment=has_environment, experts=_experts(job)),
+        columns=response_columns(
+            has_environment=has_environment,
+            experts=_experts(job),
+            early_reference=config.rl.reference_pass == "tail",
+        ),
         drop_truncated=config.sampling.rl_overlong_filtering,
         group_along=parallel_state.group_along,
     )
@@ -201,31 +241,7 @@ def _reward_functions(
         names=tuple(spec.label for spec in specs),
         pool=make_reward_pool(job.config) if leads else None,
         tokenizer=tokenizer,
-        in_conversation=bool(job.config.environment.rl_environment),
-    )
-
-
-def _environments(
-    job: Job[RLRunConfig, RLPlan], tokenizer: PreTrainedTokenizerBase
-) -> Environments | None:
-    """Build the environments of conversations; ``None`` where responses have one turn. Local.
-
-    Ranks that do not lead their engine never call the runner that they get.
-    """
-    flags = job.config.environment
-    if not flags.rl_environment:
-        return None
-    factory = resolve_environment(flags.rl_environment)
-    leads = job.plan.engine.tp_rank(job.world.rank) == 0
-    runner: EnvironmentRunner = LocalRunner(factory, tokenizer, flags.rl_environment_threads)
-    if leads and flags.rl_environment_ray_workers:
-        runner = RayRunner(flags.rl_environment, tokenizer, flags.rl_environment_ray_workers)
-    return Environments(
-        runner,
-        name=flags.rl_environment,
-        max_turns=flags.rl_environment_max_turns,
-        max_error_rate=job.config.rewards.reward_max_error_rate,
-        in_step=not flags.rl_environment_threads,
+        in_conversation=bool(job.config.partner),
     )
 
 
@@ -252,6 +268,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, plan: RLPlan) -> tuple[in
     return tuple(sorted(ids))
 
 
+@start_stage("prompts")
 def _prompt_data(job: Job[RLRunConfig, RLPlan], tokenizer: PreTrainedTokenizerBase) -> PromptData:
     """Load the data sets, the same on all ranks. Collective: the world.
 
@@ -268,10 +285,16 @@ def _prompt_data(job: Job[RLRunConfig, RLPlan], tokenizer: PreTrainedTokenizerBa
         limit_s=config.logging.phase_limit_s,
         progress=job.world.rank == 0,
     )
-    prompts, held_out = load_data(config.prompts, tokenizer, job.plan.spec, cache)
+    prompts, held_out = load_data(
+        config.prompts, tokenizer, job.plan.spec, cache, config.chat.system_message
+    )
     mine = {"--prompt-data": prompts.fingerprint}
     mine |= {eval_flag(name): dataset.fingerprint for name, dataset in held_out.items()}
     refuse_different_prompts(gather_objects(mine))
+    if config.agent.rl_agent:
+        first = agent_opening(tokenizer)
+        prompts = prompts.opened(first)
+        held_out = {name: dataset.opened(first) for name, dataset in held_out.items()}
     return PromptData(tokenizer, prompts, held_out)
 
 
@@ -294,7 +317,11 @@ def refuse_different_prompts(fingerprints: Sequence[Mapping[str, str]]) -> None:
 
 
 def load_data(
-    options: PromptConfig, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec, cache: RowCache
+    options: PromptConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    spec: ModelSpec,
+    cache: RowCache,
+    system_message: str = "",
 ) -> tuple[PromptDataset, dict[str, PromptDataset]]:
     """Load the prompts to train on and the held-out sets by name. Local.
 
@@ -309,6 +336,7 @@ def load_data(
         prompt_key=options.prompt_key,
         answer_key=options.answer_key,
         apply_chat_template=options.apply_chat_template,
+        system_message=system_message,
         cache=cache,
     )
     parts = [load(text, flag="--prompt-data") for text in options.blend.prefixes]
@@ -329,7 +357,8 @@ def check_data(config: RLRunConfig, data: PromptData) -> None:
             f"--prompt-order by-length: a step draws {per_step} prompts (--grpo-prompts-per-step) "
             f"and --prompt-data has {len(data.train)}, so every step has all lengths; remove it"
         )
-    for name, dataset in data.held_out.items():
+    held_out = {} if config.prompts.eval_may_overlap else data.held_out
+    for name, dataset in held_out.items():
         refuse_overlap(data.train, dataset, eval_flag(name))
     check_row_rewards(
         _reward_specs(config), [data.train, *data.held_out.values()], config.rewards.reward_key
@@ -349,5 +378,5 @@ def refuse_overlap(prompts: PromptDataset, held_out: PromptDataset, flag: str) -
         raise UsageError(
             f"{flag} {held_out.source}: {len(both)} of {len(held_out)} prompts are also in "
             f"--prompt-data {prompts.source}, e.g. {held_out.text(both[0])!r}; remove them from "
-            "one of the two"
+            "one of the two, or add --eval-may-overlap"
         )

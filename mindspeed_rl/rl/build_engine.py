@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed_rl.adapters.base_model import BaseModel
 from mindspeed_rl.colocation.memory_ledger import MemoryLedger
 from mindspeed_rl.colocation.scheduler import CHAIN, ColocationPlan
 from mindspeed_rl.colocation.transition import nothing
@@ -25,12 +26,14 @@ from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
 from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.launch.failures import BUILD_ENGINE
 from mindspeed_rl.launch.job import Job
+from mindspeed_rl.launch.start_up import start_stage
 from mindspeed_rl.planning.budget import device_bytes, machine_on, resolve_offload, usable_bytes
+from mindspeed_rl.planning.cache_size import with_cache_size
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.run_plan import RLPlan, ScorePlan, check_engine
 from mindspeed_rl.rl.components import Models
+from mindspeed_rl.rollout.draft_costs import DraftRule
 from mindspeed_rl.rollout.draft_history import DraftHistory
-from mindspeed_rl.rollout.drafts import DraftRule
 from mindspeed_rl.rollout.engine import EngineState, InferenceEngine
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.samples.device_cache import TensorCache
@@ -40,11 +43,18 @@ from mindspeed_rl.trainer.train_engine import TrainEngine
 from mindspeed_rl.weights.executor import Resharder
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 from mindspeed_rl.weights.stream import TensorStream
-from mindspeed_rl.weights.sync import WeightPath, WeightSync, reshard_path, stream_path
+from mindspeed_rl.weights.sync import (
+    WeightPath,
+    WeightSync,
+    reshard_path,
+    stream_path,
+    versions_of_ranks,
+)
 from mindspeed_rl.weights.transports import make_transport
 from mindspeed_rl.weights.verify import WeightVerifier
 
 _GIB = 2**30
+_SCORED_AT_ONCE = 16  # sequences of a cache whose size nobody gave: runs that only score
 
 
 def memory_limit(job: Job[RLRunConfig, RLPlan]) -> int:
@@ -71,6 +81,24 @@ def predict_run(job: Job[RLRunConfig, RLPlan]) -> tuple[MemoryPrediction, str]:
     return replace(prediction, offload=mode), why
 
 
+def with_chosen_cache(job: Job[RLRunConfig, RLPlan]) -> Job[RLRunConfig, RLPlan]:
+    """Return the job with the size of the engine's cache. Collective: the world.
+
+    On a host each rank has its share of the memory; elsewhere it has a device.
+    """
+    machine = machine_on(job.config, job.platform.name)
+    limit, taken = memory_limit(job), -_least(-job.platform.taken_bytes)
+    shared = not limit
+    if shared:
+        host = job.platform.memory().total_bytes
+        limit, taken = _least(host // job.world.local_size), 0
+    prediction = MemoryPrediction(job.config, job.plan, machine)
+    usable = usable_bytes(limit, machine, taken)
+    config, lines = with_cache_size(prediction, usable, shared=shared)
+    job.log_rank0(*lines)
+    return replace(job, config=config)
+
+
 def share_memory(
     job: Job[RLRunConfig, RLPlan],
     models: Models,
@@ -86,7 +114,13 @@ def share_memory(
         f"{'freed' if free_weights else 'kept'} while the trainer trains"
     )
     platform = job.platform
-    groups = trainer_memory(models.policy, models.reference, models.critic, models.reward_model)
+    groups = trainer_memory(
+        models.policy,
+        None if isinstance(models.reference, BaseModel) else models.reference,
+        models.critic,
+        models.reward_model,
+        [*models.teachers.values()],
+    )
     if prediction.swap_parts:
         for owner in (MemoryOwner.OPTIMIZER, MemoryOwner.CRITIC_OPTIMIZER):
             groups.pop(owner, None)  # MindSpeed moves the optimizer states itself
@@ -181,12 +215,14 @@ def build_rollout_engine(
             tuning=config.engine,
             graph_sizes=graph_sizes(job),
             recorded_layers=tuple(plan.spec.expert_layers) if records else (),
+            counted_layers=tuple(plan.spec.expert_layers) if config.balance.moves_experts else (),
             force_balance=config.benchmark.active and plan.spec.moe is not None,
             draft_rule=rule,
             draft_history=history,
         )
 
 
+@start_stage("inference engine")
 def build_inference_engine(
     job: Job[RLRunConfig, RLPlan] | Job[ScoreRunConfig, ScorePlan],
     max_model_len: int,
@@ -199,16 +235,19 @@ def build_inference_engine(
         max_model_len: Most tokens of a prompt and its response.
         special: Further settings of this kind of run, see :class:`EngineSettings`.
     """
-    config = job.config
+    config, layout = job.config, job.plan.rollout_layout
+    item = 2 if config.rollout.engine_is_bf16(config.train) else 4
+    few = layout.spec.cached_values(layout.engine.tp) * item * _SCORED_AT_ONCE * max_model_len
     settings = EngineSettings(
         model_dir=config.model.hf_checkpoint,
-        layout=job.plan.rollout_layout,
+        layout=layout,
         rank=job.world.rank,
         dtype=str(rollout_dtype(config.rollout, config.train)).removeprefix("torch."),
         max_model_len=max_model_len,
-        kv_cache_bytes=agreed_cache_bytes(config.rollout.rollout_kv_cache_gb),
+        kv_cache_bytes=agreed_cache_bytes(config.rollout.rollout_kv_cache_gb or few / _GIB),
         seed=config.train.seed,
         options=config.engine_options,
+        trust_remote_code=config.model.trust_remote_code,
         **special,
     )
     return engine_provider().build(settings, job.platform)
@@ -267,15 +306,21 @@ def installed_layout(
 
 def build_weight_sync(job: Job[RLRunConfig, RLPlan], policy: TrainEngine) -> WeightSync:
     """Build the sync of the policy's weights to the engine. Collective: plans are compared."""
-    config, plan, world = job.config, job.plan, job.world
-    dtype = rollout_dtype(config.rollout, config.train)
     return WeightSync(
-        build_weight_path(job, dtype),
-        WeightVerifier(plan.megatron, plan.rollout_layout, world.rank, dtype),
-        policy.named_parameters,
-        config.rollout.reshard_verify_interval,
-        job.platform.synchronize,
+        *weight_target(job),
+        policy.merged_parameters,
+        job.config.rollout.reshard_verify_interval,
+        gather_versions=versions_of_ranks,
+        log=job.log_rank0,
+        synchronize=job.platform.synchronize,
     )
+
+
+def weight_target(job: Job[RLRunConfig, RLPlan]) -> tuple[WeightPath, WeightVerifier]:
+    """Build the path of the weights into the job's rollout layout, and its proof. Local."""
+    plan, dtype = job.plan, rollout_dtype(job.config.rollout, job.config.train)
+    proof = WeightVerifier(plan.megatron, plan.rollout_layout, job.world.rank, dtype)
+    return build_weight_path(job, dtype), proof
 
 
 def build_weight_path(job: Job[RLRunConfig, RLPlan], dtype: torch.dtype) -> WeightPath:

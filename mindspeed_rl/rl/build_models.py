@@ -8,19 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mindspeed_rl.checkpoint.hf import load_hf, weight_files
+from mindspeed_rl.adapters.base_model import BaseModel
+from mindspeed_rl.algorithms.distillation import TEACHER_FLAG
+from mindspeed_rl.checkpoint.hf import check_shapes, load_hf, weight_files
 from mindspeed_rl.checkpoint.names import mtp_tensors
 from mindspeed_rl.checkpoint.random_weights import draw_weights
 from mindspeed_rl.config import RLRunConfig, TrainConfig
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.data.tokenizer import read_tokenizer
+from mindspeed_rl.distillation.heads import install_heads
 from mindspeed_rl.launch.job import Job
+from mindspeed_rl.launch.start_up import start_stage
 from mindspeed_rl.models.blocks import VALUE_HEAD
 from mindspeed_rl.parallel.groups import check_equal_nodes
 from mindspeed_rl.planning.run_plan import RLPlan, draws_weights, run_packing
 from mindspeed_rl.rl.components import Models
+from mindspeed_rl.rl.export import kept_mtp
 from mindspeed_rl.samples.placement import BatchRules
 from mindspeed_rl.trainer import parallel_state
-from mindspeed_rl.trainer.export import kept_mtp
 from mindspeed_rl.trainer.train_engine import TrainEngine
 from mindspeed_rl.weights.layouts.base import TableLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
@@ -32,6 +37,7 @@ if TYPE_CHECKING:
     from mindspeed_rl.planning.run_plan import RunPlan
 
 
+@start_stage("models of the trainer")
 def build_models(job: Job[RLRunConfig, RLPlan]) -> Models:
     """Build all models of an RL run with their first weights. Collective: the training grid.
 
@@ -42,14 +48,17 @@ def build_models(job: Job[RLRunConfig, RLPlan]) -> Models:
     updates = (config.train.train_iters - config.critic.critic_warmup_steps) * plan.batch.updates
     temperature = config.rl.rl_default_temperature
     policy = build_engine(job, "policy", updates, temperature, routing=_routing(job))
-    if config.rl.grpo_kl_beta:  # only the KL needs a reference
+    reference: TrainEngine | BaseModel | None = None
+    if config.rl.grpo_kl_beta and config.lora.is_on:
+        reference = BaseModel(policy)
+    elif config.rl.grpo_kl_beta:  # only the KL needs a reference
         reference = new_engine(
             job, "reference", plan.megatron, config.train, 0, temperature=temperature
         )
         Models(policy, reference).refresh_reference()
-    else:
-        reference = None
-    return Models(policy, reference, build_critic(job), build_reward_model(job))
+    return Models(
+        policy, reference, build_critic(job), build_reward_model(job), build_teachers(job, policy)
+    )
 
 
 def _routing(job: Job[RLRunConfig, RLPlan]) -> str:
@@ -62,17 +71,15 @@ def _routing(job: Job[RLRunConfig, RLPlan]) -> str:
 
 def load_tokenizer(config: RLRunConfig | PretrainRunConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the run."""
-    from transformers import AutoConfig, AutoTokenizer
-
     model = config.model
-    how: dict[str, Any] = {}
-    if model.tokenizer_name_or_path:
-        # transformers chooses the class, and with it rules and added tokens, by the model's type.
-        how["config"] = AutoConfig.from_pretrained(model.hf_checkpoint)
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        model.tokenizer_directory, **how
+    own = model.tokenizer_name_or_path
+    return read_tokenizer(
+        model.tokenizer_directory,
+        "--tokenizer-name-or-path" if own else "--hf-checkpoint",
+        model=model.hf_checkpoint if own else "",
+        trust_remote_code=model.trust_remote_code,
+        switches=config.chat.switches,
     )
-    return tokenizer
 
 
 def build_engine(
@@ -85,9 +92,12 @@ def build_engine(
 ) -> TrainEngine:
     """Build an engine with the weights of ``--hf-checkpoint``. Collective: the training grid."""
     train, layout = job.config.train, job.plan.megatron
-    engine = new_engine(
-        job, role, layout, train, num_updates, temperature=temperature, routing=routing
-    )
+    if not draws_weights(job.config):
+        check_shapes(job.config.model.hf_checkpoint, layout, job.world.rank)
+    how: dict[str, Any] = {"temperature": temperature, "routing": routing}
+    if isinstance(job.config, RLRunConfig):
+        how["lora"] = job.config.lora
+    engine = new_engine(job, role, layout, train, num_updates, **how)
     if role == "policy":
         kept_mtp(job)  # refuses --keep-mtp without its tensors before the run, not after
     load_weights(job, layout, engine.named_parameters(), log_skipped=role == "policy")
@@ -144,6 +154,7 @@ def load_weights(
     load_hf(checkpoint, layout, job.world.rank, params, left_out=mtp)
 
 
+@start_stage("process groups")
 def initialize_parallel(job: Job[Any, RunPlan]) -> None:
     """Create the training grid's process groups. Collective: the world."""
     check_equal_nodes(job.world.local_size)
@@ -193,6 +204,25 @@ def build_reward_model(job: Job[RLRunConfig, RLPlan]) -> TrainEngine | None:
     return engine
 
 
+def build_teachers(job: Job[RLRunConfig, RLPlan], policy: TrainEngine) -> dict[str, TrainEngine]:
+    """Build the teachers of the run by name. Collective: the training grid."""
+    config, found = job.config, dict[str, TrainEngine]()
+    temperature = config.rl.rl_default_temperature
+    for name, directory in config.distillation.teachers.items():
+        role = f"teacher {name}".strip()
+        engine = new_engine(
+            job, role, job.plan.teachers[name], config.train, 0, temperature=temperature
+        )
+        load_other_model(job, engine, directory, TEACHER_FLAG)
+        job.log_rank0(f"{role}: {directory}, weight {config.distillation.teacher_weight:g}")
+        found[name] = engine
+    if config.distillation.full:
+        group = parallel_state.group_along("tp")
+        assert group is not None
+        install_heads(policy, found, group)
+    return found
+
+
 def load_value_model(
     job: Job[RLRunConfig, RLPlan], engine: TrainEngine, checkpoint: str, flag: str
 ) -> bool:
@@ -212,21 +242,23 @@ def load_value_model(
     Raises:
         UsageError: the weights do not fit the model.
     """
-    if draws_weights(job.config):
-        draw_weights(
-            engine.layout, job.world.rank, engine.named_parameters(), job.config.train.seed
-        )
-        engine.reload_master_weights()
-        return True
     directory = checkpoint or job.config.model.hf_checkpoint
-    files = weight_files(directory)
-    load_hf(
-        directory,
-        engine.layout,
-        job.world.rank,
-        engine.named_parameters(),
-        left_out=mtp_tensors(engine.layout.spec, files),
-        flag=flag if checkpoint else "--hf-checkpoint",
-    )
+    load_other_model(job, engine, directory, flag if checkpoint else "--hf-checkpoint")
+    return draws_weights(job.config) or VALUE_HEAD in weight_files(directory)
+
+
+def load_other_model(
+    job: Job[RLRunConfig, RLPlan], engine: TrainEngine, directory: str, flag: str
+) -> None:
+    """Load a model besides the policy; in a throughput run draw its weights at random. Local.
+
+    Raises:
+        UsageError: the weights do not fit the model.
+    """
+    layout, rank, params = engine.layout, job.world.rank, engine.named_parameters()
+    if draws_weights(job.config):
+        draw_weights(layout, rank, params, job.config.train.seed)
+    else:
+        left_out = mtp_tensors(layout.spec, weight_files(directory))
+        load_hf(directory, layout, rank, params, left_out=left_out, flag=flag)
     engine.reload_master_weights()
-    return VALUE_HEAD in files

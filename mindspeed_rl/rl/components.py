@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
+from mindspeed_rl.adapters.base_model import BaseModel
+from mindspeed_rl.checkpoint.background import BackgroundWriter
+from mindspeed_rl.checkpoint.save_clock import SaveClock
 from mindspeed_rl.colocation.memory_ledger import MemoryLedger
 from mindspeed_rl.colocation.scheduler import DeviceScheduler
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.core.alarms import GradientWatch
 from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.data.sampler import ByLength, PromptSampler
-from mindspeed_rl.generation.rollout_worker import RolloutWorker
+from mindspeed_rl.generation.rollout_worker import RolloutWorker, TailWork
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.jsonl import JsonlWriter
 from mindspeed_rl.metrics.loggers import RunLogger
 from mindspeed_rl.metrics.profiler import StepProfiler
 from mindspeed_rl.metrics.telemetry import named_phase
 from mindspeed_rl.metrics.timers import PhaseTimer
+from mindspeed_rl.peers.copies import PeerCopies
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.samples.lengths import LengthHistory
 from mindspeed_rl.samples.rollout_info import RolloutInfo
+from mindspeed_rl.samples.shown_tokens import ShownTokens
 from mindspeed_rl.samples.store import SampleStore
 from mindspeed_rl.trainer.train_engine import TrainEngine
+from mindspeed_rl.weights.layouts.rollout import Slots
 from mindspeed_rl.weights.sync import WeightSync
 
 if TYPE_CHECKING:
@@ -38,13 +45,14 @@ class Models:
     """The models that megatron-core runs; ``None`` for a model that the run does not have."""
 
     policy: TrainEngine
-    reference: TrainEngine | None = None
+    reference: TrainEngine | BaseModel | None = None
     critic: TrainEngine | None = None
     reward_model: TrainEngine | None = None
+    teachers: Mapping[str, TrainEngine] = field(default_factory=dict)
 
     def refresh_reference(self) -> None:
         """Make the weights of the reference those of the policy. Local; both on the device."""
-        assert self.reference is not None
+        assert self.reference is not None and not isinstance(self.reference, BaseModel)
         present = self.policy.named_parameters()
         with torch.no_grad():
             for name, param in self.reference.named_parameters().items():
@@ -59,8 +67,9 @@ class Models:
                 the reference never changes.
         """
         found = {"critic": self.critic} if self.critic is not None else {}
-        if self.reference is not None and ref_update_interval:
-            found["reference"] = self.reference
+        reference = self.reference
+        if ref_update_interval and reference and not isinstance(reference, BaseModel):
+            found["reference"] = reference
         return found
 
 
@@ -86,12 +95,15 @@ class Telemetry:
     ledger: MemoryLedger
     logger: RunLogger
     dump: JsonlWriter  # of rollouts; rank 0 writes
+    evaluations: JsonlWriter  # of their responses; rank 0 writes
+    tokens: ShownTokens = field(default_factory=ShownTokens)
 
     def close(self) -> None:
         """Write pending output and close the files."""
         self.profiler.close()
         self.logger.close()
         self.dump.close()
+        self.evaluations.close()
 
 
 @dataclass(frozen=True)
@@ -106,6 +118,11 @@ class Components:
     scheduler: DeviceScheduler
     weight_sync: WeightSync
     telemetry: Telemetry
+    writer: BackgroundWriter | None = None  # of checkpoints; without it saves are written at once
+    save_clock: SaveClock = field(default_factory=SaveClock)
+    peers: PeerCopies | None = None  # copies of the state in memory, with --peer-checkpoint-steps
+    #: Pass of the reference while the last responses are generated; ``None``: there is none.
+    tail: TailWork | None = None
 
     @property
     def config(self) -> RLRunConfig:
@@ -143,6 +160,10 @@ class RunState:
         carried_groups: Groups that dynamic sampling accepted beyond the need of their step.
         partial_groups: Groups with responses that the next step continues.
         lengths: Lengths of earlier responses, by prompt.
+        gradients: Gradient norms of earlier updates of the policy.
+        rollbacks: Steps whose checkpoints the run went back to at an alarm, in order.
+        layer_experts: Layer and the expert in each slot of the engine, after experts were moved to
+            balance ranks; empty: as the plan has them.
     """
 
     sampler: PromptSampler
@@ -152,6 +173,9 @@ class RunState:
     carried_groups: list[Sequence[RolloutInfo]] = field(default_factory=list)
     partial_groups: list[Sequence[RolloutInfo]] = field(default_factory=list)
     lengths: LengthHistory = field(default_factory=LengthHistory)
+    gradients: GradientWatch = field(default_factory=GradientWatch)
+    rollbacks: tuple[int, ...] = ()
+    layer_experts: tuple[tuple[int, Slots], ...] = ()
 
     @classmethod
     def at_start(cls, config: RLRunConfig, prompts: PromptDataset) -> RunState:

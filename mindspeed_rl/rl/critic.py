@@ -17,6 +17,7 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.rl.batches import OptimizerBatch
 from mindspeed_rl.samples.packing import MicroBatch
+from mindspeed_rl.trainer.nonfinite import require_finite
 from mindspeed_rl.trainer.train_engine import TrainEngine, ValueLossFunction, collect_metrics
 
 
@@ -88,6 +89,7 @@ def update_critic(
                 continue
             of_update = partial(loss, denominators=update.denominators)
             found = critic.forward_backward(update.micro_batches, of_update)
+            require_finite(critic, update.micro_batches, of_update)
             stats = critic.step()
             metrics = metrics.merge(found).merge(
                 {

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from mindspeed_rl.core.memory import MemoryOwner
-from mindspeed_rl.metrics.metric_set import Max, MetricSet
+from mindspeed_rl.distillation.teachers import teachers_of_samples, with_teachers
+from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.planning.run_plan import is_first_old_pass_free
 from mindspeed_rl.rl.batches import StepBatches, sample_of_token
 from mindspeed_rl.rl.components import Components, RunState
+from mindspeed_rl.rl.reference import single_row_logprobs
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import SampleStore
 from mindspeed_rl.trainer.train_engine import TrainEngine
@@ -19,7 +22,7 @@ from mindspeed_rl.trainer.train_engine import TrainEngine
 def compute_logprobs(
     run: Components, state: RunState, batches: StepBatches, samples: Sequence[RolloutInfo]
 ) -> StepBatches:
-    """Add old and reference log-probs and values where needed. Collective: the training grid.
+    """Add log-probs of old policy, reference and teachers, and values. Collective: training grid.
 
     For the first optimizer step of a batch, on-policy old log-probs need no pass of their own: the
     update pass computes them, so their column is absent, unless something needs them before it.
@@ -40,10 +43,24 @@ def compute_logprobs(
     if reference is not None:
         num_reference = len(batches.updates)
         with run.scheduler.onloaded(MemoryOwner.REFERENCE):
-            batches = batches.with_column("ref_logprobs", batches.by_update(reference.logprobs))
+            if config.rl.reference_pass == "packed":
+                values = batches.by_update(reference.logprobs)
+            else:
+                values = single_row_logprobs(run.samples, reference, batches)
+        batches = batches.with_column("ref_logprobs", values)
+    if teachers := run.models.teachers:
+        flags = config.distillation
+        of_sample = teachers_of_samples(samples, run.data.train, [*teachers], flags.teacher_key)
+        with run.scheduler.onloaded(MemoryOwner.TEACHERS):
+            batches = batches.changed(partial(with_teachers, teachers, of_sample, flags.full))
+    if run.tail is not None:
+        early = Mean.of(float(s.has_reference) for s in samples)
+        batches = batches.with_metrics(MetricSet({"throughput/reference_in_tail": early}))
     if config.sampling.rl_resample_factor > 1 or config.balance.partial_rollout_tokens:
         batches = with_on_policy_mask(batches, run.samples, samples, state.version)
     counts = {"forward/old": Max(float(num_old)), "forward/reference": Max(float(num_reference))}
+    if teachers:
+        counts["forward/teachers"] = Max(float(len(batches.updates) * len(teachers)))
     batches = batches.with_metrics(MetricSet(counts))
     if run.models.critic is None:
         return batches

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,52 +18,68 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.outputs import (
     CURVES_FILE,
     METRICS_FILE,
+    PAGE_FILE,
     ROLLOUTS_FILE,
     SUMMARY_FILE,
     TENSORBOARD_FOLDER,
     export_target,
 )
+from mindspeed_rl.core.alarms import FLAG as ALARM_FLAG
+from mindspeed_rl.core.alarms import Alarms, Rollback
 from mindspeed_rl.core.files import write_text_atomic
 from mindspeed_rl.core.memory import MemoryOwner
-from mindspeed_rl.core.types import Prompt
-from mindspeed_rl.generation.evaluate import Evaluation, evaluate
-from mindspeed_rl.metrics.agreement import EngineAgreement
-from mindspeed_rl.metrics.constant_rewards import ConstantRewards
+from mindspeed_rl.data.prompts import PromptDataset
+from mindspeed_rl.expert_placement.near_trainer import lacking_elements
+from mindspeed_rl.generation.evaluate import Evaluation, SharedEvaluation, evaluate
+from mindspeed_rl.generation.evaluated_sets import by_set, result_lines
+from mindspeed_rl.generation.rollout_worker import GenerationResult
+from mindspeed_rl.generation.shown_rows import evaluation_rows, token_columns, training_row
+from mindspeed_rl.launch.attempt import restart_metrics
+from mindspeed_rl.metrics.agreement import EngineAgreement, check_mismatch
+from mindspeed_rl.metrics.constant_rewards import ConstantRewards, MissingRewards
 from mindspeed_rl.metrics.jsonl import encode_json
 from mindspeed_rl.metrics.metric_set import MetricSet, reduce_metrics
 from mindspeed_rl.metrics.names import (
     MISMATCH_MAX,
     MISMATCH_MEAN,
-    RESPONSE_LENGTH,
-    REWARD,
     STEP_TIME,
     headline,
 )
 from mindspeed_rl.metrics.output_dir import take_output_dir
+from mindspeed_rl.metrics.rollouts_page import write_page
+from mindspeed_rl.metrics.run_record import write_run_record
+from mindspeed_rl.metrics.run_totals import Totals, never_learned
 from mindspeed_rl.metrics.telemetry import log_description, named_phase, open_progress
 from mindspeed_rl.metrics.throughput_table import benchmark_lines
+from mindspeed_rl.peers.saving import stopped_line
 from mindspeed_rl.planning.budget import machine_on
-from mindspeed_rl.planning.phase_limits import evaluation_limit
+from mindspeed_rl.planning.phase_limits import evaluation_limit, phase_limits
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.report import decode_line
+from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.platforms.npu_install import determinism_line
 from mindspeed_rl.platforms.process_groups import existing_groups, group_lines
 from mindspeed_rl.rl.build_engine import predict_run
 from mindspeed_rl.rl.components import Components, Models, RunState
+from mindspeed_rl.rl.export import export_critic, export_policy
 from mindspeed_rl.rl.rollouts import RolloutBatch
 from mindspeed_rl.rl.sync import bounds_of
 from mindspeed_rl.rl.throughput import step_throughput
-from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
+from mindspeed_rl.samples.columns import LOSS_MASK, ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.rollout_info import RolloutInfo
+from mindspeed_rl.samples.sample_metrics import sample_metrics
+from mindspeed_rl.samples.shown_tokens import shown_samples
 from mindspeed_rl.samples.store import PlacedSamples, ResponseTensors
-from mindspeed_rl.trainer.export import export_critic, export_policy
 from mindspeed_rl.trainer.train_engine import TrainEngine
+
+_SHOWN = (TOKEN_IDS, ROLLOUT_LOGPROBS, LOSS_MASK)  # columns of the samples for people
 
 
 def describe(run: Components) -> None:
     """Log at start what will run: data, layouts, batch arithmetic, rewards, ignored flags."""
     plan, on_npu = run.plan, run.job.platform.name == "npu"
     prediction = MemoryPrediction(run.config, plan, machine_on(run.config, run.job.platform.name))
+    group_bytes = prediction.group_bytes(0)
     weight_format = run.rollouts.engine.weight_format
     rewards = run.config.rewards.reward_function
     if run.config.benchmark.active:
@@ -84,12 +100,33 @@ def describe(run: Components) -> None:
         f"rewards: {', '.join(rewards)}"
         + (f"; control: {run.config.rl.rl_control}" if run.config.rl.rl_control != "none" else ""),
         *(pool.notices if (pool := run.rollouts.rewards.pool) is not None else ()),
-        *group_lines(existing_groups(), prediction.group_bytes(0)),
+        *(group_lines(existing_groups(), group_bytes) if any(group_bytes.values()) else ()),
         *([decode_line(prediction), determinism_line()] if on_npu else []),
         *([weight_format] if weight_format else []),
         *order_lines(run.config, len(run.data.train)),
+        *placement_lines(run.config, plan),
         *([experts] if plan.spec.moe and run.config.rl.rl_routing_replay == "none" else []),
     )
+
+
+def placement_lines(config: RLRunConfig, plan: RLPlan) -> list[str]:
+    """Return what ``--rollout-expert-placement`` gains at the start; empty with linear."""
+    if config.balance.rollout_expert_placement == "linear":
+        return []
+    layout = plan.rollout_layout
+    moved, layers = len(layout.layer_experts), len(plan.spec.expert_layers)
+    if not moved:
+        return ["experts: linear placement keeps as many where they are trained as any other"]
+    item = 2 if config.rollout.engine_is_bf16(config.train) else 4
+    before, after = (
+        item * lacking_elements(plan.megatron, target) / 2**30
+        for target in (replace(layout, layer_experts=()), layout)
+    )
+    return [
+        f"experts: {moved} of {layers} layers have theirs where they are trained, as far as "
+        f"possible; a weight update brings a rank {after:.3g} GiB of experts in the mean, "
+        f"{before:.3g} with linear placement"
+    ]
 
 
 def order_lines(config: RLRunConfig, num_prompts: int) -> list[str]:
@@ -101,17 +138,6 @@ def order_lines(config: RLRunConfig, num_prompts: int) -> list[str]:
     if least <= num_prompts:
         line += f"; the {least} prompts of --train-iters {config.train.train_iters} are no more"
     return [line]
-
-
-@dataclass
-class Totals:
-    """Sums over all steps of the run, for the summary; time when it was stopped is left out."""
-
-    steps: int = 0
-    wall_s: float = 0.0
-    tokens: int = 0
-    step_seconds: float = 0.0
-    worst_mismatch: float = 0.0
 
 
 class RunReporter:
@@ -147,15 +173,20 @@ class RunReporter:
         }
         config = run.config
         first = state.get("first_mismatches", ()) if state else ()
-        self._agreement = EngineAgreement(bounds_of(config, run.plan.spec), first)
+        self._bounds = bounds_of(config, run.plan.spec)
+        self._agreement = EngineAgreement(self._bounds, first)
         self._benchmark: list[Mapping[str, float]] = []
-        self._constant = ConstantRewards(config.rewards.reward_constant_steps)
+        self._constant = ConstantRewards(config.watched_constant_steps)
+        self._rules = config.alarms.rules
+        self._alarms = Alarms(self._rules, state.get("alarms") if state else None)
+        self._missing = MissingRewards()
         take_output_dir(config.logging, config.checkpoint.load, run.job.world.local_rank, start)
         run.telemetry.logger.truncate_after(start)
         if self._writer:
+            write_run_record(run.job, start)
             run.telemetry.dump.truncate_after(start)
-        estimator = config.advantages.rl_advantage_estimator
-        self._progress = open_progress(config, start, estimator, run.job.world.rank)
+            run.telemetry.evaluations.truncate_after(start - 1)  # that of start is made again
+        self._progress = open_progress(config, start, config.algorithm, run.job.world.rank)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the summary needs of the steps so far, as JSON."""
@@ -168,42 +199,68 @@ class RunReporter:
             "totals": asdict(totals),
             "evaluations": evaluations,
             "first_mismatches": self._agreement.first,
+            "alarms": self._alarms.state_dict(),
         }
 
     def _wall_s(self) -> float:
         return self._totals.wall_s + time.monotonic() - self._began_s
 
-    def evaluate_if_due(self, step: int) -> None:
-        """Evaluate before the first step and every ``--eval-interval`` steps. Collective."""
+    def evaluate_if_due(self, step: int) -> SharedEvaluation | None:
+        """Evaluate before the first step and every ``--eval-interval`` steps. Collective.
+
+        With ``--rl-eval-in-rollouts`` the evaluation that is due is returned instead, for
+        :func:`~mindspeed_rl.rl.rollouts.generate_rollouts` and then :meth:`end_evaluation`.
+        """
         interval = self._job.config.prompts.eval_interval
         due = step == 0 or (interval > 0 and step % interval == 0)
         if not due or not self._data.held_out or step in self._evaluations:
+            return None
+        if not self._job.config.prompts.rl_eval_in_rollouts:
+            self._evaluate(step)
+            return None
+        job, sets = self._job, self._data.held_out
+        limits = phase_limits(job.config, job.plan, job.platform.name)
+        limit_s = limits.of("generate", None) + sum(map(self._evaluation_limit, sets.values()))
+        return SharedEvaluation(
+            self._worker, job.config.prompts, sets,
+            step=step, version=self._state.version, limit_s=limit_s,
+        )  # fmt: skip
+
+    def end_evaluation(self, shared: SharedEvaluation | None) -> None:
+        """Report an evaluation that was generated with a step. Collective; in ROLLOUT."""
+        if shared is None:
             return
-        self._evaluate(step)
+        results = shared.results(partial(self._dump_evaluation, shared.step))
+        self._log_evaluation(shared.step, results, shared.metrics())
+
+    def _evaluation_limit(self, dataset: PromptDataset) -> float:
+        count = self._job.config.prompts.rl_prompts_per_eval or len(dataset)
+        return evaluation_limit(self._job.config, self._job.plan, self._job.platform.name, count)
 
     def _evaluate(self, step: int) -> None:
         flags, version = self._job.config.prompts, self._state.version
         results = {}
         for name, dataset in self._data.held_out.items():
             # The time counts for no training step, and the limit of a phase holds for each set.
-            limit_s = evaluation_limit(
-                self._job.config, self._job.plan, self._job.platform.name,
-                flags.rl_prompts_per_eval or len(dataset),
-            )  # fmt: skip
+            limit_s = self._evaluation_limit(dataset)
             with self._telemetry.timer.excluded(), self._job.watchdog.phase("evaluate", limit_s):
                 results[name] = evaluate(
-                    self._worker, self._scheduler, flags, dataset, step=step, version=version
+                    *(self._worker, self._scheduler, flags, dataset),
+                    *(partial(self._dump_evaluation, step, name),),
+                    step=step,
+                    version=version,
                 )
+        self._log_evaluation(step, results, {})
+
+    def _log_evaluation(
+        self, step: int, results: dict[str, Evaluation], values: dict[str, float]
+    ) -> None:
+        """Keep and log the results on all sets, and further metrics beside them."""
         self._evaluations[step] = results
-        values: dict[str, float] = {}
         for name, result in results.items():
             values |= result.metrics(name)
-            sampled = "".join(f", {key} {value:.4g}" for key, value in result.sampled.items())
-            self._job.log_rank0(
-                f"evaluation{f' on {name}' if name else ''} after step {step}: reward "
-                f"{result.reward:.4g}, accuracy {result.accuracy:.1%}, lenient "
-                f"{result.accuracy_lenient:.1%} on {result.num_prompts} held-out prompts{sampled}"
-            )
+            on = f" on {name}" if name else ""
+            self._job.log_rank0(f"evaluation{on} after step {step}: {result.text}")
         self._telemetry.logger.log(step, values)
 
     def log_step(self, rollouts: RolloutBatch, metrics: MetricSet, placed: PlacedSamples) -> None:
@@ -214,28 +271,32 @@ class RunReporter:
         step, samples, timer = self._state.step, rollouts.generated, self._telemetry.timer
         times = timer.finish_step()
         with named_phase(timer, self._job.watchdog, "log"):
-            num_shown = min(self._job.config.logging.log_rollouts, len(samples))
-            # At even distances, so that they are of different prompts.
-            shown = [samples[i * len(samples) // num_shown] for i in range(num_shown)]
+            shown = shown_samples(samples, self._job.config.logging.log_rollouts)
+            columns = [c for c in self._store.columns if c in _SHOWN]
             # Fetched first, so that the other ranks need not wait for the writer.
-            responses = self._store.fetch(shown, placed, (TOKEN_IDS, ROLLOUT_LOGPROBS))
+            responses = self._store.fetch(shown, placed, columns)
             metrics = metrics.merge(rollouts.metrics).merge(times.metrics())
             values = self._log(step, rollouts, metrics)
-            if self._writer:
+            if shown:
                 self._dump(step, shown, responses)
             self._check(step, values)
 
     def _log(self, step: int, rollouts: RolloutBatch, metrics: MetricSet) -> Mapping[str, float]:
         samples = rollouts.generated
         values = reduce_metrics(metrics.merge(self._telemetry.ledger.metrics()))
+        group_size = self._job.plan.batch.group_size
+        values |= sample_metrics(samples, self._reward_names, group_size)
         if self._writer:
-            group_size = self._job.plan.batch.group_size
-            values |= sample_metrics(samples, self._reward_names, group_size)
-            if warning := self._constant.see(values["reward/min"], values["reward/max"]):
+            abstained = values["reward/abstained"] / max(1, len(samples))
+            for warning in self._missing.see(values.get("reward/timeout_rate", 0.0), abstained):
                 self._job.log_rank0(f"warning: step {step}: {warning}")
+            self._totals.steps_with_signal += values["reward/min"] < values["reward/max"]
         values |= derived_mismatch(values)
         values |= step_throughput(self._job, self._store, rollouts, step, values)
         values["policy/version"] = float(self._state.version)
+        values |= restart_metrics()
+        if self._state.rollbacks:
+            values["run/rollbacks"] = float(len(self._state.rollbacks))
         if self._job.config.benchmark.active:
             self._benchmark.append(values)
         self._totals.steps += 1
@@ -249,64 +310,89 @@ class RunReporter:
 
     def _check(self, step: int, values: Mapping[str, float]) -> None:
         config = self._job.config
-        check_mismatch(step, values[MISMATCH_MAX], config.rl.rl_max_logprob_diff)
-        interval = config.rollout.reshard_verify_interval
-        if interval and (step - 1) % interval == 0:
-            mean = values.get(MISMATCH_MEAN, math.nan)
-            # NaN: no token could be compared
-            if not math.isnan(mean) and (warning := self._agreement.see(step, mean)):
-                self._job.log_rank0(f"warning: {warning}")
+        unlike = self._bounds.unlike
+        check_mismatch(step, values[MISMATCH_MAX], config.rl.rl_max_logprob_diff, unlike)
+        mean = values.get(MISMATCH_MEAN, math.nan)
+        # NaN: no token could be compared
+        if not math.isnan(mean) and (warning := self._agreement.see(step, mean)):
+            self._raise_alarm("mismatch-drift", warning)
+        if warning := self._constant.see(values["reward/min"], values["reward/max"]):
+            self._raise_alarm("dead-rewards", f"step {step}: {warning}")
+        for alarm in self._alarms.see(values):
+            if alarm.rule.action == "rollback":
+                raise Rollback(alarm, step)
+            self._raise_alarm(alarm.rule.name, f"step {step}: {alarm.text}")
+
+    def _raise_alarm(self, name: str, text: str) -> None:
+        """Tell an alarm, and end the run where its rule asks for that; all ranks decide alike.
+
+        Raises:
+            RuntimeError: The action of the rule is ``stop``.
+        """
+        action = self._rules[name].action
+        if action == "stop":
+            raise RuntimeError(f"{text}; {ALARM_FLAG} {name}=stop ends the run")
+        if action != "off":
+            self._job.log_rank0(f"warning: {text}")
 
     def _dump(
         self, step: int, shown: Sequence[RolloutInfo], responses: Sequence[ResponseTensors]
     ) -> None:
-        """Write samples for people to read."""
+        """Write samples for people to read. Collective: the world."""
+        values, data = self._telemetry.tokens.gather(), self._data
+        if not self._writer:
+            return
         pairs = sorted(zip(shown, responses, strict=True), key=lambda pair: pair[0].sample_id)
         for sample, response in pairs:
-            prompt = self._data.train[sample.prompt_index]
-            row = {
-                "reward": sample.reward,  # None when the reward function abstained
-                "sample_id": sample.sample_id,
-                "prompt": prompt.text,
-                "response": str(self._data.tokenizer.decode(response[TOKEN_IDS.name].tolist())),
-                "answer": prompt.answer,
-                "finish_reason": "stop" if sample.stopped else "length",
-                "parts": dict(zip(self._reward_names, sample.parts, strict=True)),
-            }
+            prompt = data.train[sample.prompt_index]
+            row = training_row(
+                *(sample, prompt, response, values.get(sample.key, {}), self._reward_names),
+                *(self._job.plan.batch.group_size, data.tokenizer),
+            )
             if self._job.config.logging.log_rollout_tokens:
-                row |= _tokens(prompt, sample, response)
+                row |= token_columns(prompt, sample, response)
             self._telemetry.dump.append(step, row)
 
-    def finish(self, models: Models) -> None:
-        """Evaluate the result, export it, write curves and summary. Collective; in ROLLOUT."""
-        job, config, telemetry = self._job, self._job.config, self._telemetry
-        last = config.train.train_iters
-        telemetry.profiler.close()  # evaluation and export are not part of a step
+    def _dump_evaluation(self, step: int, name: str, found: Sequence[GenerationResult]) -> None:
+        """Write responses of an evaluation for people to read. Collective: the world."""
+        config = self._job.config
+        if not config.logging.log_rollouts:
+            return
+        leads = self._worker.assignment.leads_engine
+        rows = evaluation_rows(
+            *(found, name, config.logging.log_rollouts, config.prompts.rl_eval_samples),
+            *(self._data.tokenizer, leads),
+        )
+        for row in rows if self._writer else ():
+            self._telemetry.evaluations.append(step, row)
+
+    def close(self) -> None:
+        """End the bar of the progress. Local."""
         self._progress.close()
-        if self._data.held_out and last not in self._evaluations:
-            self._evaluate(last)
-        self._scheduler.to_train()
-        output = Path(config.logging.output_dir)
+
+    def stop(self, reason: str) -> None:
+        """End before the last step: no evaluation, export or summary. Local."""
+        self.close()
+        self._job.log_rank0(stopped_line(self._job, self._state.step, reason))
+
+    def _export(self, models: Models) -> str:
+        """Export what the flags ask for; return the folder of the policy, or an empty string."""
+        job, config = self._job, self._job.config
         export = "" if config.benchmark.active else export_target(config)
-        phase = partial(named_phase, telemetry.timer, job.watchdog, "export")
+        phase = partial(named_phase, self._telemetry.timer, job.watchdog, "export")
+        last = config.train.train_iters
         if export:
             with phase():
                 export_policy(job, models.policy, export, last)
         if models.critic is not None and config.critic.critic_export_hf:
             with phase(), self._scheduler.onloaded(MemoryOwner.CRITIC):
                 export_critic(job, models.critic, last)
-        if self._benchmark:
-            prediction, _ = predict_run(job)
-            peaks = prediction.peaks(prediction.representatives())
-            job.log_rank0(*benchmark_lines(self._benchmark, peaks))
-        if not self._writer:
-            return
-        # Of --eval-prompt-data, else of the first set.
-        first, final = (
-            next(iter(self._evaluations.get(step, {}).values()), None) for step in (0, last)
-        )
-        totals = self._totals
-        summary = {
+        return export
+
+    def _summary(self, first: Evaluation | None, final: Evaluation | None) -> dict[str, Any]:
+        """Return the numbers of the run, with its evaluations before and after."""
+        totals, config = self._totals, self._job.config
+        return {
             "reward_before": first.reward if first else None,
             "reward_after": final.reward if final else None,
             "accuracy_before": first.accuracy if first else None,
@@ -319,9 +405,36 @@ class RunReporter:
             "tokens_per_s": totals.tokens / max(totals.step_seconds, 1e-9),
             "step_s_mean": totals.step_seconds / max(1, totals.steps),
             "worst_mismatch": totals.worst_mismatch,
-            "parameters_abs_sum": _checksum(models.policy),
             "seed": config.train.seed,
             "control": config.rl.rl_control,
+        }
+
+    def finish(self, models: Models) -> None:
+        """Evaluate the result, export it, write curves and summary. Collective; in ROLLOUT."""
+        job, config, telemetry = self._job, self._job.config, self._telemetry
+        last = config.train.train_iters
+        telemetry.profiler.close()  # evaluation and export are not part of a step
+        self._progress.close()
+        if self._data.held_out and last not in self._evaluations:
+            self._evaluate(last)
+        self._scheduler.to_train()
+        output = Path(config.logging.output_dir)
+        export = self._export(models)
+        if self._benchmark:
+            prediction, _ = predict_run(job)
+            peaks = prediction.peaks(prediction.representatives())
+            job.log_rank0(*benchmark_lines(self._benchmark, peaks))
+        if not self._writer:
+            return
+        # Of --eval-prompt-data, else of the first set.
+        first, final = (
+            next(iter(self._evaluations.get(step, {}).values()), None) for step in (0, last)
+        )
+        totals = self._totals
+        sets = by_set(*(self._evaluations.get(step, {}) for step in (0, last)))
+        summary = self._summary(first, final) | {
+            "sets": sets,
+            "parameters_abs_sum": _checksum(models.policy),
             "hf_checkpoint": export,
         }
         from mindspeed_rl.metrics.curves import plot_run
@@ -330,92 +443,20 @@ class RunReporter:
         write_text_atomic(output / SUMMARY_FILE, encode_json(summary, indent=2) + "\n")
         plot_run(output / METRICS_FILE, output / CURVES_FILE)
         telemetry.dump.close()
-        if final:
-            before = f"{first.accuracy:.1%} -> " if first else ""
-            job.log_rank0(f"held-out accuracy {before}{final.accuracy:.1%}")
+        telemetry.evaluations.close()
+        write_page(output)
         job.log_rank0(
+            *result_lines(sets),
             f"largest trainer/engine log-prob difference {totals.worst_mismatch:.2e}",
-            f"results: {output}/{SUMMARY_FILE}, {METRICS_FILE}, {ROLLOUTS_FILE}, {CURVES_FILE}, "
-            f"{config.logging.tensorboard_dir or TENSORBOARD_FOLDER}; model: {export or 'none'}",
+            f"results: {output}/{SUMMARY_FILE}, {METRICS_FILE}, {ROLLOUTS_FILE}, {PAGE_FILE}, "
+            f"{CURVES_FILE}, {config.logging.tensorboard_dir or TENSORBOARD_FOLDER}; "
+            f"model: {export or 'none'}",
         )
-
-
-def _tokens(prompt: Prompt, sample: RolloutInfo, response: ResponseTensors) -> dict[str, Any]:
-    """Return the ids of prompt and response, the engine's log-probs, and the weight versions."""
-    tokens = {
-        "prompt_ids": prompt.token_ids,
-        "response_ids": response[TOKEN_IDS.name].tolist(),
-        "logprobs": response[ROLLOUT_LOGPROBS.name].tolist(),
-    }
-    return tokens | ({"versions": sample.versions} if sample.earlier_versions else {})
-
-
-def check_mismatch(step: int, mismatch: float, limit: float) -> None:
-    """Stop the run when the log-probs of trainer and engine differ too much.
-
-    Args:
-        step: Number of the step, for the message.
-        mismatch: Largest |log p(trainer) - log p(engine)| of the step; minus infinity when the
-            step trained on no token, so that there was nothing to compare.
-        limit: ``--rl-max-logprob-diff``; 0 lets every finite mismatch pass.
-
-    Raises:
-        RuntimeError: the mismatch is above the limit, or not finite, whatever the limit.
-    """
-    if mismatch == -math.inf:
-        return
-    if not math.isfinite(mismatch):
-        raise RuntimeError(
-            f"step {step}: largest |log p(trainer) - log p(engine)| is {mismatch}: trainer or "
-            "engine computes log-probs that are not finite, so nothing it learns can be trusted; "
-            "lower --lr or --clip-grad, and look at optimizer/grad_norm of the steps before"
-        )
-    if limit and not mismatch <= limit:
-        raise RuntimeError(
-            f"step {step}: largest |log p(trainer) - log p(engine)| is {mismatch:.3g}, above "
-            f"--rl-max-logprob-diff {limit:g}; try --lr 0 first: what remains is not learning"
-        )
+        if not config.benchmark.active:
+            job.log_rank0(*never_learned(totals))
 
 
 def _checksum(policy: TrainEngine) -> float:
     """Return the sum of |parameter| on this rank in float64, equal digits for equal runs."""
-    params = policy.named_parameters().values()
+    params = policy.merged_parameters().values()
     return float(sum(p.detach().to(torch.float64).abs().sum() for p in params))
-
-
-def sample_metrics(
-    samples: Sequence[RolloutInfo], reward_names: Sequence[str], group_size: int
-) -> dict[str, float]:
-    """Return the metrics of rewards and lengths of a step, equal on every rank."""
-    known = [s.reward for s in samples if not math.isnan(s.reward)]
-    lengths = [s.num_tokens for s in samples]
-    values = {
-        REWARD: sum(known) / max(1, len(known)),
-        "reward/max": max(known, default=math.nan),
-        "reward/min": min(known, default=math.nan),
-        "reward/abstained": float(len(samples) - len(known)),
-        **quantiles("reward/", known),
-        **quantiles("response/length_", lengths),
-        "response/length_min": float(min(lengths, default=0)),
-        RESPONSE_LENGTH: sum(lengths) / max(1, len(lengths)),
-        "response/length_max": float(max(lengths, default=0)),
-        "response/truncated_fraction": sum(not s.stopped for s in samples) / max(1, len(samples)),
-        "reward/degenerate_groups": _degenerate(samples, group_size),
-    }
-    for i, name in enumerate(reward_names):
-        scores = [s.parts[i] for s in samples if not math.isnan(s.parts[i])]
-        values[f"reward/{name}"] = sum(scores) / max(1, len(scores))
-    return values
-
-
-def quantiles(prefix: str, values: Sequence[float]) -> dict[str, float]:
-    """Return 10th, 50th and 90th percentile: the least value that this part of values reaches."""
-    ordered = sorted(values)
-    places = {q: max(0, math.ceil(len(ordered) * q / 100) - 1) for q in (10, 50, 90)}
-    return {f"{prefix}p{q}": float(ordered[i]) if ordered else math.nan for q, i in places.items()}
-
-
-def _degenerate(samples: Sequence[RolloutInfo], group_size: int) -> float:
-    """Return the part of the groups whose rewards are all equal, so that they teach nothing."""
-    groups = [samples[i : i + group_size] for i in range(0, len(samples), group_size)]
-    return sum(len({s.reward for s in group}) == 1 for group in groups) / max(1, len(groups))

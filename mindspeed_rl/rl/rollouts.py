@@ -10,8 +10,14 @@ from functools import partial
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.generation.assignment import observe_lengths
+from mindspeed_rl.generation.evaluate import SharedEvaluation
 from mindspeed_rl.generation.length_caps import LengthCaps, length_caps
-from mindspeed_rl.generation.rollout_worker import PassRequest, PhaseContext, RolloutWorker
+from mindspeed_rl.generation.rollout_worker import (
+    PassRequest,
+    PhaseContext,
+    RolloutWorker,
+    TailWork,
+)
 from mindspeed_rl.metrics.metric_set import MetricSet
 from mindspeed_rl.metrics.telemetry import named_phase
 from mindspeed_rl.rl.advantages import length_penalty
@@ -19,6 +25,7 @@ from mindspeed_rl.rl.components import Components, PromptData, RunState
 from mindspeed_rl.rl.dynamic_sampling import Group, fill_step
 from mindspeed_rl.rl.partial_rollouts import complete_groups
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
+from mindspeed_rl.samples.shown_tokens import shown_samples
 from mindspeed_rl.samples.store import SampleStore
 
 
@@ -54,6 +61,8 @@ class _StepSampling:
         phase: Names the parts of a pass for timer and watchdog.
         state: State of the run.
         caps: Caps of responses by earlier ones; ``None``: there are none.
+        tail: Work for ranks whose engine is done before others; ``None``: there is none.
+        shared: Evaluation that is generated with the first pass; ``None``: there is none.
         num_generated: Number of samples generated so far.
         metrics: Metrics of the passes so far.
     """
@@ -66,6 +75,8 @@ class _StepSampling:
     phase: PhaseContext
     state: RunState
     caps: LengthCaps | None = None
+    tail: TailWork | None = None
+    shared: SharedEvaluation | None = None
     num_generated: int = 0
     metrics: MetricSet = field(default_factory=MetricSet)
 
@@ -84,7 +95,10 @@ class _StepSampling:
             prefixes=prefixes,
             limits=self.limits(prompts),
         )
-        found = self.worker.run(request, self.phase)
+        beside = self.shared.take() if self.shared else ()
+        found = self.worker.run(request, self.phase, tail=self.tail, beside=beside)
+        if self.shared:
+            self.shared.note(found)
         self.store.keep(found.rollouts, found.samples)
         self.num_generated += len(prompts)
         self.metrics = self.metrics.merge(found.metrics)
@@ -131,17 +145,25 @@ class _StepSampling:
         return [s.reward + length_penalty(self.config, s) for s in found.samples]
 
 
-def generate_rollouts(run: Components, state: RunState) -> RolloutBatch:
-    """Sample and score the rollouts of a step. Collective: the world; within ROLLOUT."""
+def generate_rollouts(
+    run: Components, state: RunState, shared: SharedEvaluation | None = None
+) -> RolloutBatch:
+    """Sample and score the rollouts of a step. Collective: the world; within ROLLOUT.
+
+    The responses of ``shared`` are generated with them, and counted in the metrics of steps alone.
+    """
+    limit_s = shared.limit_s if shared else None
     sampling = _StepSampling(
         worker=run.rollouts,
         store=run.samples,
         data=run.data,
         config=run.config,
         group_size=run.plan.batch.group_size,
-        phase=partial(named_phase, run.telemetry.timer, run.job.watchdog),
+        phase=partial(named_phase, run.telemetry.timer, run.job.watchdog, limit_s=limit_s),
         state=state,
         caps=length_caps(run.config),
+        tail=run.tail,
+        shared=shared,
     )
     carried = [s for group in (*state.carried_groups, *state.partial_groups) for s in group]
     run.samples.begin_step(state.step, carried)
@@ -180,7 +202,10 @@ def generate_rollouts(run: Components, state: RunState) -> RolloutBatch:
         sampling.metrics = sampling.metrics.merge(found)
     everything, trained = _numbered(generated), _numbered(groups)
     observe_lengths(state.lengths, everything)
-    return RolloutBatch(trained, everything or trained, sampling.metrics, greedy)
+    rollouts = RolloutBatch(trained, everything or trained, sampling.metrics, greedy)
+    shown = shown_samples(rollouts.generated, run.config.logging.log_rollouts)
+    run.telemetry.tokens.begin(shown)
+    return rollouts
 
 
 def _numbered(groups: Sequence[Group]) -> list[RolloutInfo]:

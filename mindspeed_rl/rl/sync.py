@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mindspeed_rl.colocation.scheduler import Phase
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.core.agreement import AgreementBounds, agreement_bounds
+from mindspeed_rl.core.agreement import AgreementBounds, agreement_bounds, unlike_precisions
 from mindspeed_rl.generation.rollout_worker import PassRequest
 from mindspeed_rl.metrics.agreement import check_difference
 from mindspeed_rl.metrics.metric_set import Mean, MetricSet, reduce_metrics
@@ -37,8 +37,10 @@ def sync_weights(run: Components, version: int) -> MetricSet:
 
 def bounds_of(config: RLRunConfig, spec: ModelSpec) -> AgreementBounds:
     """Return how far trainer and engine may be apart in a run."""
+    trainer, engine = config.train.bf16, config.rollout.engine_is_bf16(config.train)
     return agreement_bounds(
-        bf16=config.train.bf16 or config.rollout.engine_is_bf16(config.train),
+        bf16=trainer or engine,
+        unlike=unlike_precisions(trainer_bf16=trainer, engine_bf16=engine),
         experts=spec.moe is not None,
         latent_attention=spec.latent_attention,
         limit=config.rollout.rl_sync_check_tol,
@@ -67,6 +69,8 @@ def check_engine(run: Components, state: RunState) -> float:
     )
     with run.phase("probe"):
         own = worker.generate(PassRequest(prompts, 0, settings, state.version))
+        if run.config.balance.moves_experts:
+            worker.engine.take_expert_load()  # a resumed run would count this probe once more
         known, copies = (own, []) if worker.assignment.leads_engine else ([], own)
         samples = exchange_table(
             known, engine.group_of(run.job.world.rank), (), engine.num_groups, SampleKey(0, 0),

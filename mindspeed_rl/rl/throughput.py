@@ -15,7 +15,7 @@ from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import SampleStore
 
 # Phases from the first request of a rollout to the end of its slowest engine.
-_ROLLOUT = ("generate", "reward", "wait")
+_ROLLOUT = ("generate", "tail", "reward", "wait")
 
 
 def step_throughput(

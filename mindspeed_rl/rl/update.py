@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,12 +20,15 @@ from mindspeed_rl.algorithms.selection import StepTokens, select_by_covariance
 from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs, Sequences
 from mindspeed_rl.colocation.scheduler import DeviceScheduler, Phase
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.core.alarms import FLAG, GRADIENT_NORM, MAX_SKIPPED, Rollback, ending
 from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner
-from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet, Total, reduce_metrics
+from mindspeed_rl.metrics.metric_set import Max, Mean, Metric, MetricSet, Total, reduce_metrics
 from mindspeed_rl.rl.batches import OptimizerBatch, StepBatches, sample_of_token
 from mindspeed_rl.rl.components import Components, Models, RunState
 from mindspeed_rl.rl.critic import critic_loss, update_critic
 from mindspeed_rl.samples.packing import MicroBatch
+from mindspeed_rl.samples.shown_tokens import ShownTokens
+from mindspeed_rl.trainer.nonfinite import trace_nonfinite
 from mindspeed_rl.trainer.routing_replay import AGREEMENT, ENGINE_AGREEMENT
 from mindspeed_rl.trainer.train_engine import LossFunction, TrainEngine, collect_metrics
 
@@ -58,13 +61,18 @@ def update(run: Components, state: RunState, batches: StepBatches) -> MetricSet:
         metrics = metrics.merge(skipped)
     before = state.version
     gaps = MagnitudeHistogram.empty(run.job.platform.device)
-    for _ in range(iterations):
-        for batch in updates:
+    run.telemetry.tokens.follow(batches.placed.samples)
+    with run.scheduler.onloaded(*[MemoryOwner.TEACHERS] * run.config.distillation.full):
+        for batch in updates * iterations:
             if batch.denominators.tokens == 0:
                 metrics = metrics.merge(skipped)
                 continue
             first = state.version == before
-            metrics = metrics.merge(update_once(run.config, policy, state, batch, first, gaps))
+            done = update_once(
+                *(run.config, policy, state, batch, first, gaps, run.job.log_rank0),
+                run.telemetry.tokens,
+            )
+            metrics = metrics.merge(done.metrics if done.made else done.metrics.merge(skipped))
     metrics = metrics.merge(mismatch_quantiles(gaps, policy))
     if run.config.rl.grpo_kl_beta:
         metrics = metrics.merge({"policy/kl_beta": Max(state.kl_beta)})
@@ -98,6 +106,14 @@ def _empty_metrics(config: RLRunConfig, kl_beta: float, routes: bool) -> MetricS
     return metrics
 
 
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What a rank knows of one optimizer step, and whether it was made."""
+
+    metrics: MetricSet
+    made: bool
+
+
 def update_once(
     config: RLRunConfig,
     policy: TrainEngine,
@@ -105,27 +121,79 @@ def update_once(
     batch: OptimizerBatch,
     first_update: bool,
     gaps: MagnitudeHistogram,
-) -> MetricSet:
-    """Run one optimizer step and return what this rank knows of it. Collective: the training grid.
+    tell: Callable[[str], None],
+    shown: ShownTokens,
+) -> Update:
+    """Run one optimizer step, unless its gradient norm forbids it. Collective: the training grid.
 
-    The log-prob differences between trainer and engine are counted in ``gaps``.
+    The log-prob differences between trainer and engine are counted in ``gaps``, and values of
+    tokens that people will see kept in ``shown``.
+
+    Raises:
+        FloatingPointError: Gradients are not finite, and ``--rl-alarms`` does not skip them.
+        Rollback: An alarm of the gradient norm asks for an earlier checkpoint.
+        RuntimeError: An alarm of the gradient norm ends the run.
     """
     if config.policy_loss.loss.selects:
         old_is_present = first_update and config.rl.old_logprob != "rollout"
         batch = select_tokens(config, policy, batch, state.version, old_is_present)
-    loss = step_loss(config, state.kl_beta, batch.denominators, first_update, gaps)
+    known: list[torch.Tensor] = []
+    loss = step_loss(config, state.kl_beta, batch.denominators, first_update, gaps, known.append)
     found = policy.forward_backward(batch.micro_batches, loss)
+    if known:  # on the last stage, a call for each micro-batch in its order
+        shown.note(batch.micro_batches, known, counts=policy.is_metrics_rank)
+    norm = policy.gradient_norm()
+    if _is_skipped(config, policy, state, batch, norm, tell):
+        policy.discard_gradients()
+        # Means and maxima of numbers that are not finite would be none, either.
+        return Update(found if math.isfinite(norm) else MetricSet(), made=False)
     stats = policy.step()
     state.version += 1
     if first_update and RATIO in found:
         found = found.merge({FIRST_RATIO: found[RATIO]})
-    return found.merge(
-        {
-            "optimizer/skipped": Total(0.0),
-            "optimizer/grad_norm": Mean(stats.grad_norm, 1.0),
-            "optimizer/lr": Max(stats.learning_rate),
-        }
-    )
+    of_optimizer: dict[str, Metric] = {
+        "optimizer/skipped": Total(0.0),
+        GRADIENT_NORM: Mean(stats.grad_norm, 1.0),
+        "optimizer/lr": Max(stats.learning_rate),
+    }
+    return Update(found.merge(of_optimizer), made=True)
+
+
+def _is_skipped(
+    config: RLRunConfig,
+    policy: TrainEngine,
+    state: RunState,
+    batch: OptimizerBatch,
+    norm: float,
+    tell: Callable[[str], None],
+) -> bool:
+    """Judge the gradient norm of an update; say whether to skip it. Collective as the trace.
+
+    Raises:
+        FloatingPointError, Rollback, RuntimeError: See :func:`update_once`.
+    """
+    alarm = state.gradients.see(config.alarms.rules, norm)
+    if alarm is None:
+        return False
+    if not math.isfinite(norm):
+        # Without the mismatch, whose tokens are counted already.
+        loss = step_loss(config, state.kl_beta, batch.denominators, False)
+        origin = trace_nonfinite(policy, batch.micro_batches, loss)
+        alarm = replace(alarm, text=f"{alarm.text}; {origin}")
+    if alarm.rule.action == "rollback":
+        raise Rollback(alarm, state.step)
+    if alarm.rule.action == "stop":
+        kind = RuntimeError if math.isfinite(norm) else FloatingPointError
+        raise kind(ending(alarm, state.step))
+    skips = alarm.rule.action == "skip"
+    tell(f"warning: step {state.step}: {alarm.text}" + ("; the update is skipped" if skips else ""))
+    if state.gradients.skipped >= MAX_SKIPPED:
+        raise RuntimeError(
+            f"step {state.step}: {MAX_SKIPPED} updates in a row were skipped ({FLAG} "
+            f"{alarm.rule.name}=skip), so nothing is learned; lower --lr, or go back to an earlier "
+            "checkpoint with --load"
+        )
+    return skips
 
 
 def loss_settings(config: RLRunConfig, kl_beta: float) -> LossSettings:
@@ -145,6 +213,8 @@ def loss_settings(config: RLRunConfig, kl_beta: float) -> LossSettings:
         kl_estimator=kl.rl_kl_estimator,
         entropy_weight=rl.grpo_entropy_term_weight,
         correction=config.correction,
+        teacher_weight=config.distillation.sampled_weight,
+        teacher_kl_weight=config.distillation.full_weight,
     )
 
 
@@ -154,12 +224,14 @@ def step_loss(
     denominators: Denominators,
     first_update: bool,
     gaps: MagnitudeHistogram | None = None,
+    note: Callable[[torch.Tensor], None] | None = None,
 ) -> LossFunction:
     """Return the loss of one optimizer step, which reports the mismatch where it can compute it.
 
     It compares the engine's log-probs with the trainer's under the weights that sampled: the old
     ones unless they are the engine's own, else the present ones until the first update. Samples of
-    earlier steps are left out: their difference is learning. Differences are counted in ``gaps``.
+    earlier steps are left out: their difference is learning. Differences are counted in ``gaps``;
+    ``note`` gets the trainer's log-probs.
     """
     old_is_trainers = config.rl.old_logprob != "rollout"
     settings: LossSettings = loss_settings(config, kl_beta)
@@ -172,6 +244,8 @@ def step_loss(
         if known is None:
             return outputs
         engine, fresh = inputs.rollout_logprobs, inputs.on_policy_mask
+        if note is not None:
+            note(known)
         if gaps is not None:
             gaps.add(known - engine, fresh)
         return replace(outputs, terms={**outputs.terms, **mismatch_terms(known, engine, fresh)})
@@ -183,7 +257,9 @@ def empty_loss_metrics(loss: LossFunction) -> MetricSet:
     """Return zero metrics with the names that a loss reports, for ranks without it. Local."""
     none, flags = torch.zeros(0), torch.zeros(0, dtype=torch.bool)
     owners = Sequences(torch.zeros(0, dtype=torch.int64), none)
-    inputs = LossInputs(none, none, none, none, none, none, owners, flags)
+    inputs = LossInputs(
+        none, none, none, none, none, none, owners, flags, teacher_logprobs=none, teacher_kl=none
+    )
     return collect_metrics([loss(inputs)])
 
 

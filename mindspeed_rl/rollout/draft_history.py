@@ -96,7 +96,7 @@ class DraftHistory:
         line, _, body = content.partition(b"\n")
         try:
             header = dict(json.loads(line))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return "it has no header"
         if header.get("format") != FORMAT:
             return f"its format is {header.get('format')}, this version reads {FORMAT}"
@@ -108,13 +108,25 @@ class DraftHistory:
         digest = hashlib.blake2b(body, digest_size=16).hexdigest()
         if size != len(body) or header.get("digest") != digest:
             return "it is corrupt"
-        offset = 0
-        while offset < len(body):
-            key, count = _RECORD.unpack_from(body, offset)
-            offset += _RECORD.size
-            self.add(key, array("i", body[offset : offset + 4 * count]))
-            offset += 4 * count
+        try:
+            records = list(_records_of(body))
+        except (struct.error, ValueError):
+            return "it is corrupt"
+        for key, response in records:
+            self.add(key, response)
         return ""
+
+
+def _records_of(body: bytes) -> Iterator[tuple[PromptKey, array[int]]]:
+    """Yield prompts and responses; raises `struct.error` or `ValueError` where one is cut off."""
+    offset = 0
+    while offset < len(body):
+        key, count = _RECORD.unpack_from(body, offset)
+        start = offset + _RECORD.size
+        offset = start + 4 * count
+        if offset > len(body):
+            raise ValueError(f"a response of {count} tokens is cut off")
+        yield key, array("i", body[start:offset])
 
 
 def _size(response: array[int]) -> int:

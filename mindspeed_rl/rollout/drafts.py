@@ -6,89 +6,109 @@ it would have sampled anyway. It can only cost the time of the tokens that it do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
+from mindspeed_rl.rollout.draft_costs import DraftController, DraftPlan, StepTime, saved_steps
 from mindspeed_rl.rollout.suffixes import SuffixIndex
 
-
-@dataclass(frozen=True, slots=True)
-class DraftRule:
-    """The cost model of drafts: a step costs 1 per response in it, and each drafted token a part.
-
-    Attributes:
-        most: Longest draft, in tokens.
-        token_cost: Cost of a drafted token beside that of a step, for one response.
-        allowed_loss: Largest share of the cost of all steps by which drafts may be in deficit.
-        prior: Drafted tokens that a new response is assumed to have had, half of them kept.
-        memory: Weight of what is known in what is known after the next draft.
-        probe_every: Steps between drafts of one token for a response whose drafts do not pay.
-    """
-
-    most: int = 8
-    token_cost: float = 0.05
-    allowed_loss: float = 0.03
-    prior: float = 2.0
-    memory: float = 0.9
-    probe_every: int = 32
+# Tokens of earlier responses that a search may add to the index, so that no step waits for all.
+_INDEXED_PER_SEARCH = 256
 
 
-def draft_length(acceptance: float, rule: DraftRule) -> int:
+def draft_length(acceptance: float, plan: DraftPlan, most: int) -> int:
     """Return the length with the most tokens per cost; 0 where no draft pays. Pure.
 
     A draft of k tokens gives 1 + a + ... + a^k tokens in the mean. Each adds less than the one
-    before it at the same cost, so the first that does not pay ends the search.
+    before it at the same cost, so the first that lowers the rate ends the search.
 
     Args:
         acceptance: Probability a that a drafted token is kept where all before it were, in [0, 1].
-        rule: Cost model.
+        plan: Costs of a token and of a search, in steps of a response.
+        most: Longest draft.
     """
-    tokens = power = best = 1.0
-    for length in range(1, rule.most + 1):
+    tokens = power = 1.0
+    best, before = 0, 0.0
+    for length in range(1, most + 1):
         power *= acceptance
         tokens += power
-        rate = tokens / (1 + rule.token_cost * length)
-        if rate <= best:
-            return length - 1
-        best = rate
-    return rule.most
+        rate = tokens / (1 + plan.search_cost + plan.token_cost * length)
+        if rate <= before:
+            break
+        best, before = length, rate
+    return best if before > 1.0 else 0
 
 
 @dataclass(slots=True)
 class DraftLedger:
-    """What the drafts of an engine cost and saved, in steps of one response.
+    """The drafts of a call of an engine, in steps and tokens.
 
     Attributes:
-        rule: Cost model.
         steps: Steps of all responses, each counted for itself.
         drafted: Tokens of all drafts.
         kept: Tokens of them that were sampled.
         drafts: Drafts of at least one token.
+        search_seconds: Time in which they were sought.
     """
 
-    rule: DraftRule
     steps: int = 0
     drafted: int = 0
     kept: int = 0
     drafts: int = 0
+    search_seconds: float = 0.0
 
-    @property
-    def affordable(self) -> int:
-        """Tokens that may be drafted so that, if none is kept, the loss stays in its bounds."""
-        credit = self.rule.allowed_loss * self.steps + self.kept
-        return max(0, int(credit / self.rule.token_cost - self.drafted))
+
+class _Texts:
+    """The texts behind one prompt: an index, and earlier responses that it does not have yet."""
+
+    def __init__(self, prompt: tuple[int, ...], earlier: Sequence[Sequence[int]]) -> None:
+        self.index = SuffixIndex()
+        self._start = prompt[-self.index.longest :]
+        self.index.add(prompt)
+        self._missing = deque(earlier)
+        self._text, self._done = 0, 0
+
+    def begin(self) -> int:
+        """Begin a text behind the prompt and return its number."""
+        return self.index.add(self._start)
+
+    def index_some(self, count: int) -> None:
+        """Add up to ``count`` tokens of earlier responses to the index, the oldest first."""
+        while self._missing and count > 0:
+            response = self._missing[0]
+            if not self._done:
+                self._text = self.begin()
+            some = response[self._done : self._done + count]
+            self.index.extend(self._text, some)
+            count -= len(some)
+            self._done += len(some)
+            if self._done == len(response):
+                self._missing.popleft()
+                self._done = 0
 
 
 @dataclass(slots=True)
 class _Response:
-    """An unfinished response: its text in an index, and how its drafts have fared."""
+    """An unfinished response: its text, how much of it is in an index, how its drafts have fared.
 
-    index: SuffixIndex
+    Attributes:
+        sampled: Tokens of it that this engine sampled.
+        starts: Whether the next step reads its prompt.
+    """
+
+    prompt: tuple[int, ...]
+    texts: _Texts
     number: int
     kept: float
     tried: float
+    tokens: list[int] = field(default_factory=list)
+    indexed: int = 0
     draft: list[int] = field(default_factory=list)
     idle: int = 0
+    sampled: int = 0
+    starts: bool = True
 
     def note(self, kept: int, memory: float) -> None:
         # A draft ends with its first wrong token: those behind it were not tried.
@@ -100,21 +120,50 @@ class _Response:
     def acceptance(self) -> float:
         return self.kept / self.tried
 
+    def continuation(self, length: int) -> list[int]:
+        index = self.texts.index
+        index.extend(self.number, self.tokens[self.indexed :])
+        self.indexed = len(self.tokens)
+        self.texts.index_some(_INDEXED_PER_SEARCH)
+        return index.continuation(self.number, length)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """What a step of the engine sampled for one response.
+
+    Attributes:
+        name: Name of the response.
+        tokens: Its new tokens; empty where only a part of the prompt was read.
+        room: Most tokens that its next draft may have.
+    """
+
+    name: str
+    tokens: Sequence[int]
+    room: int
+
 
 class Drafter:
     """Drafts for the responses of one call of an engine. Local; ranks of an engine draft alike.
 
     Args:
-        rule: Cost model.
+        controller: Decides when drafts are sought; it outlives the call.
+        clock: Seconds.
 
     Attributes:
-        ledger: Costs and savings of the drafts so far.
+        ledger: Numbers of the drafts so far.
     """
 
-    def __init__(self, rule: DraftRule) -> None:
-        self.ledger = DraftLedger(rule)
-        self._indexes: dict[tuple[int, ...], SuffixIndex] = {}
+    def __init__(
+        self, controller: DraftController, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.ledger = DraftLedger()
+        self._controller = controller
+        self._clock = clock
+        self._texts: dict[tuple[int, ...], _Texts] = {}
         self._responses: dict[str, _Response] = {}
+        self._last: StepTime | None = None
+        self._num_steps = 0
 
     def open(
         self,
@@ -125,46 +174,98 @@ class Drafter:
     ) -> None:
         """Begin to draft for a response; what is open for the same prompt are its siblings.
 
+        A response of which this is the next turn, or that was elsewhere in between, goes on.
+
         Args:
             name: Name of the response in :meth:`step`.
             prompt: Tokens of the prompt.
-            prefix: Tokens that the response already has.
+            prefix: Tokens behind the prompt that there are already: sampled ones, and in a
+                conversation those of the environment.
             earlier: Earlier responses to the prompt, the newest last; read with the first sibling.
         """
-        index = self._indexes.get(prompt)
-        if index is None:
-            index = self._indexes[prompt] = SuffixIndex()
-            index.add(prompt)
-            for response in earlier:
-                index.extend(index.add(prompt[-index.longest :]), response)
-        number = index.add(prompt[-index.longest :])
-        index.extend(number, prefix)
-        prior = self.ledger.rule.prior
-        self._responses[name] = _Response(index, number, prior / 2, prior)
+        known = self._responses.get(name)
+        if known is not None and known.prompt == prompt:
+            new = len(known.tokens)
+            if known.tokens == list(prefix[:new]):
+                known.tokens += prefix[new:]
+                known.draft, known.starts = [], True
+                return
+        texts = self._texts.get(prompt)
+        if texts is None:
+            texts = self._texts[prompt] = _Texts(prompt, earlier)
+        prior = self._controller.rule.prior
+        response = _Response(prompt, texts, texts.begin(), prior / 2, prior, list(prefix))
+        self._responses[name] = response
 
-    def step(self, name: str, sampled: Sequence[int], room: int) -> list[int]:
-        """Note the tokens that a step sampled, and return the draft for the next step.
+    def step(self, rows: Sequence[SampledRow]) -> list[list[int]]:
+        """Note the tokens that a step sampled, and return the drafts for the next one.
 
         Args:
-            name: Name of the response; one that was not opened has no drafts.
-            sampled: At least one token.
-            room: Most tokens that the draft may have.
+            rows: Responses in the step; one that was not opened has no drafts.
         """
-        response, rule, ledger = self._responses.get(name), self.ledger.rule, self.ledger
-        if response is None:
-            return []
-        ledger.steps += 1
+        start = self._clock()
+        seeks = False
+        found = [self._responses.get(row.name) if row.tokens else None for row in rows]
+        prompts = any(response is None or response.starts for response in found)
+        verified, kept, searches = 0, 0, 0
+        for row, response in zip(rows, found, strict=True):
+            if response is not None:
+                verified += len(response.draft)
+                kept += self._note(response, row.tokens)
+        drafts: list[list[int]] = [[] for _ in rows]
+        if any(found):
+            self._num_steps += 1
+            seeks = self._controller.seeks()
+        if seeks:
+            for i, (row, response) in enumerate(zip(rows, found, strict=True)):
+                length = 0 if response is None else self._length(response, row.room)
+                if response is not None and length > 0:
+                    searches += 1
+                    drafts[i] = response.draft = response.continuation(length)
+        ledger = self.ledger
+        ledger.kept += kept
+        ledger.drafted += sum(map(len, drafts))
+        ledger.drafts += sum(map(bool, drafts))
+        seconds = self._clock() - start if seeks else 0.0
+        ledger.search_seconds += seconds
+        self._last = StepTime(len(rows), verified, kept, searches, seconds, 0.0, prompts)
+        return [list(draft) for draft in drafts]
+
+    def end_step(self, seconds: float) -> StepTime | None:
+        """Return the last step, which took so long as a whole; ``None`` where nothing was sampled.
+
+        Args:
+            seconds: Seconds of the step, those of :meth:`step` included.
+        """
+        last, self._last = self._last, None
+        return None if last is None else replace(last, seconds=seconds)
+
+    def saved_steps(self, capacity: int) -> int:
+        """Return how many steps fewer the engine made than without drafts.
+
+        Args:
+            capacity: Responses that run at once.
+        """
+        counts = [response.sampled for response in self._responses.values()]
+        return saved_steps(counts, self._num_steps, capacity)
+
+    def _note(self, response: _Response, tokens: Sequence[int]) -> int:
+        """Add the tokens of a step, and return how many of them were drafted."""
+        self.ledger.steps += 1
+        response.starts = False
+        response.sampled += len(tokens)
+        kept = 0
         if response.draft:
-            kept = len(sampled) - 1
-            ledger.kept += kept
-            response.note(kept, rule.memory)
-        response.index.extend(response.number, sampled)
-        length = draft_length(response.acceptance, rule)
+            kept = len(tokens) - 1
+            response.note(kept, self._controller.rule.memory)
+        response.draft = []
+        response.tokens += tokens
+        return kept
+
+    def _length(self, response: _Response, room: int) -> int:
+        rule, plan = self._controller.rule, self._controller.plan
+        length = draft_length(response.acceptance, plan, rule.most)
         if not length:
             response.idle += 1
             length = int(response.idle % rule.probe_every == 0)
-        length = min(length, room, ledger.affordable)
-        response.draft = response.index.continuation(response.number, length) if length > 0 else []
-        ledger.drafted += len(response.draft)
-        ledger.drafts += bool(response.draft)
-        return list(response.draft)
+        return min(length, room)

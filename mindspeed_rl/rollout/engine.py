@@ -10,6 +10,8 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
+import torch
+
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.rollout.rebalance import Rebalancer
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
@@ -126,6 +128,14 @@ class InferenceEngine(WeightReceiver, Protocol):
         engines, the world. ``on_step`` is for work that can be done while other completions are
         still being sampled. ``arrivals`` has further requests, of which one may have the id of an
         earlier one that has ended; the last completion of an id is returned.
+        """
+        ...
+
+    def take_expert_load(self) -> torch.Tensor:
+        """Return how many tokens went to each expert since the last call: [layers, experts] int64.
+
+        Of the layers whose tokens the engine was built to count; on the host. A token may count
+        several times, all equally often. Local.
         """
         ...
 

@@ -14,8 +14,8 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.rollout.draft_costs import DraftRule
 from mindspeed_rl.rollout.draft_history import DraftHistory
-from mindspeed_rl.rollout.drafts import DraftRule
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
 if TYPE_CHECKING:
@@ -57,9 +57,11 @@ class EngineSettings:
         tuning: Flags of the engine's execution; on an NPU with a graph mode other than ``auto``.
         graph_sizes: Sizes to which ``--rollout-graph-sizes`` was resolved; may be empty.
         recorded_layers: Layers with experts whose routing is returned with each completion.
+        counted_layers: Layers with experts whose tokens are counted by expert.
         scores_entropy: Whether ``score`` will be asked for entropies.
-        draft_rule: When the engine drafts, and how much; ``None``: it does not.
+        draft_rule: What drafts may cost, and how long they may be; ``None``: there are none.
         draft_history: Earlier responses that drafts are made from.
+        trust_remote_code: Whether Python code of ``model_dir`` may be executed.
         force_balance: Whether tokens go to random experts, evenly, for measurements of throughput.
     """
 
@@ -76,7 +78,9 @@ class EngineSettings:
     )
     graph_sizes: tuple[int, ...] = ()
     recorded_layers: tuple[int, ...] = ()
+    counted_layers: tuple[int, ...] = ()
     scores_entropy: bool = False
+    trust_remote_code: bool = False
     force_balance: bool = False
     draft_rule: DraftRule | None = None
     draft_history: DraftHistory | None = None

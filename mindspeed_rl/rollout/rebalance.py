@@ -9,11 +9,12 @@ the same time; an engine that has no request left waits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol, TypeAlias
 
+from mindspeed_rl.core.types import Completion
 from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.rollout.rebalance_plan import (
     Load,
@@ -47,6 +48,42 @@ class MovableRequests(Protocol):
         ...
 
 
+class Visits(Protocol):
+    """Turns of conversations, some of them generated on another engine than their environments'."""
+
+    @property
+    def num_awaited(self) -> int:
+        """Number of environments of this rank that have not answered yet."""
+        ...
+
+    def expected(self, sample_id: int, generated: int) -> int:
+        """Return the expected tokens of a turn that has ``generated``."""
+        ...
+
+    def leaving(self) -> dict[int, Completion]:
+        """Return the turns of other ranks' conversations that ended here since the last call."""
+        ...
+
+    def come_back(self, turns: Mapping[int, Completion]) -> None:
+        """Pass on those of the turns that are of this rank's conversations."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What an engine group tells all ranks at a rebalance point.
+
+    Attributes:
+        loads: What is left of its requests.
+        turns: Turns of other groups' conversations that ended on it.
+        num_awaited: Environments that have not answered it.
+    """
+
+    loads: list[Load]
+    turns: dict[int, Completion]
+    num_awaited: int
+
+
 @dataclass(frozen=True, slots=True)
 class RebalanceRules:
     """Rules of rebalancing, equal on all ranks.
@@ -78,17 +115,24 @@ class Rebalancer:
         group: Number of this rank's engine group, counted over all engines.
         leads: Whether this rank is the leader of its group and sends for it.
         expected: Estimates the length of a response.
+        visits: Conversations of this rank; ``None`` where it has none.
 
     Attributes:
         steps: Steps of this rank's engine until the next rebalance point.
     """
 
     def __init__(
-        self, rules: RebalanceRules, group: int, leads: bool, expected: ExpectedLength
+        self,
+        rules: RebalanceRules,
+        group: int,
+        leads: bool,
+        expected: ExpectedLength,
+        visits: Visits | None = None,
     ) -> None:
         self.rules = rules
         self._group = group
         self._leads = leads
+        self._visits = visits
         self.expected = expected
         self.steps = rules.interval
 
@@ -96,19 +140,30 @@ class Rebalancer:
         """Exchange requests with the other engines. Collective: the world.
 
         Returns:
-            Whether any engine has a request left.
+            Whether any engine has a request left, or awaits one.
         """
         start = time.perf_counter()
-        reports = gather_objects(requests.loads(self.expected) if self._leads else None)
-        groups = [loads for loads in reports if loads is not None]
+        reports = [r for r in gather_objects(self._report(requests)) if r is not None]
+        groups = [report.loads for report in reports]
         plan = self.plan(groups)
         self.steps = self.steps_after(plan)
         if moves := plan.moves:
             leaving = self.take(requests, moves, stats)
             arrived = gather_objects(leaving if self._leads else [])
             self.deliver(requests, chain.from_iterable(arrived), moves)
+        turns = {i: turn for report in reports for i, turn in report.turns.items()}
+        if self._visits is not None:
+            self._visits.come_back(turns)
         stats.rebalance_seconds += time.perf_counter() - start
-        return any(groups)
+        return any(groups) or bool(turns) or any(report.num_awaited for report in reports)
+
+    def _report(self, requests: MovableRequests) -> _Report | None:
+        if not self._leads:
+            return None
+        if self._visits is None:
+            return _Report(requests.loads(self.expected), {}, 0)
+        loads = requests.loads(self._visits.expected)
+        return _Report(loads, self._visits.leaving(), self._visits.num_awaited)
 
     def plan(self, groups: Sequence[Sequence[Load]]) -> Plan:
         """Plan the moves between groups, equally on all ranks. Local."""

@@ -30,11 +30,17 @@ class GenerationRequest:
 
     Attributes:
         sample_id: Id of the sample, and of its completion.
-        token_ids: Tokens of the prompt.
+        token_ids: Tokens of the prompt; in a conversation, all before this turn.
         seed: Seed of the sample; with the position of a token it decides the token's noise.
         max_tokens: Limit of this response; ``None`` is that of the settings.
         prefix_tokens: Tokens that the response already has; the completion contains them.
         prefix_logprobs: Log-probs of ``prefix_tokens`` under the engines that sampled them.
+        opening: Number of the tokens in ``token_ids`` that are the prompt of the first turn;
+            ``None``: all. Drafts of a later turn come from earlier responses to it.
+        later_tokens: In partial rollouts, how many tokens later calls may add to a response that
+            reaches its limit; an engine that can keeps what it has computed of it. ``None``: the
+            response ends in this call.
+        temperature: Sampling temperature of this response; ``None`` is that of the settings.
     """
 
     sample_id: int
@@ -43,6 +49,9 @@ class GenerationRequest:
     max_tokens: int | None = None
     prefix_tokens: tuple[int, ...] = ()
     prefix_logprobs: tuple[float, ...] = ()
+    opening: int | None = None
+    later_tokens: int | None = None
+    temperature: float | None = None
 
 
 def request_seed(run_seed: int, step: int, sample_id: int, k: int = 0, turn: int = 0) -> int:
@@ -73,5 +82,6 @@ def requests_digest(
         ids = (*request.token_ids, *request.prefix_tokens)
         limit = -1 if request.max_tokens is None else request.max_tokens
         state.update(struct.pack("<4q", request.sample_id, request.seed, limit, len(ids)))
+        state.update(repr(request.temperature).encode())
         state.update(struct.pack(f"<{len(ids)}q", *ids))
     return state.digest()

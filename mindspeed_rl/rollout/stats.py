@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindspeed_rl.core.graph_sizes import read_history, write_history
+from mindspeed_rl.metrics.jsonl import FULL_DISK
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.rollout.drafts import DraftLedger
 
@@ -26,16 +27,21 @@ class StepStats:
         moved: Requests that left this rank for another engine.
         moved_tokens: Tokens of these requests, prompts included, that other engines read again.
         prompt_steps: Steps in which any rank of the engine read a prompt; 0 without our reduction.
-        running: Sequences in a decode step (on the fullest rank, where ranks agree) -> steps.
+        running: Sequences in a decode step (where ranks agree, on the fullest one, and with drafts
+            their tokens) -> steps.
         preemptions: Times that a request lost its place in the key/value cache to others; its
             tokens are read again.
         prompt_tokens: Tokens that the requests which ended here began with.
         cached_tokens: Those of them that the prefix cache had.
+        resumed: Requests that went on after a pause with what the cache had of them.
+        kept_cached_tokens: Tokens of them that were not read again because they had kept it.
         sampled_tokens: Tokens of the responses that ended or left here, sampled here.
         response_steps: Steps of all responses that may have drafts, each counted for itself.
         drafts: Drafts of at least one token.
         drafted_tokens: Tokens of all drafts.
         kept_tokens: Tokens of them that were sampled.
+        draft_seconds: Part of ``seconds`` in which drafts were sought.
+        saved_steps: Steps that the engine did not need to make because of them.
         cache_use: Largest share of the key/value cache in use after a step, in [0, 1].
     """
 
@@ -52,11 +58,15 @@ class StepStats:
     preemptions: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    resumed: int = 0
+    kept_cached_tokens: int = 0
     sampled_tokens: int = 0
     response_steps: int = 0
     drafts: int = 0
     drafted_tokens: int = 0
     kept_tokens: int = 0
+    draft_seconds: float = 0.0
+    saved_steps: int = 0
     cache_use: float = 0.0
 
 
@@ -83,6 +93,8 @@ def step_metrics(stats: StepStats, data_parallel: bool) -> MetricSet:
             "rollout/draft_kept_tokens": Mean(stats.kept_tokens, stats.drafts),
             "rollout/draft_step_share": Mean(stats.drafts, stats.response_steps),
             "rollout/steps_per_token": Mean(stats.response_steps, stats.sampled_tokens),
+            "rollout/draft_saved_steps": Mean(stats.saved_steps, stats.steps + stats.saved_steps),
+            "rollout/draft_search_share": Mean(stats.draft_seconds, stats.seconds),
         }
     if data_parallel:
         ours = float(stats.steps) if stats.reductions else 0.0
@@ -93,12 +105,14 @@ def step_metrics(stats: StepStats, data_parallel: bool) -> MetricSet:
     return metrics
 
 
-def add_drafts(stats: StepStats, ledger: DraftLedger) -> None:
-    """Add the drafts of a call of the engine to its counters."""
+def add_drafts(stats: StepStats, ledger: DraftLedger, saved: int) -> None:
+    """Add the drafts of a call of the engine, and the steps that they saved, to its counters."""
     stats.response_steps += ledger.steps
     stats.drafts += ledger.drafts
     stats.drafted_tokens += ledger.drafted
     stats.kept_tokens += ledger.kept
+    stats.draft_seconds += ledger.search_seconds
+    stats.saved_steps += saved
 
 
 def record_history(folder: Path, stats: StepStats, data_parallel: int) -> None:
@@ -114,4 +128,8 @@ def record_history(folder: Path, stats: StepStats, data_parallel: int) -> None:
     """
     if data_parallel > 1 and not stats.reductions:
         return
-    write_history(folder, read_history(folder) + stats.running)
+    try:
+        write_history(folder, read_history(folder) + stats.running)
+    except OSError as error:  # on a full disk the file lacks a pass, and its steps stay true
+        if error.errno not in FULL_DISK:
+            raise

@@ -14,6 +14,8 @@ is the column ``on_policy_mask``.
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +24,7 @@ import torch
 from mindspeed_rl.core.types import Completion
 
 WORD_BYTES = 4
+_NAN = struct.pack("f", math.nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,13 @@ LOSS_MASK = Column(
     read=lambda c: c.loss_mask or (True,) * len(c.token_ids),
 )
 
+EARLY_REFERENCE = Column(
+    "early_ref_logprobs",
+    torch.float32,
+    "the pass of the reference during the rollout; NaN where it comes later",
+    read=lambda c: c.ref_logprobs or _NAN * len(c.token_ids),
+)
+
 
 def experts_column(num_experts: int, width: int) -> Column:
     """Make the column of the experts that the engine chose for each token.
@@ -92,10 +102,13 @@ def experts_column(num_experts: int, width: int) -> Column:
     return Column("experts", dtype, "the engine", width, read=lambda c: c.experts or b"")
 
 
-def response_columns(*, has_environment: bool, experts: Column | None) -> tuple[Column, ...]:
+def response_columns(
+    *, has_environment: bool, experts: Column | None, early_reference: bool = False
+) -> tuple[Column, ...]:
     """Return the columns that a run keeps for every token of a response."""
     mask = (LOSS_MASK,) if has_environment else ()
-    return (TOKEN_IDS, ROLLOUT_LOGPROBS, *mask, *((experts,) if experts else ()))
+    early = (EARLY_REFERENCE,) if early_reference else ()
+    return (TOKEN_IDS, ROLLOUT_LOGPROBS, *mask, *((experts,) if experts else ()), *early)
 
 
 #: Columns of packed micro-batches by name, with one row for each trained token.
@@ -105,6 +118,7 @@ TRAINING_COLUMNS = {
         Column("advantages", torch.float32, "the advantage estimator"),
         Column("old_logprobs", torch.float32, "the pass of the old policy"),
         Column("ref_logprobs", torch.float32, "the pass of the reference"),
+        Column("teacher_logprobs", torch.float32, "the pass of the teachers; NaN without one"),
         Column("old_values", torch.float32, "the critic at the start of the step"),
         Column("returns", torch.float32, "GAE; NaN where the reward abstained"),
         Column("covariance_mask", torch.bool, "the selection by covariance"),

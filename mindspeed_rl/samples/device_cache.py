@@ -96,6 +96,11 @@ class TensorCache:
         self._columns: dict[str, Column] = {}
         self._entries: dict[str, dict[SampleKey, dict[int, SamplePart]]] = {}
 
+    def clear(self) -> None:
+        """Drop everything, so that any step may begin. Local."""
+        self.step, self._carried, self.num_bytes = 0, frozenset(), 0
+        self._entries = {}
+
     def begin_step(self, step: int, keep: Collection[SampleKey] = ()) -> None:
         """Drop everything but the samples in ``keep``, which are carried over.
 

@@ -9,7 +9,7 @@ lengths of all samples, so all keep the same history without communication.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -152,3 +152,12 @@ def assign_to_engines(
         return [list(range(a, b)) for a, b in pairwise(borders)]
     expected = {prompt: history.expected(prompt, 0, limit) for prompt in set(prompts)}
     return partition([expected[prompt] for prompt in prompts], num_groups)
+
+
+def longest_first(samples: Sequence[int], left: Callable[[int], int]) -> list[int]:
+    """Return samples sorted by the tokens that each has left, most first; equals keep their order.
+
+    Longest processing time first: the last of the samples to start are short, so an engine whose
+    places become free one after the other is idle for about one short response at its end.
+    """
+    return sorted(samples, key=lambda sample_id: -left(sample_id))

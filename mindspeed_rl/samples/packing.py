@@ -97,6 +97,11 @@ class MicroBatch:
         assert values.shape == self.sequence_of.shape, f"{name} has {tuple(values.shape)}"
         return replace(self, columns={**self.columns, name: values})
 
+    def with_states(self, name: str, values: torch.Tensor) -> MicroBatch:
+        """Return a copy with a column of several numbers per token, [N, width], in any type."""
+        assert values.shape[:1] == self.sequence_of.shape, f"{name} has {tuple(values.shape)}"
+        return replace(self, columns={**self.columns, name: values})
+
     def to(self, device: torch.device) -> MicroBatch:
         """Move the micro-batch to a device."""
         tensors = {name: getattr(self, name).to(device) for name in _ROW_TENSORS}
@@ -280,6 +285,27 @@ def padding_mask(batch: MicroBatch, cp: int = 1, rank: int = 0) -> NDArray[np.bo
     if cp > 1:
         padding = padding[context_index(batch.lengths, batch.num_tokens, cp, rank).numpy()]
     return padding if padding.any() else None
+
+
+def sequence_of_tokens(batch: MicroBatch, cp: int = 1, rank: int = 0) -> NDArray[np.int64]:
+    """Return the index of the sequence that each token of a rank belongs to; -1: padding. Local.
+
+    Args:
+        batch: Micro-batch with the T tokens of this rank, after :func:`split_context`.
+        cp: Context-parallel size.
+        rank: Position in the group.
+
+    Returns:
+        [T] on the host.
+    """
+    owners = np.full(batch.num_tokens * cp, -1, dtype=np.int64)
+    start = 0
+    for index, (length, real) in enumerate(zip(batch.lengths, batch.num_real, strict=True)):
+        owners[start : start + real] = index
+        start += length
+    if cp > 1:
+        owners = owners[context_index(batch.lengths, owners.size, cp, rank).numpy()]
+    return owners
 
 
 def split_context(batch: MicroBatch, cp: int, rank: int) -> MicroBatch:

@@ -13,7 +13,7 @@ from itertools import islice
 
 import numpy as np
 
-from mindspeed_rl.core.layout import num_chunks
+from mindspeed_rl.core.layout import num_chunks, round_up
 from mindspeed_rl.core.types import TrainSample
 from mindspeed_rl.planning.micro_batches import Assignment, MicroBatchPlan, PackingRules
 from mindspeed_rl.samples.exchange import Ints
@@ -73,6 +73,25 @@ class BatchRules:
             mine = [samples[i] for i in plan.assignment[dp][row]]
             found.append(pack(mine, plan.row_lengths[dp][row], multiple, size))
         return found
+
+    @property
+    def bundle(self) -> int:
+        """Number of micro-batches that a pass needs so that no pipeline stage idles."""
+        return max(self.packing.fewest, self.packing.count_multiple)
+
+    def pack_alone(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
+        """Pack each sample into a row of its own, and add the empty rows that a pass needs. Local.
+
+        Such a row follows from its sample alone: not from what else is there, nor from the rank.
+        """
+        rules = self.packing
+        rows = []
+        for sample in samples:
+            length = round_up(sample.length, rules.sequence_multiple)
+            length = round_up(length, rules.row_multiple)
+            rows.append(pack([sample], length, rules.sequence_multiple))
+        missing = -len(rows) % rules.count_multiple
+        return rows + [pack([], rules.row_multiple) for _ in range(missing)]
 
     def pack_own(self, samples: Sequence[TrainSample]) -> list[MicroBatch]:
         """Pack this rank's micro-batches of samples that all ranks have in one order. Local."""

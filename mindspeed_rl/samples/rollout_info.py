@@ -19,10 +19,10 @@ from mindspeed_rl.core.types import Rollout
 from mindspeed_rl.parallel.small_collectives import all_reduce_sum
 from mindspeed_rl.samples.columns import Column
 
-# prompt index, tokens, sampled tokens, stopped, weights version, group of ranks, times seen,
-# checksum, sum of the checksums of all copies
-_INTEGERS = 9
-_SEEN, _CHECKSUM, _COPIES = 6, 7, 8
+# prompt index, tokens, sampled tokens, stopped, weights version, group of ranks, whether it has the
+# log-probs of the reference, times seen, checksum, sum of the checksums of all copies
+_INTEGERS = 10
+_SEEN, _CHECKSUM, _COPIES = 7, 8, 9
 
 
 class SampleKey(NamedTuple):
@@ -75,6 +75,7 @@ class RolloutInfo:
         key: Key under which the ranks of its group keep its tokens.
         earlier_versions: (version, tokens) of what earlier passes of generation sampled, from the
             start of the response; the rest is of ``weights_version``.
+        has_reference: Whether the log-probs of the reference are among its columns already.
     """
 
     sample_id: int
@@ -89,6 +90,7 @@ class RolloutInfo:
     correctness: Correctness = NOT_COMPARED
     key: SampleKey = UNCACHED
     earlier_versions: tuple[tuple[int, int], ...] = ()
+    has_reference: bool = False
 
     def is_incomplete(self, limit: int) -> bool:
         """Tell whether the response neither stopped nor reached the limit of responses."""
@@ -201,6 +203,7 @@ def _samples_of(rows: torch.Tensor, key_of: SampleKey, num_parts: int) -> list[R
             stopped=bool(facts[3]),
             weights_version=facts[4],
             group=facts[5],
+            has_reference=bool(facts[6]),
             reward=numbers[0],
             parts=tuple(numbers[1:end]),
             correctness=Correctness(*numbers[end:]) if numbers[end:] else NOT_COMPARED,
@@ -219,6 +222,7 @@ def _facts(rollout: Rollout, group: int, columns: Sequence[Column]) -> list[int]
         int(not done.truncated),
         done.weights_version,
         group,
+        int(done.ref_logprobs is not None),
         1,
         checksum,
         checksum,

@@ -223,6 +223,16 @@ class SampleStore:
             result.append(self.rules.pack(plan, dict(zip(mine, found, strict=True))))
         return result
 
+    def pack_alone(self, placed: PlacedSamples, items: Sequence[int]) -> list[MicroBatch]:
+        """Pack samples that this rank trains on into a row each. Local.
+
+        Args:
+            placed: Samples on the ranks that train on them.
+            items: Positions of the samples; the rows that a pass needs besides are empty.
+        """
+        found = self._train_samples(placed, items, drop_truncated=True, at_the_end=False)
+        return self.rules.pack_alone(found)
+
     def _train_samples(
         self, placed: PlacedSamples, items: Sequence[int], drop_truncated: bool, at_the_end: bool
     ) -> list[TrainSample]:

@@ -34,7 +34,7 @@ from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.metric_set import reduce_metrics
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.tensors import tensor_groups
-from mindspeed_rl.planning.run_plan import RLPlan, plan_training, value_layout
+from mindspeed_rl.planning.run_plan import RLPlan, other_layout, plan_training
 from mindspeed_rl.rl.build_models import (
     batch_rules,
     build_engine,
@@ -374,7 +374,7 @@ def in_layout(job: RLJobOf, layout: Layout) -> Iterator[SelftestModels]:
     plan = replace(job.plan, spec=base.spec, parallel=base.parallel, megatron=base.megatron)
     job = replace(job, config=config, plan=plan)
     flags = ("", "--hf-checkpoint")
-    values = value_layout(config, base.spec, job.world.size, flags, files=True)
+    values = other_layout(config, base.spec, job.world.size, flags, files=True)
     initialize_parallel(job)
     try:
         policy = build_engine(job, "policy", 1)

@@ -33,6 +33,11 @@ def load_foreign(directory: str | os.PathLike[str], engine: TrainEngine) -> str:
     dist.broadcast_object_list(found, 0)
     if not found[0]:
         return ""
+    if engine.adapters is not None:
+        raise UsageError(
+            f"--load {directory}: {found[0]} holds whole weights, no adapters; convert it with "
+            "python -m mindspeed_rl.convert and name it as --hf-checkpoint, or remove --lora-rank"
+        )
     problem, source = "", None
     try:
         source = open_checkpoint(Path(found[0]), "mg", engine.spec, flag="--load")

@@ -43,32 +43,41 @@ class LogProbHead:
         self, module: Any, spec: ModelSpec, temperature: float, chunk: int, overlaps: bool
     ) -> None:
         self._module = module
-        self._spec = spec
+        self.spec = spec
         self.temperature = temperature
-        self._chunk = chunk
+        self.chunk = chunk
         fused = module.config.gradient_accumulation_fusion
-        self._into = WeightGradient(fused=fused, overlaps=overlaps)
+        self.into = WeightGradient(fused=fused, overlaps=overlaps)
 
     def __call__(self, micro: MicroBatch, hidden: torch.Tensor) -> Outputs:
-        rows = hidden[0]
+        return self.of_rows(micro, self.rows(micro, hidden))
+
+    def rows(self, micro: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the rows [N, h] that predict the trained tokens. Collective: the TP group."""
+        rows: torch.Tensor = hidden[0]
         if self._module.config.sequence_parallel:
             rows = gather_from_sequence_parallel_region(rows)
         else:
             rows = copy_to_tensor_model_parallel_region(rows)
+        return rows.index_select(0, micro.trained)
+
+    def of_rows(self, micro: MicroBatch, rows: torch.Tensor) -> Outputs:
+        """Return the outputs of the rows [N, h] of :meth:`rows`. Collective: the TP group."""
         group = parallel_state.get_tensor_model_parallel_group()
         return selected_logprobs(
-            rows.index_select(0, micro.trained),
-            self._weight(),
+            rows,
+            self.weight(),
             micro.targets.index_select(0, micro.trained).long(),
             temperature=self.temperature,
-            vocab_size=self._spec.vocab_size,
+            vocab_size=self.spec.vocab_size,
             tp_rank=group.rank(),
             group=group if group.size() > 1 else None,
-            chunk=self._chunk,
-            into=self._into,
+            chunk=self.chunk,
+            into=self.into,
         )
 
-    def _weight(self) -> torch.Tensor:
+    def weight(self) -> torch.Tensor:
+        """Return this rank's rows of the output projection, or of the embedding tied to it."""
         if self._module.share_embeddings_and_output_weights:
             return self._module.shared_embedding_or_output_weight()  # type: ignore[no-any-return]
         return self._module.output_layer.weight  # type: ignore[no-any-return]
@@ -98,10 +107,11 @@ def policy_inputs(micro: MicroBatch, outputs: Outputs, reduce: SumOverRanks) -> 
 
     Args:
         micro: The micro-batch. Without rollout the engine's log-probs and the advantages are 0.
-        outputs: Log-probs and entropies of the current policy, with gradient.
+        outputs: Log-probs and entropies of the current policy, and the KL to its teacher where
+            the loss has it; with gradient.
         reduce: Sums a tensor over the context-parallel ranks.
     """
-    logprobs, entropy = outputs
+    logprobs, entropy, *teacher_kl = outputs
     columns, none = micro.columns, torch.zeros_like(logprobs)
     return LossInputs(
         logprobs=logprobs,
@@ -113,6 +123,8 @@ def policy_inputs(micro: MicroBatch, outputs: Outputs, reduce: SumOverRanks) -> 
         sequences=_sequences(micro, reduce),
         covariance_mask=columns.get("covariance_mask"),
         on_policy_mask=columns.get("on_policy_mask"),
+        teacher_logprobs=columns.get("teacher_logprobs"),
+        teacher_kl=teacher_kl[0] if teacher_kl else None,
     )
 
 

@@ -62,7 +62,8 @@ class _SelectedLogProbs(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_z)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        total = into.begin(weight)
+        # The output projection under adapters is not trained.
+        total = into.begin(weight) if ctx.needs_input_grad[1] else None
         for columns in _spans(num_rows, tile.columns):
             rows = weight[columns]
             part: torch.Tensor | None = None
@@ -80,10 +81,11 @@ class _SelectedLogProbs(torch.autograd.Function):
                 own = (-slope[:, 0] * owned)[:, None]
                 grad = grad.scatter_add_(-1, index[:, None], own).to(hidden.dtype)
                 grad_hidden[span] += grad @ rows
-                part = into.product(total[columns], grad, hidden[span], part)
-            if part is not None:
+                if total is not None:
+                    part = into.product(total[columns], grad, hidden[span], part)
+            if total is not None and part is not None:
                 total[columns] += part
-        grad_weight = into.end(weight, total)
+        grad_weight = None if total is None else into.end(weight, total)
         return grad_hidden.to(hidden.dtype), grad_weight, *[None] * 7
 
 

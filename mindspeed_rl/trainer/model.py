@@ -21,6 +21,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mindspeed_rl.attention.rotary import PackedRotaryEmbedding
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.models.layers import LayerSpec
 from mindspeed_rl.models.param_names import ParamNames
@@ -36,7 +37,6 @@ from mindspeed_rl.trainer.patches import (
     uneven_collectives,
     without_transformer_engine,
 )
-from mindspeed_rl.trainer.rotary import PackedRotaryEmbedding
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 # Name of megatron-core's class for a replicated Transformer Engine linear layer. Sharded layers are

@@ -7,7 +7,7 @@ copies in bf16. Owners are distinguished by storage, so every byte counts once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -24,6 +24,7 @@ def trainer_memory(
     reference: TrainEngine | None = None,
     critic: TrainEngine | None = None,
     reward_model: TrainEngine | None = None,
+    teachers: Sequence[TrainEngine] = (),
 ) -> dict[MemoryOwner, StorageGroup]:
     """Return a storage group for every owner of the trainer's device memory. Local.
 
@@ -37,16 +38,20 @@ def trainer_memory(
     if critic is not None:
         parts = (MemoryOwner.CRITIC, MemoryOwner.CRITIC_GRAD_BUFFERS, MemoryOwner.CRITIC_OPTIMIZER)
         groups |= _trained(critic, pool, *parts)
-    if reference is not None:
-        groups[MemoryOwner.REFERENCE] = _read_only(reference, pool, MemoryOwner.REFERENCE)
-    if reward_model is not None:
-        groups[MemoryOwner.REWARD_MODEL] = _read_only(reward_model, pool, MemoryOwner.REWARD_MODEL)
+    readers = {
+        MemoryOwner.REFERENCE: [reference] if reference else [],
+        MemoryOwner.REWARD_MODEL: [reward_model] if reward_model else [],
+        MemoryOwner.TEACHERS: teachers,
+    }
+    groups |= {o: _read_only(engines, pool, o) for o, engines in readers.items() if engines}
     return groups
 
 
-def _read_only(engine: TrainEngine, pool: HostPool, owner: MemoryOwner) -> StorageGroup:
-    find = _parameters_of(engine)
-    return StorageGroup(owner, find, engine.platform, pool, num_writes=lambda: engine.num_writes)
+def _read_only(engines: Sequence[TrainEngine], pool: HostPool, owner: MemoryOwner) -> StorageGroup:
+    find, platform = _parameters_of(*engines), engines[0].platform
+    return StorageGroup(
+        owner, find, platform, pool, num_writes=lambda: sum(e.num_writes for e in engines)
+    )
 
 
 def _trained(
@@ -77,12 +82,12 @@ def _trained(
     }
 
 
-def _parameters_of(engine: TrainEngine) -> Callable[[], list[torch.Tensor]]:
+def _parameters_of(*engines: TrainEngine) -> Callable[[], list[torch.Tensor]]:
     """Return a function that lists the parameters' data; buffers always stay on the device.
 
     The parameters are found only once: walking the modules takes longer than the rest of a release.
     """
-    parameters = [p for module in engine.modules for p in module.parameters()]
+    parameters = [p for engine in engines for m in engine.modules for p in m.parameters()]
     return lambda: [p.data for p in parameters]
 
 

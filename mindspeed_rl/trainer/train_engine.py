@@ -7,12 +7,12 @@ tokens of a micro-batch, N trained tokens in it.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -22,7 +22,11 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from numpy.typing import NDArray
 
+from mindspeed_rl.adapters.modules import Adapters, MergedWeights
+from mindspeed_rl.adapters.plan import MODULE
+from mindspeed_rl.algorithms.lora import NO_ADAPTERS, LoraSettings
 from mindspeed_rl.algorithms.types import LossInputs, LossOutputs, MaxTerm, MeanTerm, ValueInputs
 from mindspeed_rl.attention.context import ContextGroup, context_group
 from mindspeed_rl.attention.kernels import planner
@@ -33,12 +37,18 @@ from mindspeed_rl.core.context_parallelism import ContextParallelism
 from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.metrics.metric_set import Max, Mean, Metric, MetricSet
 from mindspeed_rl.platforms.base import Platform
-from mindspeed_rl.samples.packing import MicroBatch, padding_mask, split_context
+from mindspeed_rl.samples.packing import (
+    MicroBatch,
+    padding_mask,
+    sequence_of_tokens,
+    split_context,
+)
 from mindspeed_rl.trainer.built_check import check_weights
 from mindspeed_rl.trainer.dispatcher_caches import DispatcherCaches
 from mindspeed_rl.trainer.heads import Outputs, make_head, policy_inputs, value_inputs
 from mindspeed_rl.trainer.model import build_model, mixed_precision
 from mindspeed_rl.trainer.model_config import build_transformer_config
+from mindspeed_rl.trainer.observer import PassObserver
 from mindspeed_rl.trainer.optimizer import LearningRateSchedule, build_optimizer
 from mindspeed_rl.trainer.parallel_state import context_process_group
 from mindspeed_rl.trainer.pipeline import planned_messages
@@ -80,7 +90,11 @@ class TrainEngine:
             none of this.
         force_balance: Whether tokens go to random experts in every pass, evenly, whatever the
             router says: for measurements of throughput.
+        lora: Adapters, which are then all that is trained; weights have no gradients.
     """
+
+    #: Looks at the numbers of every pass and update.
+    observer = PassObserver()
 
     def __init__(
         self,
@@ -96,6 +110,7 @@ class TrainEngine:
         temperature: float = 1.0,
         routing: str = "free",
         force_balance: bool = False,
+        lora: LoraSettings = NO_ADAPTERS,
     ) -> None:
         self.role = role
         self.layout = layout
@@ -103,6 +118,8 @@ class TrainEngine:
         self.platform = platform
         self.is_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         features = platform.transformer_features()
+        if lora.is_on:  # the kernel adds to the gradient of a weight, which has none
+            kernels = replace(kernels, gradient_accumulation_fusion=False)
         config = build_transformer_config(layout, model, parallel, train, kernels, features)
         config.finalize_model_grads_func = _finalize_sums
         config.moe_router_force_load_balancing = force_balance
@@ -122,23 +139,18 @@ class TrainEngine:
         #: How many times parameters were written from outside.
         self.num_writes = 0
         check_weights(self.named_parameters(), layout.local_shapes(dist.get_rank()))
+        #: Adapters of the model; ``None``: there are none.
+        self.adapters = Adapters(self.modules, layout, lora, train.seed) if lora.is_on else None
         overlaps = kernels.overlap_grad_reduce and role in TRAINED_ROLES
         overlaps &= features.overlaps_reduction
-        self._head = make_head(
+        self.head = make_head(
             self.modules[-1], self.spec, temperature, train.logprob_chunk_tokens, overlaps
         )
         wrapped = [mixed_precision(module, config) for module in self.modules]
         self.optimizer: Any = None
         self.models: list[Any] = wrapped
         if role in TRAINED_ROLES:
-            ddp = _ddp_config(parallel, train, overlaps)
-            self.models = [
-                DistributedDataParallel(config, ddp, module, disable_bucketing=chunk > 0)
-                for chunk, module in enumerate(wrapped)
-            ]
-            if overlaps:  # the schedule reduces what the last micro-batch has completed
-                no_sync = [model.no_sync for model in self.models]
-                config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+            self.models = _data_parallel(wrapped, config, parallel, train, overlaps)
             self.optimizer = build_optimizer(self.models, train, parallel)
             self.schedule = LearningRateSchedule(train, num_updates)
         else:
@@ -146,15 +158,38 @@ class TrainEngine:
                 module.requires_grad_(False)
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
-        """Return this rank's weights and router biases (buffers) by their names in the layout."""
+        """Return this rank's weights and router biases (buffers) by their names in the layout.
+
+        Of a model with adapters these are the weights of the base.
+        """
         weights: dict[str, torch.Tensor] = {}
         for chunk, module in enumerate(self.modules):
             prefix = chunk_prefix(chunk, len(self.modules))
-            weights |= {prefix + name: p for name, p in module.named_parameters()}
+            parameters = module.named_parameters()
+            weights |= {prefix + n: p for n, p in parameters if not n.startswith(f"{MODULE}.")}
             weights |= {
                 prefix + name: b for name, b in module.named_buffers() if name.endswith(ROUTER_BIAS)
             }
         return weights
+
+    def merged_parameters(self) -> Mapping[str, torch.Tensor]:
+        """Return the weights that the model computes with: adapters are merged in. Local."""
+        weights = self.named_parameters()
+        return weights if self.adapters is None else MergedWeights(weights, self.adapters)
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Let the model be its base, whose experts are its own choice. Local."""
+        assert self.adapters is not None
+        recorded = self._replay is not None and self._replay.records
+        with self.adapters.off():
+            if self._replay is not None:
+                self._replay.records = False
+            try:
+                yield
+            finally:
+                if self._replay is not None:
+                    self._replay.records = recorded
 
     def release_step_state(self) -> None:
         """Drop what the last step left on the device before gradient buffers are released. Local.
@@ -178,6 +213,21 @@ class TrainEngine:
         """
         weights = self.named_parameters()
         return {n: getattr(p, "main_grad", torch.zeros_like(p)) for n, p in weights.items()}
+
+    def gather_gradients(self) -> None:
+        """Complete what the distributed optimizer left of the reduced gradients of this rank.
+
+        Collective: the data-parallel groups. The part that this rank updates keeps its bits.
+        """
+        for model in self.models:
+            if not model.ddp_config.use_distributed_optimizer:
+                continue
+            for buffer in (*model.buffers, *model.expert_parallel_buffers):
+                group = buffer.data_parallel_group
+                for bucket in buffer.buckets:
+                    shares = bucket.grad_data.view(group.size(), -1)
+                    mine = shares[group.rank()].clone()
+                    dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
 
     def reload_master_weights(self) -> None:
         """Update the master weights; call this after writing parameters from outside. Local.
@@ -222,6 +272,22 @@ class TrainEngine:
             for batch in batches
         ]
 
+    def places(self, batch: MicroBatch) -> tuple[NDArray[np.int64], range]:
+        """Return which sequence the tokens of this rank belong to, and its rows of hidden states.
+
+        Local.
+
+        Args:
+            batch: Prepared micro-batch of T tokens.
+
+        Returns:
+            [T], the index in ``batch.sample_ids``, -1 for padding; and the tokens whose hidden
+            states this rank has between layers: a part of them under sequence parallelism.
+        """
+        context = self._context_of(batch)
+        owners = sequence_of_tokens(batch, context.size, context.rank)
+        return owners, self._tokens_of_rank(batch)
+
     def _context_of(self, batch: MicroBatch) -> ContextGroup:
         return context_of(batch, self.layout.parallel, self._context_parallelism, dist.get_rank())
 
@@ -241,9 +307,7 @@ class TrainEngine:
         """
         return [None if r is None else r[0] for r in self.outputs(batches)]
 
-    def values(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor | None]:
-        """Return the value before each trained token, as :meth:`logprobs` returns log p."""
-        return [None if r is None else r[0] for r in self.outputs(batches)]
+    values = logprobs  # of a model with a value head: the value before each trained token
 
     def outputs(self, batches: Sequence[MicroBatch]) -> list[Outputs | None]:
         """Return all that the head gives: log p and entropy, or values; see :meth:`logprobs`."""
@@ -282,6 +346,7 @@ class TrainEngine:
 
         with nullcontext() if self._replay is None else self._replay.update():
             outputs = self._run(batches, loss, backward=True)
+        self.observer.reduced_gradients()
         metrics = collect_metrics(outputs) if self.is_metrics_rank else MetricSet()
         return metrics if self._replay is None else metrics.merge(self._replay.metrics())
 
@@ -310,24 +375,32 @@ class TrainEngine:
             dist.all_reduce(values, group=group)
         return values
 
+    def gradient_norm(self) -> float:
+        """Return the norm of the accumulated gradients of all ranks, before they are clipped.
+
+        Collective over the training grid. It is no finite number on any rank if a gradient on some
+        rank is none.
+        """
+        self.platform.wait_for_copies()  # the optimizer state may still be on its way back
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    def discard_gradients(self) -> None:
+        """Leave out the update by the accumulated gradients; the schedule stays. Local."""
+        self._accumulating = False
+
     def step(self) -> UpdateStats:
         """Clip gradients, update weights, advance the schedule. Collective over the training grid.
 
-        Raises:
-            FloatingPointError: The gradient norm is not finite; nothing was updated.
+        The gradients must be finite, see :meth:`gradient_norm`.
         """
-        self.platform.wait_for_copies()  # the optimizer state may still be on its way back
+        self.platform.wait_for_copies()
         learning_rate = self.schedule.advance()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        updated, grad_norm, _ = self.optimizer.step()
+        _, grad_norm, _ = self.optimizer.step()
         self._accumulating = False
-        if not updated or not math.isfinite(grad_norm):
-            raise FloatingPointError(
-                f"{self.role}: gradient norm {grad_norm} at update {self.schedule.num_updates}; "
-                f"lower {'--critic-lr' if self.role == 'critic' else '--lr'} or look at the "
-                "rewards of this step in rollouts.jsonl"
-            )
+        self.observer.updated()
         return UpdateStats(float(grad_norm), learning_rate)
 
     def _run(
@@ -344,16 +417,18 @@ class TrainEngine:
             batch = next(iterator)
             if self._replay is not None:
                 self._replay.current = batch.routes
-            hidden = model(
-                batch.token_ids[None].long(),
-                batch.positions[None],
-                None,
-                packed_seq_params=batch.attention,
-                **precision,
-            )
+            with self.observer.forward(batch):
+                hidden = model(
+                    batch.token_ids[None].long(),
+                    batch.positions[None],
+                    None,
+                    packed_seq_params=batch.attention,
+                    **precision,
+                )
             return hidden, functools.partial(self._loss, batch, loss)
 
         batches = self._with_borders(batches)
+        self.observer.begin_pass(batches, backward=backward)
         single = len(self.models) == 1
         lengths = [len(self._tokens_of_rank(batch)) for batch in batches]
         # Only rows of equal length, on all context-parallel ranks, have messages of seq_length. For
@@ -374,7 +449,9 @@ class TrainEngine:
         self, batch: MicroBatch, loss: Callable[..., Any], hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Turn hidden states [1, T, h] into (loss, 1, payload), as megatron-core asks."""
-        value, payload = loss(batch, self._head(batch, hidden))
+        outputs = self.head(batch, hidden)
+        self.observer.outputs(batch, outputs)
+        value, payload = loss(batch, outputs)
         return value, torch.ones((), dtype=torch.int), payload
 
 
@@ -412,15 +489,25 @@ def _finalize_sums(model: list[Any], num_tokens: Any = None, *args: Any, **kwarg
     finalize_model_grads(model, None, *args, **kwargs)
 
 
-def _ddp_config(
-    parallel: ParallelConfig, train: TrainConfig, overlaps: bool
-) -> DistributedDataParallelConfig:
-    return DistributedDataParallelConfig(
+def _data_parallel(
+    chunks: list[Any], config: Any, parallel: ParallelConfig, train: TrainConfig, overlaps: bool
+) -> list[Any]:
+    """Wrap the chunks of a model so that their gradients are summed over data-parallel ranks."""
+    ddp = DistributedDataParallelConfig(
         overlap_grad_reduce=overlaps,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
         grad_reduce_in_fp32=train.bf16,
-        check_for_nan_in_grad=True,
+        # It would end one rank while the others wait; gradient_norm tells all of them.
+        check_for_nan_in_grad=False,
     )
+    models = [
+        DistributedDataParallel(config, ddp, chunk, disable_bucketing=chunk is not chunks[0])
+        for chunk in chunks
+    ]
+    if overlaps:  # the schedule reduces what the last micro-batch has completed
+        no_sync = [model.no_sync for model in models]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return models
 
 
 def collect_metrics(outputs: Sequence[LossOutputs]) -> MetricSet:

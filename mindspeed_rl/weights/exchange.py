@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mindspeed_rl.core.boxes import Box, ParamView
-from mindspeed_rl.weights.planner import Transfer
+from mindspeed_rl.weights.planner import Place, Transfer
 from mindspeed_rl.weights.transports import Pending, Tensors, Transport
 
 Messages = Mapping[int, tuple[Transfer, ...]]
@@ -21,7 +20,6 @@ Params = Mapping[str, torch.Tensor]
 Message = tuple[Sequence[Transfer], torch.Tensor]
 
 ALIGNMENT_BYTES = 16  # Alignment of the received part of the staging memory, after the sent part.
-ALONE_BYTES = 256 << 10  # From this size on, a rectangle is a message of its own if possible.
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +71,7 @@ class Exchange:
         dtype: Element type on the wire.
         transport: Transport that moves the messages.
         write: Target parameters; messages may arrive in them as soon as the round is posted.
+        alone_bytes: From this size on, a rectangle is a message of its own if possible.
     """
 
     def __init__(
@@ -82,8 +81,10 @@ class Exchange:
         dtype: torch.dtype,
         transport: Transport,
         write: Params,
+        alone_bytes: float,
     ) -> None:
         self._round = part
+        self._alone = alone_bytes / dtype.itemsize if transport.many_messages else None
         self._staging = staging
         self._dtype = dtype
         self._transport = transport
@@ -98,11 +99,11 @@ class Exchange:
         start = _aligned(sent)
         outgoing = shared_view(self._staging[:sent], self._dtype)
         incoming = shared_view(self._staging[start : start + received], self._dtype)
-        sends = self._messages(part.sends, outgoing, lambda t: source_view(read, t))
-        receives = self._messages(part.receives, incoming, lambda t: target_view(self._write, t))
+        sends = self._messages(part.sends, outgoing, lambda t: source_views(read, t))
+        receives = self._messages(part.receives, incoming, lambda t: target_views(self._write, t))
         for transfers, flat in (m for several in sends.values() for m in several):
             for t, span in _spans(flat, transfers):
-                span.copy_(source_view(read, t))
+                _copy((span,), source_views(read, t))
         self._arriving = [m for several in receives.values() for m in several]
         self._pending = self._transport.start(_tensors(sends), _tensors(receives), self._dtype)
 
@@ -110,7 +111,7 @@ class Exchange:
         self,
         of_peers: Messages,
         buffer: torch.Tensor,
-        view_of: Callable[[Transfer], torch.Tensor],
+        views_of: Callable[[Transfer], Sequence[torch.Tensor]],
     ) -> dict[int, list[Message]]:
         """Cut the transfers of each peer into messages.
 
@@ -121,14 +122,14 @@ class Exchange:
         """
         result: dict[int, list[Message]] = {}
         used = 0
-        alone = ALONE_BYTES // self._dtype.itemsize if self._transport.many_messages else None
+        alone = self._alone
         for peer, transfers in of_peers.items():
             messages = result.setdefault(peer, [])
             for together in _cut(transfers, alone):
                 size = sum(t.num_elements for t in together)
                 if alone is not None and size >= alone and len(together) == 1:
-                    view = view_of(together[0])
-                    if view.is_contiguous() and view.dtype is self._dtype:
+                    view, *others = views_of(together[0])
+                    if not others and view.is_contiguous() and view.dtype is self._dtype:
                         messages.append(((), shared_view(view, (-1,))))
                         continue
                 messages.append((together, buffer[used : used + size]))
@@ -150,7 +151,7 @@ class Exchange:
         self._pending.wait()
         for transfers, flat in self._arriving:
             for t, span in _spans(flat, transfers):
-                target_view(self._write, t).copy_(span)
+                _copy(target_views(self._write, t), (span,))
 
 
 def shared_view(memory: torch.Tensor, what: torch.dtype | tuple[int, ...]) -> torch.Tensor:
@@ -180,25 +181,37 @@ def shared_view(memory: torch.Tensor, what: torch.dtype | tuple[int, ...]) -> to
 def copy_within(transfers: Iterable[Transfer], read: Params, write: Params) -> None:
     """Copy from parameter to parameter of this rank."""
     for t in transfers:
-        target_view(write, t).copy_(source_view(read, t))
+        _copy(target_views(write, t), source_views(read, t))
 
 
-def source_view(params: Params, transfer: Transfer) -> torch.Tensor:
-    """Return a view of the rectangle that a transfer reads."""
-    return _view(params, transfer.src_param, transfer.src_view, transfer.src_box)
+def source_views(params: Params, transfer: Transfer) -> tuple[torch.Tensor, ...]:
+    """Return views of what a transfer reads: one per tensor, or one of all in the first dim."""
+    return _views(params, transfer.src, transfer.count)
 
 
-def target_view(params: Params, transfer: Transfer) -> torch.Tensor:
-    """Return a view of the rectangle that a transfer writes."""
-    return _view(params, transfer.dst_param, transfer.dst_view, transfer.dst_box)
+def target_views(params: Params, transfer: Transfer) -> tuple[torch.Tensor, ...]:
+    """Return views of what a transfer writes: one per tensor, or one of all in the first dim."""
+    return _views(params, transfer.dst, transfer.count)
 
 
-def _view(params: Params, name: str, view: ParamView, box: Box) -> torch.Tensor:
-    shown: torch.Tensor = view.of(params[name])
-    return shown[box.slices]
+def _views(params: Params, place: Place, count: int) -> tuple[torch.Tensor, ...]:
+    slices = place.box.slices
+    if count == 1 or not place.view.index:
+        return tuple(place.view.of(params[name])[slices] for name in place.params)
+    return (place.view.of_run(params[place.params[0]], count)[:, *slices],)
 
 
-def _cut(transfers: Sequence[Transfer], alone: int | None) -> list[Sequence[Transfer]]:
+def _copy(to: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy a run of rectangles, each of them a tensor or all of them one."""
+    if len(to) < len(values):
+        to = to[0].unbind()
+    elif len(values) < len(to):
+        values = values[0].unbind()
+    for target, value in zip(to, values, strict=True):
+        target.copy_(value)
+
+
+def _cut(transfers: Sequence[Transfer], alone: float | None) -> list[Sequence[Transfer]]:
     """Group transfers into messages: all together, or the small ones and each large one."""
     if alone is None:
         return [transfers]
@@ -217,7 +230,7 @@ def _spans(
     """Yield every transfer with its part of a buffer, in the shape of the transfer."""
     start = 0
     for t in transfers:
-        yield t, shared_view(buffer[start : start + t.num_elements], t.hf_box.size)
+        yield t, shared_view(buffer[start : start + t.num_elements], t.shape)
         start += t.num_elements
 
 

@@ -17,7 +17,13 @@ from mindspeed_rl.weights.exchange import (
     copy_within,
 )
 from mindspeed_rl.weights.layouts.base import ShardLayout
-from mindspeed_rl.weights.planner import ReshardPlan, Transfer, check_same_tensors, plan_reshard
+from mindspeed_rl.weights.planner import (
+    Overlaps,
+    ReshardPlan,
+    Transfer,
+    check_same_tensors,
+    plan_reshard,
+)
 from mindspeed_rl.weights.schedule import Schedule, plan_schedule
 from mindspeed_rl.weights.traffic import element_bytes_of, rank_traffic
 from mindspeed_rl.weights.transports import Transport
@@ -51,14 +57,15 @@ def split_rounds(
             slots = schedule.slots_of(source, transfer.hf_name)
             for slot, part in zip(slots, transfer.parts(slots[0].parts), strict=True):
                 if part:
-                    rounds[slot.round].append(part)
+                    rounds[slot.round_of(part.src_rank, part.dst_rank)].append(part)
         return rounds
 
     sends, receives, copies = map(by_round, (plan.sends, plan.receives, plan.copies))
     local_duplicates: list[list[Transfer]] = [[] for _ in range(count)]
     # Duplicates are copied whole, after the last slice: their slices may differ from what arrives.
     for transfer in plan.local_duplicates:
-        local_duplicates[schedule.slots_of(source, transfer.hf_name)[-1].round].append(transfer)
+        last = schedule.slots_of(source, transfer.hf_name)[-1].last_round
+        local_duplicates[last].append(transfer)
     return tuple(
         Round(
             tuple(
@@ -123,7 +130,10 @@ class Resharder:
         relay: bool = False,
     ) -> None:
         check_same_tensors(source, target)
-        self.plan = plan_reshard(source, target, rank, ranks_per_node, relay=relay)
+        overlaps = Overlaps(source, target, ranks_per_node, relay)
+        self.plan = plan_reshard(
+            source, target, rank, ranks_per_node, relay=relay, overlaps=overlaps
+        )
         self.schedule = plan_schedule(
             source,
             target,
@@ -131,6 +141,7 @@ class Resharder:
             item_bytes=dtype.itemsize,
             ranks_per_node=ranks_per_node,
             relay=relay,
+            overlaps=overlaps,
         )
         bytes_of = element_bytes_of(source, dtype.itemsize)
         self.traffic = rank_traffic(self.plan, bytes_of, ranks_per_node)
@@ -166,7 +177,9 @@ class Resharder:
         on_the_way: Exchange | None = None
         for i, part in enumerate(self.rounds):
             dtype = wire_dtype(part.dtype, self._dtype)
-            started = Exchange(part, staging[i % len(staging)], dtype, self._transport, write)
+            memory = staging[i % len(staging)]
+            alone = self.schedule.alone_bytes
+            started = Exchange(part, memory, dtype, self._transport, write, alone)
             started.post(0, read)
             copy_within(part.copies, read, write)
             if on_the_way is not None:

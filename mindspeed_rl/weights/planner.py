@@ -4,55 +4,108 @@ HF tensors are the common coordinates. A destination needs the intersection of i
 each rectangle that the source layout cuts a tensor into; among the ranks that hold that rectangle
 exactly one sends (:mod:`~mindspeed_rl.weights.sources`). Planning is pure arithmetic that each rank
 does alone. A rank looks only at tensors of which it holds something on either side, so a plan costs
-O(own transfers).
+O(own transfers). Neighbouring experts that both sides place alike are a run: one of them is
+planned, and a transfer carries the rectangle of all of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from mindspeed_rl.core.boxes import Box, ParamView
 from mindspeed_rl.core.garbage import without_collection
-from mindspeed_rl.weights.layouts.base import Piece, Shard, ShardLayout, locate
+from mindspeed_rl.weights.layouts.base import (
+    Piece,
+    Shard,
+    ShardLayout,
+    expert_name,
+    layer_name,
+    locate,
+)
 from mindspeed_rl.weights.sources import RegionDemand, SourceAssignment, assign_sources
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRun:
+    """Tensors of one kind and layer that belong to neighbouring experts and are placed alike.
+
+    A tensor outside of experts is a run of one.
+
+    Attributes:
+        hf_name: HF tensor of the first expert.
+        count: Number of experts.
+    """
+
+    hf_name: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one side of a transfer keeps its rectangles.
+
+    Attributes:
+        params: The own rank's parameter of each tensor of the run, or the one that they share; no
+            names on another rank's side.
+        box: Rectangle in the view of each of these parameters.
+        view: View of the first tensor's parameter. Where the tensors of a run share one, the
+            others follow at the next positions of its last index.
+    """
+
+    params: tuple[str, ...]
+    box: Box
+    view: ParamView
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """A rectangle that is copied from one rank's parameter to that of another or the same rank.
 
-    Hop 1 reads the source layout. Hop 2 follows it and forwards what the sender itself received in
-    hop 1: ``src_param`` is then a parameter of the target layout.
+    It is the same rectangle of every tensor of a run. Hop 1 reads the source layout. Hop 2 follows
+    it and forwards what the sender itself received in hop 1: ``src`` is then in the target layout.
     """
 
     src_rank: int
     dst_rank: int
     hf_name: str
     hf_box: Box
-    src_param: str
-    src_box: Box
-    src_view: ParamView
-    dst_param: str
-    dst_box: Box
-    dst_view: ParamView
+    src: Place
+    dst: Place
     hop: int = 1
+    count: int = 1
 
     @property
     def num_elements(self) -> int:
-        return self.hf_box.num_elements
+        return self.hf_box.num_elements * self.count
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the elements in a message; a run of several tensors comes first."""
+        return self.hf_box.size if self.count == 1 else (self.count, *self.hf_box.size)
 
     def parts(self, count: int) -> tuple[Transfer | None, ...]:
         """Cut the transfer into ``count`` slices; an empty slice is ``None``."""
         if count == 1:
             return (self,)
-        slices = _slices((self.hf_box, self.src_box, self.dst_box), count)
         return tuple(
-            replace(self, hf_box=boxes[0], src_box=boxes[1], dst_box=boxes[2]) if boxes else None
-            for boxes in slices
+            Transfer(
+                self.src_rank,
+                self.dst_rank,
+                self.hf_name,
+                boxes[0],
+                Place(self.src.params, boxes[1], self.src.view),
+                Place(self.dst.params, boxes[2], self.dst.view),
+                self.hop,
+                self.count,
+            )
+            if boxes
+            else None
+            for boxes in _slices((self.hf_box, self.src.box, self.dst.box), count)
         )
 
 
@@ -150,62 +203,195 @@ def _round_robin_offset(pattern: str) -> int:
     return zlib.crc32(pattern.encode()) & 0xFFFF
 
 
-def rotation_of(hf_name: str, experts_per_rank: int = 1) -> int:
-    """Return the number that rotates the choice among equal sources of a tensor.
+def rotation_of(run: TensorRun, experts_per_rank: int = 1) -> int:
+    """Return the number that rotates the choice among equal sources of a run.
 
-    Experts and layers of one rank have consecutive numbers.
+    Runs and layers of one rank have consecutive numbers.
     """
-    pattern, layer, expert = locate(hf_name)
-    return _round_robin_offset(pattern) + layer * experts_per_rank + expert
+    pattern, layer, expert = locate(run.hf_name)
+    return _round_robin_offset(pattern) + (layer * experts_per_rank + expert) // run.count
 
 
-def overlaps(
-    source: ShardLayout, target: ShardLayout, hf_name: str, ranks_per_node: int, relay: bool
-) -> Iterator[tuple[Cell, Cell, Box, SourceAssignment]]:
-    """Yield every rectangle of a tensor that has to arrive somewhere, with its sources.
+def runs_of(
+    source: ShardLayout, target: ShardLayout, pattern: str, experts: Iterable[int]
+) -> Iterator[TensorRun]:
+    """Yield the runs that begin at some experts, or contain the first of them.
 
-    With ``relay``, rectangles are sliced so that every destination on a node without a holder
-    receives one slice from another node and forwards it to the other destinations on its node. Each
-    rectangle has a rotation of its own, so that all owner ranks of a tensor send some of its
-    shards. Matrices are also sliced where a stage has too few layers to even out what its ranks
-    send.
+    Args:
+        source: Layout that is read.
+        target: Layout that is written.
+        pattern: Name of an HF tensor with ``{e}`` for the expert; a name without it is a run.
+        experts: Ascending numbers of experts.
     """
-    num_layers, num_experts = source.rotation_period(hf_name)
-    rotation = rotation_of(hf_name, num_experts)
-    needs = needs_of(target, hf_name)
-    for cell in cells_of(source, hf_name):
-        found = [(dst, box) for dst in needs if (box := cell.box.intersect(dst.box))]
-        if not found:
+    end = 0
+    for expert in experts:
+        if expert < end:
             continue
-        demands = tuple(
-            RegionDemand(d.owner_ranks, b.num_elements, len(b.size) > 1) for d, b in found
-        )
-        # Only layers count as turns: some experts are needed where they are and are not sent.
-        assignments = assign_sources(
-            cell.owner_ranks, demands, ranks_per_node, rotation, num_layers, relay
-        )
-        for (dst, box), slices in zip(found, assignments, strict=True):
-            for i, assigned in enumerate(slices):
-                if (part := box.slice(i, len(slices))).num_elements:
-                    yield cell, dst, part, assigned
+        name = expert_name(pattern, expert)
+        ours, theirs = source.run_of(name), target.run_of(name)
+        first, end = max(ours.start, theirs.start), min(ours.stop, theirs.stop)
+        yield TensorRun(expert_name(pattern, first), end - first)
 
 
-def _transfer(
-    piece: Piece, wanted: Piece, box: Box, src_rank: int, dst_rank: int, hop: int
-) -> Transfer:
-    return Transfer(
-        src_rank,
-        dst_rank,
-        piece.hf_name,
-        box,
-        piece.param,
-        box.moved(piece.hf_box, piece.param_box),
-        piece.view,
-        wanted.param,
-        box.moved(wanted.hf_box, wanted.param_box),
-        wanted.view,
-        hop,
+def held_runs(source: ShardLayout, target: ShardLayout, rank: int) -> list[TensorRun]:
+    """Return the runs of which a rank holds something on either side, in an order of all ranks."""
+    held = dict.fromkeys((*source.held_runs(rank), *target.held_runs(rank)))
+    found = dict.fromkeys(
+        run for pattern, experts in held for run in runs_of(source, target, pattern, experts)
     )
+    return sorted(found, key=lambda run: run.hf_name)
+
+
+class Overlap(NamedTuple):
+    """A rectangle that has to arrive somewhere.
+
+    Attributes:
+        cell: Where the source layout holds it.
+        dst: Where it has to arrive.
+        box: The rectangle of the HF tensor.
+        assigned: Who sends it to whom.
+    """
+
+    cell: Cell
+    dst: Cell
+    box: Box
+    assigned: SourceAssignment
+
+
+class Overlaps:
+    """The rectangles of runs that have to arrive, found once for runs that are placed alike.
+
+    Args:
+        source: Layout that is read.
+        target: Layout that is written.
+        ranks_per_node: Number of ranks per node; sources on the same node are preferred.
+        relay: Slice rectangles so that every destination on a node without a holder receives one
+            slice from another node and forwards it to the other destinations on its node.
+    """
+
+    def __init__(
+        self, source: ShardLayout, target: ShardLayout, ranks_per_node: int, relay: bool = False
+    ) -> None:
+        self.source, self.target = source, target
+        self.ranks_per_node, self.relay = ranks_per_node, relay
+        self._cells: dict[Hashable, list[Cell]] = {}
+        self._needs: dict[Hashable, list[Cell]] = {}
+        self._known: dict[Hashable, tuple[Overlap, ...]] = {}
+
+    def of(self, run: TensorRun) -> tuple[Overlap, ...]:
+        """Return the rectangles of a run, in an order of all ranks.
+
+        Cells and rectangles are those of a tensor that is placed like the run: of one of its
+        experts, of another layer. Each run has a rotation of its own, so
+        that all owner ranks of a tensor send some of its shards. Matrices are also sliced where a
+        stage has too few layers to even out what its ranks send.
+        """
+        name = run.hf_name
+        places = self.source.placement_key(name), self.target.placement_key(name)
+        key = *places, locate(name)[2], run.count
+        known = self._known.get(key)
+        if known is None:
+            known = self._found(run, places)
+            if all(overlap.assigned.is_balanced for overlap in known):
+                self._known[key] = known
+        return known
+
+    def _sides(self, name: str, places: tuple[Hashable, Hashable]) -> tuple[list[Cell], list[Cell]]:
+        key = places[0], self.source.run_of(name).start
+        if key not in self._cells:
+            self._cells[key] = cells_of(self.source, name)
+        wanted = places[1], self.target.run_of(name).start
+        if wanted not in self._needs:
+            self._needs[wanted] = needs_of(self.target, name)
+        return self._cells[key], self._needs[wanted]
+
+    def _found(self, run: TensorRun, places: tuple[Hashable, Hashable]) -> tuple[Overlap, ...]:
+        cells, needs = self._sides(run.hf_name, places)
+        common = _common(tuple(cell.box for cell in cells), tuple(cell.box for cell in needs))
+        num_layers, num_experts = self.source.rotation_period(run.hf_name)
+        rotation = rotation_of(run, num_experts)
+        found: list[Overlap] = []
+        for cell, several in zip(cells, common, strict=True):
+            if not several:
+                continue
+            wanted = [(needs[number], box) for number, box in several]
+            demands = tuple(
+                RegionDemand(d.owner_ranks, b.num_elements, len(b.size) > 1) for d, b in wanted
+            )
+            # Only layers count as turns: some experts are needed where they are and are not sent.
+            assignments = assign_sources(
+                cell.owner_ranks, demands, self.ranks_per_node, rotation, num_layers, self.relay
+            )
+            for (dst, box), slices in zip(wanted, assignments, strict=True):
+                for i, assigned in enumerate(slices):
+                    part = box if len(slices) == 1 else box.slice(i, len(slices))
+                    if part.num_elements:
+                        found.append(Overlap(cell, dst, part, assigned))
+        return tuple(found)
+
+
+@lru_cache(maxsize=1 << 12)
+def _common(
+    cells: tuple[Box, ...], needs: tuple[Box, ...]
+) -> tuple[tuple[tuple[int, Box], ...], ...]:
+    """Intersect rectangles: for each of the first, (number, common part) of some of the others."""
+    return tuple(
+        tuple((i, box) for i, need in enumerate(needs) if (box := cell.intersect(need)))
+        for cell in cells
+    )
+
+
+class _Move(NamedTuple):
+    """A transfer of any run at one place; the pieces are those of one of these runs."""
+
+    sender: int
+    receiver: int
+    box: Box
+    hop: int
+    src: Piece
+    dst: Piece
+
+
+def _moves_of(rank: int, overlaps: Iterable[Overlap]) -> list[_Move]:
+    """Return what a rank sends, receives and copies of a run."""
+    moves: list[_Move] = []
+    for cell, dst, box, assigned in overlaps:
+        ends: list[tuple[int, int, int]] = []
+        if needed := dst.is_held_by(rank):
+            sender, hop = assigned.source_of(rank)
+            ends.append((sender, rank, max(1, hop)))
+        if needed or cell.is_held_by(rank):
+            ends += ((rank, receiver, hop) for receiver, hop in assigned.served_by(rank))
+        for sender, receiver, hop in ends:
+            piece = (dst if hop == 2 else cell).piece_of(sender)
+            moves.append(_Move(sender, receiver, box, hop, piece, dst.piece_of(receiver)))
+    return moves
+
+
+class _Names:
+    """The tensors of a run, and the own rank's parameters for them."""
+
+    def __init__(self, run: TensorRun) -> None:
+        pattern, layer, first = locate(run.hf_name)
+        named = layer_name(pattern, layer)
+        self._first = first
+        self._names = [expert_name(named, first + i) for i in range(run.count)]
+        self._known: dict[Piece, tuple[str, ...]] = {}
+
+    def place(self, layout: ShardLayout, piece: Piece, box: Box, own: bool) -> Place:
+        """Return the place of a rectangle; ``piece`` has that of a tensor placed like the run."""
+        view = piece.view
+        if view.index:
+            view = view.shifted(self._first - locate(piece.hf_name)[2])
+        params: tuple[str, ...] = ()
+        if own:
+            known = self._known.get(piece)
+            if known is None:
+                names = self._names[:1] if piece.view.index else self._names
+                known = tuple(layout.param_like(piece, name) for name in names)
+                self._known[piece] = known
+            params = known
+        return Place(params, box.moved(piece.hf_box, piece.param_box), view)
 
 
 @without_collection()
@@ -216,6 +402,7 @@ def plan_reshard(
     ranks_per_node: int,
     *,
     relay: bool = False,
+    overlaps: Overlaps | None = None,
 ) -> ReshardPlan:
     """Make the plan of one rank. Local and pure: every rank may call it alone.
 
@@ -225,32 +412,41 @@ def plan_reshard(
         rank: Rank to plan for.
         ranks_per_node: Number of ranks per node; sources on the same node are preferred.
         relay: Send each rectangle to a node once and forward it there (two hops).
+        overlaps: Those of the same layouts, where they are used elsewhere as well.
     """
+    overlaps = overlaps or Overlaps(source, target, ranks_per_node, relay)
     sends: list[Transfer] = []
     receives: list[Transfer] = []
     copies: list[Transfer] = []
     local_duplicates: list[Transfer] = []
-    for name in sorted({*source.held_names(rank), *target.held_names(rank)}):
-        for cell, dst, box, assigned in overlaps(source, target, name, ranks_per_node, relay):
-            if needed := dst.is_held_by(rank):
-                sender, hop = assigned.source_of(rank)
-                piece = (dst if hop == 2 else cell).piece_of(sender)
-                where = copies if sender == rank else receives
-                wanted = dst.piece_of(rank)
-                where.append(_transfer(piece, wanted, box, sender, rank, max(1, hop)))
-            if needed or cell.is_held_by(rank):
-                for receiver, hop in assigned.served_by(rank):
-                    piece = (dst if hop == 2 else cell).piece_of(rank)
-                    wanted = dst.piece_of(receiver)
-                    sends.append(_transfer(piece, wanted, box, rank, receiver, hop))
-        for again, once in local_duplicates_of(target, name).items():
-            if rank in again.owner_ranks:
-                box = once.piece.hf_box
-                local_duplicates.append(_transfer(once.piece, again.piece, box, rank, rank, 1))
+    known: dict[int, tuple[object, list[_Move]]] = {}
+    for run in held_runs(source, target, rank):
+        names = _Names(run)
+        found = overlaps.of(run)
+        if id(found) not in known:
+            known[id(found)] = found, _moves_of(rank, found)
+        _, moves = known[id(found)]
+        for sender, receiver, box, hop, piece, wanted in moves:
+            layout = target if hop == 2 else source
+            src = names.place(layout, piece, box, sender == rank)
+            dst = names.place(target, wanted, box, receiver == rank)
+            where = copies if sender == receiver else sends if sender == rank else receives
+            where.append(Transfer(sender, receiver, run.hf_name, box, src, dst, hop, run.count))
+        if run.count == 1:  # as every expert that a rank keeps twice
+            local_duplicates += _local_duplicates(target, run.hf_name, rank)
     digest = layout_digest(source, target, ranks_per_node, relay)
     return ReshardPlan(
         rank, tuple(sends), tuple(receives), tuple(copies), tuple(local_duplicates), digest
     )
+
+
+def _local_duplicates(target: ShardLayout, hf_name: str, rank: int) -> Iterator[Transfer]:
+    """Yield copies of whole pieces to others of the same rank and layout."""
+    for again, once in local_duplicates_of(target, hf_name).items():
+        if rank in again.owner_ranks:
+            pieces = once.piece, again.piece
+            src, dst = (Place((piece.param,), piece.param_box, piece.view) for piece in pieces)
+            yield Transfer(rank, rank, hf_name, once.piece.hf_box, src, dst)
 
 
 def check_same_tensors(source: ShardLayout, target: ShardLayout) -> None:

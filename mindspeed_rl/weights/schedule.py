@@ -4,38 +4,66 @@ The schedule is a pure function of the two layouts, so all ranks agree without c
 Tensors queue up by pipeline stage of the source, and every round takes the next slice of every
 queue, in proportion to the length of the queue. All stages thus send from the first round to the
 last, and the sum over rounds of the busiest rank's bytes stays close to the bytes that the busiest
-rank moves in all.
+rank moves in all. Where that makes many small messages, rounds form groups whose pairs of ranks
+take turns (:mod:`~mindspeed_rl.weights.turns`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
-from math import ceil, prod
+from math import ceil, inf, prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.garbage import without_collection
-from mindspeed_rl.weights.layouts.base import ShardLayout, Unit, element_bytes, locate
-from mindspeed_rl.weights.planner import overlaps
+from mindspeed_rl.weights.layouts.base import ShardLayout, Unit, element_bytes, layer_name, locate
+from mindspeed_rl.weights.planner import Overlaps, runs_of
+from mindspeed_rl.weights.sources import Ranks, Sent
+from mindspeed_rl.weights.turns import ALL_AT_ONCE, Demand, RankTurns, turn_of, turns_of_kinds
 
 _MAX_PARTS = 1 << 16
 
+# From this size on, a rectangle may be a message of its own, while a rank has so few messages.
+ALONE_BYTES, MOST_ALONE = 256 << 10, 1000
+
 Loads = NDArray[np.float64]
+Rectangles = tuple[tuple[float, int], ...]
 # Units whose slices travel in the same rounds.
 Batch = tuple[Unit, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A slice of a tensor's rectangles: ``part`` of ``parts`` travels in ``round``."""
+    """A slice of a tensor's rectangles, which travels in the rounds of a group.
+
+    Attributes:
+        round: First round of the group.
+        part: Number of the slice.
+        parts: Number of slices.
+        turns: Turns of pairs of ranks in the group.
+        stage: Pipeline stage of the tensor.
+    """
 
     round: int
     part: int
     parts: int
+    turns: RankTurns = ALL_AT_ONCE
+    stage: int = 0
+
+    def round_of(self, src: int, dst: int) -> int:
+        """Return the round in which the slice travels between two ranks."""
+        turns = self.turns
+        return self.round + turn_of(turns, self.stage, src, dst) if turns.count > 1 else self.round
+
+    @property
+    def last_round(self) -> int:
+        """The round after which all ranks have the slice."""
+        return self.round + self.turns.count - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +74,14 @@ class Schedule:
         slots: Slots in order, by key of a unit or by name of a tensor; see :meth:`slots_of`.
         completed: For each round, the tensors that are complete after it.
         dtypes: For each round, the declared element type of its tensors; empty: that of the model.
+        alone_bytes: Bytes from which on a rectangle may be a message of its own, where a transport
+            can do that.
     """
 
     slots: Mapping[str, tuple[Slot, ...]]
     completed: tuple[tuple[str, ...], ...]
     dtypes: tuple[str, ...]
+    alone_bytes: float
 
     def slots_of(self, source: ShardLayout, hf_name: str) -> tuple[Slot, ...]:
         """Return the slots in which the slices of a tensor travel."""
@@ -63,18 +94,27 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """Bounds of the bytes that ranks move for one unit.
+    """The bytes that ranks move for one unit.
 
     Attributes:
-        loads: [hops, world] bytes that each rank sends plus receives if the whole unit travels.
+        loads: [hops x turns, world] bytes that each rank sends plus receives if the whole unit
+            travels in one group of rounds.
+        whole: [hops, world] the same of all turns together.
         most: The largest of ``loads``.
-        narrowest: The least extent of the unit's rectangles along the sliced dimension, which
-            bounds the number of slices.
+        rectangles: Sizes of rectangles in bytes, and how many of each a rank receives at most.
+        extents: Sizes of the unit's rectangles along the sliced dimension.
     """
 
     loads: Loads
+    whole: Loads
     most: float
-    narrowest: int
+    rectangles: Rectangles
+    extents: frozenset[int]
+
+    @property
+    def narrowest(self) -> int:
+        """The least of the extents, which bounds the number of slices."""
+        return min(self.extents, default=_MAX_PARTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +128,10 @@ class _Item:
 
     @property
     def loads(self) -> Loads:
-        """Bound of the slice: slices of n rows into k parts have at most n / k + 1 rows."""
+        """Bound of the slice: of n rows in k parts it has at most n / k, rounded up."""
         if self.parts == 1:
             return self.cost.loads
-        return self.cost.loads * (1 / self.parts + 1 / self.cost.narrowest)
+        return self.cost.loads * max(-(-n // self.parts) / n for n in self.cost.extents)
 
 
 @without_collection()
@@ -103,6 +143,7 @@ def plan_schedule(
     item_bytes: int,
     ranks_per_node: int,
     relay: bool = False,
+    overlaps: Overlaps | None = None,
 ) -> Schedule:
     """Make the rounds of a reshard, the same on every rank. A round has one element type.
 
@@ -113,16 +154,21 @@ def plan_schedule(
         item_bytes: Bytes of one element on the wire, for tensors that declare no type.
         ranks_per_node: Number of ranks per node, the same as in the plans.
         relay: Whether rectangles are forwarded within nodes, the same as in the plans.
+        overlaps: Those of the same layouts, where they are used elsewhere as well.
 
     Raises:
         UsageError: The budget is too small for the narrowest slices.
     """
     if bucket_bytes < 1:
         raise UsageError(f"--reshard-bucket-mb gives {bucket_bytes} bytes; must be positive")
-    costs = _Costs(source, target, item_bytes, ranks_per_node, relay)
-    stages_of: dict[str, dict[int, list[Batch]]] = {}
-    for unit in sorted(source.units(), key=lambda unit: unit.layer):
-        stages = stages_of.setdefault(source.dtype_of(unit.names[0]), {})
+    overlaps = overlaps or Overlaps(source, target, ranks_per_node, relay)
+    costs = _Costs(overlaps, item_bytes)
+    units = sorted(source.units(), key=lambda unit: unit.layer)
+    if not relay and not target.fills_tensor_by_tensor:
+        costs.choose_turns(units, bucket_bytes)
+    stages_of: dict[tuple[str, RankTurns], dict[int, list[Batch]]] = {}
+    for unit in units:
+        stages = stages_of.setdefault((source.dtype_of(unit.names[0]), costs.turns_of(unit)), {})
         batches = _tensors(source, unit, bucket_bytes // (2 * item_bytes))
         stages.setdefault(unit.stage, []).extend(
             batches if target.fills_tensor_by_tensor else [(unit,)]
@@ -130,20 +176,39 @@ def plan_schedule(
     slots: dict[str, list[Slot]] = {}
     completed: list[tuple[str, ...]] = []
     dtypes: list[str] = []
-    for dtype in sorted(stages_of):
-        rounds = _fill(list(stages_of[dtype].values()), costs, bucket_bytes)
-        for items in rounds:
+    sent: list[_Item] = []
+    for (dtype, turns), stages in sorted(stages_of.items(), key=lambda entry: repr(entry[0])):
+        for items in _fill(list(stages.values()), costs, turns, bucket_bytes):
             for item in items:
-                slot = Slot(len(completed), item.part, item.parts)
+                slot = Slot(len(completed), item.part, item.parts, turns, item.unit.stage)
                 slots.setdefault(item.unit.key, []).append(slot)
             whole = (i.unit.names for i in items if i.part == i.parts - 1)
+            completed += [()] * (turns.count - 1)
             completed.append(tuple(name for names in whole for name in names))
-        dtypes += [dtype] * len(rounds)
+            dtypes += [dtype] * turns.count
+            sent += items
     return Schedule(
         {key: tuple(several) for key, several in slots.items()},
         tuple(completed),
         tuple(dtypes),
+        _alone_bytes(sent, MOST_ALONE - costs.num_messages),
     )
+
+
+def _alone_bytes(items: Iterable[_Item], most: float) -> float:
+    """Return the least size of which no rank receives more than ``most`` rectangles, about."""
+    counts: Counter[float] = Counter()
+    for item in items:
+        for size, count in item.cost.rectangles if not item.part else ():
+            counts[size / item.parts] += count * item.parts
+    total, least = 0, inf
+    for size in sorted(counts, reverse=True):
+        total += counts[size]
+        if size < ALONE_BYTES or total > most:
+            break
+        least = size
+    # Slices of one rectangle differ by a row.
+    return max(float(ALONE_BYTES), 0.9 * least)
 
 
 def _tensors(source: ShardLayout, unit: Unit, elements: int) -> Iterator[Batch]:
@@ -164,83 +229,148 @@ def _tensors(source: ShardLayout, unit: Unit, elements: int) -> Iterator[Batch]:
 
 
 class _Costs:
-    """Bounds of units, computed once for units that are placed alike."""
+    """The costs of units, computed once for units whose ranks exchange the same."""
 
-    def __init__(
-        self,
-        source: ShardLayout,
-        target: ShardLayout,
-        item_bytes: int,
-        ranks_per_node: int,
-        relay: bool,
-    ) -> None:
-        self._source, self._target = source, target
-        self._item_bytes = item_bytes
-        self._ranks_per_node, self._relay = ranks_per_node, relay
+    def __init__(self, overlaps: Overlaps, item_bytes: int) -> None:
+        self._overlaps, self._item_bytes = overlaps, item_bytes
+        self._source, self._target = overlaps.source, overlaps.target
+        self._num_hops = 2 if overlaps.relay else 1
+        self._measured: dict[Hashable, _Measured] = {}
         self._known: dict[Hashable, _Cost] = {}
+        self._turns: Mapping[bool, RankTurns] = {}
+        self.num_messages = 0.0
+
+    def choose_turns(self, units: Sequence[Unit], bucket_bytes: int) -> None:
+        """Choose the turns of experts and of all other tensors."""
+        alike: dict[Hashable, list[Unit]] = {}
+        for unit in units:
+            alike.setdefault(self._key(unit), []).append(unit)
+        demands: dict[bool, list[tuple[Demand, int]]] = {}
+        for key, several in alike.items():
+            measured = self._measured[key] = self._measure(several[0])
+            entry = measured.demand, len(several)
+            demands.setdefault(several[0].is_experts, []).append(entry)
+        self._turns, self.num_messages = turns_of_kinds(demands, bucket_bytes)
+
+    def turns_of(self, unit: Unit) -> RankTurns:
+        """Return the turns of a unit."""
+        return self._turns.get(unit.is_experts, ALL_AT_ONCE)
 
     def of(self, unit: Unit) -> _Cost:
-        """Return the bounds of a unit."""
-        first = unit.names[0]
-        expert = locate(first)[2]
-        key = (
-            self._source.placement_key(first),
-            self._target.placement_key(first),
-            expert,
-            len(unit.names),
-        )
+        """Return the cost of a unit."""
+        key = self._key(unit)
+        measured = self._measured.get(key)
+        if measured is None:
+            measured = self._measured[key] = self._measure(unit)
+        if measured.rotates:
+            key = unit.key
         if key not in self._known:
-            self._known[key] = self._measure(unit)
+            measured = self._measure(unit) if measured.rotates else measured
+            loads = measured.demand.loads(self.turns_of(unit), self._num_hops)
+            whole: Loads = loads.reshape(self._num_hops, -1, loads.shape[1]).sum(axis=1)
+            most = float(loads.max(initial=0.0))
+            self._known[key] = _Cost(loads, whole, most, measured.rectangles, measured.extents)
         return self._known[key]
 
-    def _measure(self, unit: Unit) -> _Cost:
-        """Bound the bytes of each rank, independently of the rotation of the tensors.
+    def _key(self, unit: Unit) -> Hashable:
+        first = unit.names[0]
+        expert = locate(first)[2]
+        places = self._source.placement_key(first), self._target.placement_key(first)
+        return *places, expert, len(unit.names)
 
-        Every source is charged with what the busiest of the owner ranks sends, every destination
-        with all that it needs. In hop 2 each of n destinations receives what it needs and sends
-        less than that, n - 1 copies of one slice of n; where nodes differ in n, less than twice
-        that.
-        """
-        loads: dict[tuple[int, range], float] = {}
-        narrowest = _MAX_PARTS
-        dtype = self._source.dtype_of(unit.names[0])
-        size = element_bytes(dtype, self._item_bytes)
-        for name in unit.names:
-            found = overlaps(self._source, self._target, name, self._ranks_per_node, self._relay)
-            for cell, dst, box, assigned in found:
-                narrowest = min(narrowest, box.size[box.sliced_dim])
-                num_bytes = float(box.num_elements * size)
-                charges = [(1, ranks, assigned.most_sent) for ranks in cell.owner_ranks]
-                charges += [(1, ranks, 1) for ranks in dst.owner_ranks]
-                if assigned.hop.max(initial=0) == 2:
-                    charges += [(2, ranks, 2 if assigned.even else 3) for ranks in dst.owner_ranks]
-                for hop, ranks, times in charges:
-                    loads[hop, ranks] = loads.get((hop, ranks), 0.0) + num_bytes * times
-        world = 1 + max((ranks[-1] for _, ranks in loads), default=0)
-        table = np.zeros((2 if self._relay else 1, world))
-        for (hop, ranks), load in loads.items():
-            table[hop - 1, ranks.start : ranks.stop : ranks.step] += load
-        return _Cost(table, float(table.max(initial=0.0)), narrowest)
+    def _measure(self, unit: Unit) -> _Measured:
+        size = element_bytes(self._source.dtype_of(unit.names[0]), self._item_bytes)
+        pattern, layer, _ = locate(unit.names[0])
+        experts = (locate(name)[2] for name in unit.names)
+        extents: set[int] = set()
+        rotates, widths = False, {1}
+        sent: list[tuple[Sent, float]] = []
+        for run in runs_of(self._source, self._target, layer_name(pattern, layer), experts):
+            for _, dst, box, assigned in self._overlaps.of(run):
+                extents.add(box.size[box.sliced_dim])
+                rotates |= not assigned.is_balanced
+                widths.update(ranks.step for ranks in dst.owner_ranks if len(ranks) > 1)
+                sent.append((assigned.sent, float(box.num_elements * size * run.count)))
+        demand = Demand.of(unit.stage, sent, frozenset(widths))
+        return _Measured(demand, _rectangles(sent), frozenset(extents), rotates)
 
 
-def _fill(stages: list[list[Batch]], costs: _Costs, bucket_bytes: int) -> list[list[_Item]]:
+def _rectangles(sent: Iterable[tuple[Sent, float]]) -> Rectangles:
+    receivers: dict[float, list[Ranks]] = {}
+    for pairs, size in sent:
+        if size >= ALONE_BYTES:
+            receivers.setdefault(size, []).append(pairs.dst)
+    return tuple(
+        (size, int(np.bincount(np.concatenate(several)).max(initial=0)))
+        for size, several in receivers.items()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What ranks exchange of a unit.
+
+    Attributes:
+        demand: What they send each other.
+        rectangles: As in :class:`_Cost`.
+        extents: As in :class:`_Cost`.
+        rotates: Whether other layers have other senders.
+    """
+
+    demand: Demand
+    rectangles: Rectangles
+    extents: frozenset[int]
+    rotates: bool
+
+
+def _fill(
+    stages: list[list[Batch]], costs: _Costs, turns: RankTurns, bucket_bytes: int
+) -> list[list[_Item]]:
     """Return the slices of units that each round sends."""
     _check_budget(stages, costs, bucket_bytes)
-    quantum = bucket_bytes / (2 * len(stages))
+    # With turns a rank deals with few stages at a time, so larger slices are even enough.
+    at_once = max(2, 2 * len(stages) // turns.count)
+    quantum = bucket_bytes / (4 * min(len(stages), at_once))
     queues = [[i for batch in stage for i in _slices(batch, costs, quantum)] for stage in stages]
     world = max(i.cost.loads.shape[1] for queue in queues for i in queue)
+    rows = max(i.cost.loads.shape[0] for queue in queues for i in queue)
     most = max(len(queue) for queue in queues)
-    total = np.sum([_total(queue, world) for queue in queues], axis=0)
+    total = _total([item for queue in queues for item in queue], rows, world)
     count = max(1, int(np.ceil(total.max() / bucket_bytes)))
     progress = [_progress(queue, world) for queue in queues]
     while True:
         rounds = _spread(queues, progress, min(count, most))
-        largest = max(float(_total(items, world).max(initial=0.0)) for items in rounds)
-        if largest <= bucket_bytes:
-            return [items for items in rounds if items]
+        largest = [float(_total(items, rows, world).max(initial=0.0)) for items in rounds]
+        overfull = sum(size > bucket_bytes for size in largest)
+        if overfull <= _FEW * count:
+            parts = [
+                [items] if size <= bucket_bytes else _halves(items)
+                for items, size in zip(rounds, largest, strict=True)
+            ]
+            rounds = [items for several in parts for items in several if items]
+            largest = [float(_total(items, rows, world).max(initial=0.0)) for items in rounds]
+            if max(largest) <= bucket_bytes:
+                return rounds
         if count >= most:
-            raise _too_small(bucket_bytes, largest)
-        count = min(most, max(count + 1, int(count * 1.1)))
+            raise _too_small(bucket_bytes, max(largest))
+        count = min(most, max(count + 1, int(count * 1.04)))
+
+
+# The share of overfull rounds that is split in place of making all rounds smaller.
+_FEW = 0.1
+
+
+def _halves(items: list[_Item]) -> list[list[_Item]]:
+    """Split a round: the first and the second half of what each stage sends, in order."""
+    halves: list[list[_Item]] = [[], []]
+    of_stages: dict[int, list[_Item]] = {}
+    for item in items:
+        of_stages.setdefault(item.unit.stage, []).append(item)
+    for several in of_stages.values():
+        middle = (len(several) + 1) // 2
+        halves[0] += several[:middle]
+        halves[1] += several[middle:]
+    return halves
 
 
 def _check_budget(stages: list[list[Batch]], costs: _Costs, bucket_bytes: int) -> None:
@@ -271,16 +401,15 @@ def _slices(batch: Batch, costs: _Costs, quantum: float) -> Iterator[_Item]:
                 yield _Item(unit, cost, part, parts)
 
 
-def _total(items: list[_Item], world: int) -> Loads:
-    """Return the load of every rank in its busier hop: [world]."""
+def _total(items: list[_Item], rows: int, world: int) -> Loads:
+    """Return the load of every rank in its busiest exchange of a group of rounds: [world]."""
     amounts: dict[tuple[int, int], tuple[_Item, int]] = {}
     for item in items:
         key = (id(item.cost), item.parts)
         amounts[key] = (item, amounts.get(key, (item, 0))[1] + 1)
-    table = np.zeros((2, world))
+    table = np.zeros((rows, world))
     for item, times in amounts.values():
-        hops, ranks = item.cost.loads.shape
-        table[:hops, :ranks] += item.loads * times
+        table[:, : item.cost.loads.shape[1]] += item.loads * times
     result: Loads = table.max(axis=0)
     return result
 
@@ -305,7 +434,7 @@ def _progress(queue: list[_Item], world: int) -> Loads:
     reached = [np.zeros(1)]
     for _, alike in groupby(queue, lambda item: (id(item.cost), item.parts)):
         items = list(alike)
-        adding = items[0].cost.loads[:, some]
+        adding = items[0].cost.whole[:, some]
         hops, ranks = adding.shape
         parts = np.arange(1, len(items) + 1) / items[0].parts
         rising = load[:hops, :ranks] + parts[:, None, None] * adding

@@ -19,6 +19,23 @@ from numpy.typing import NDArray
 Ranks = NDArray[np.int64]
 
 
+class Sent(NamedTuple):
+    """Pairs of ranks between which something travels.
+
+    Attributes:
+        hop: [n] 0, or 1 where it is forwarded.
+        src: [n] senders.
+        dst: [n] destinations.
+    """
+
+    hop: Ranks
+    src: Ranks
+    dst: Ranks
+
+
+NOTHING_SENT = Sent(*(np.zeros(0, np.int64),) * 3)
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class SourceAssignment:
     """The sources of one rectangle.
@@ -28,16 +45,14 @@ class SourceAssignment:
         source: [D] source of each destination; the destination itself where it holds the rectangle.
         hop: [D] 0 where nothing travels, 1 where a holder sends, 2 where a destination on the same
             node forwards what it received in hop 1.
-        most_sent: The largest number of destinations that one rank serves in hop 1.
-        even: Whether all nodes without a holder have equally many destinations.
+        sent: The pairs of ranks between which the rectangle travels.
         is_balanced: Whether every rotation gives the sources the same loads.
     """
 
     destinations: Ranks
     source: Ranks
     hop: NDArray[np.int8]
-    most_sent: int
-    even: bool
+    sent: Sent
     is_balanced: bool
 
     def served_by(self, rank: int) -> list[tuple[int, int]]:
@@ -106,12 +121,24 @@ def assign_sources(
     Returns:
         For each rectangle, the sources of each of its slices.
     """
+    if not relay and sum(map(len, sources)) == 1:
+        return tuple((_from_one(sources[0][0], demand.destinations),) for demand in demands)
     usual = _assign_sources(sources, demands, ranks_per_node, 0, num_rotations, relay)
     if usual.is_balanced:
         return usual.slices
     period = sum(map(len, sources)) * (ranks_per_node if relay else 1)
     turn = rotation % period
     return _assign_sources(sources, demands, ranks_per_node, turn, num_rotations, relay).slices
+
+
+@lru_cache(maxsize=1 << 16)
+def _from_one(source: int, destinations: tuple[range, ...]) -> SourceAssignment:
+    """Assign the only source there is, without a relay."""
+    dst = _ranks(destinations)
+    travels = dst[dst != source]
+    everywhere = np.full(dst.size, source)
+    sent = Sent(np.zeros(travels.size, np.int64), everywhere[: travels.size], travels)
+    return SourceAssignment(dst, everywhere, (dst != source).astype(np.int8), sent, True)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -241,12 +268,12 @@ def _assign(
     shares, surplus = _level(loads, entering.size, order)
     order.add(shares, size)
     source[entering] = np.repeat(src, shares)
+    travels = np.flatnonzero(hop)
     return SourceAssignment(
         dst,
         source,
         hop,
-        most_sent=int((loads + shares).max()),
-        even=fixed.even,
+        Sent(hop[travels] - np.int64(1), source[travels], dst[travels]),
         is_balanced=rotation is None and fixed.near_is_balanced and not surplus,
     )
 
@@ -284,7 +311,6 @@ class _Fixed:
         far: All other destinations without a copy of their own; the runs are runs of destinations.
         near_is_balanced: Whether all sources of a node serve equally many destinations on it.
         fan_out: The largest number of destinations on a node without a source.
-        even: As in :class:`SourceAssignment`.
     """
 
     src: Ranks
@@ -296,7 +322,6 @@ class _Fixed:
     far: _ReplicaGroup
     near_is_balanced: bool
     fan_out: int
-    even: bool
 
 
 @lru_cache(maxsize=1 << 14)
@@ -318,11 +343,11 @@ def _fixed(
     position, length = _runs(dst_node[index])
     begins = np.arange(index.size) - position
     far = _ReplicaGroup(index, dst_node[index], begins, length, position)
-    even = bool((length == length[:1]).all())
     fan_out = int(length.max(initial=0))
-    return _Fixed(src, src_node, dst, source, hop, near, far, near_is_balanced, fan_out, even)
+    return _Fixed(src, src_node, dst, source, hop, near, far, near_is_balanced, fan_out)
 
 
+@lru_cache(maxsize=1 << 12)
 def _ranks(several: tuple[range, ...]) -> Ranks:
     """Return each rank of several ranges once, ascending."""
     parts = [np.arange(ranks.start, ranks.stop, ranks.step) for ranks in several]

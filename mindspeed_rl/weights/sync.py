@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
+from mindspeed_rl.parallel.small_collectives import gather_rows
 from mindspeed_rl.weights.executor import Resharder
+from mindspeed_rl.weights.layouts.rollout import Slots
 from mindspeed_rl.weights.stream import TensorStream
 from mindspeed_rl.weights.traffic import RankTraffic
 from mindspeed_rl.weights.verify import WeightVerifier
@@ -37,6 +39,10 @@ class WeightReceiver(Protocol):
 
     def begin_update(self) -> None:
         """Prepare for new weights: the engine refuses to generate until :meth:`finish_update`."""
+        ...
+
+    def place_experts(self, layer_experts: Sequence[tuple[int, Slots]]) -> None:
+        """Change which rank has which experts, before their weights are written in an update."""
         ...
 
     def finish_update(self, version: int) -> None:
@@ -101,20 +107,32 @@ def sync_metrics(path: str, traffic: RankTraffic, seconds: float) -> MetricSet:
     )
 
 
+def versions_of_ranks(version: int) -> list[int]:
+    """Gather the versions of the weights that all ranks' engines hold. Collective: the world."""
+    versions: list[int] = gather_rows(torch.tensor([version])).flatten().tolist()
+    return versions
+
+
 class WeightSync:
     """Moves one version of the weights into the engine and verifies it.
+
+    A sync is proven in full when it is the first, when it follows :meth:`weights_replaced`,
+    :meth:`retarget`, a sync that failed or engines that hold what they should not, and at the given
+    interval. All others are proven by a sample of rows.
 
     Args:
         path: Path from trainer to engine.
         proof: Verifier that compares the bits of both sides.
         read: Function that returns the trainer's parameters.
-        verify_interval: Number of syncs between verifications; 0: only the first sync is verified.
-            The first sync after a failed one is always verified.
+        verify_interval: Number of syncs from one full proof to the next; 0: only where it must be.
+        gather_versions: Function that returns the numbers that all ranks give, in rank order.
+            Collective: the world.
+        log: Function that shows a line once, called on all ranks.
         synchronize: Function that waits for the device, so that the measured time of a sync is its
             own.
 
     Attributes:
-        metrics: Bytes and speed of the latest sync on this rank.
+        metrics: Bytes, speed and seconds of the proof of the latest sync on this rank.
     """
 
     def __init__(
@@ -123,6 +141,9 @@ class WeightSync:
         proof: WeightVerifier,
         read: Callable[[], Mapping[str, torch.Tensor]],
         verify_interval: int,
+        *,
+        gather_versions: Callable[[int], Sequence[int]],
+        log: Callable[[str], None],
         synchronize: Callable[[], None] = lambda: None,
     ) -> None:
         self.metrics = MetricSet()
@@ -131,19 +152,54 @@ class WeightSync:
         self._proof = proof
         self._read = read
         self._verify_interval = verify_interval
+        self._gather_versions = gather_versions
+        self._log = log
+        self._num_syncs = 0  # since the last reason for a full proof
+        self._num_samples = 0
+        self._left_version = -1  # of the engines after the latest sync
+        self._moved: Sequence[tuple[int, Slots]] = ()
+
+    def retarget(
+        self,
+        path: WeightPath,
+        proof: WeightVerifier,
+        layer_experts: Sequence[tuple[int, Slots]],
+    ) -> None:
+        """Let the next sync, which is proven in full, and all later ones place experts anew. Local.
+
+        Args:
+            path: Path to the engine with its experts in their new places.
+            proof: Verifier of that engine.
+            layer_experts: Layer and the expert in each slot, for all layers with experts.
+        """
+        self._path, self._proof, self._moved = path, proof, tuple(layer_experts)
+        self._num_syncs = 0
+
+    def weights_replaced(self) -> None:
+        """Move and prove all weights at the next sync, as the trainer has loaded others. Local.
+
+        Call it on all ranks.
+        """
         self._num_syncs = 0
 
     def run(self, engine: WeightReceiver, version: int) -> None:
-        """Bring the engine to ``version``; no effect if it is there already. Collective: the world.
+        """Bring the engine to ``version``, unless a sync left it there. Collective: the world.
 
         Raises:
             RuntimeError: The weights differ. As after any other error, the engine refuses to
                 generate until a whole update has succeeded.
         """
-        if engine.weights_version == version:
+        held = self._gather_versions(engine.weights_version)
+        if self._num_syncs and all(of_rank == version == self._left_version for of_rank in held):
             return
         number, self._num_syncs = self._num_syncs, 0
+        if surprise := unexpected_versions(held, self._left_version):
+            self._log(surprise)
+            number = 0
+        self._left_version = -1
         engine.begin_update()
+        if self._moved:
+            engine.place_experts(self._moved)
         read = self._read()
         self._synchronize()
         start = time.perf_counter()
@@ -151,16 +207,53 @@ class WeightSync:
         self._synchronize()
         seconds = time.perf_counter() - start
         self.metrics = sync_metrics(self._path.name, self._path.traffic, seconds)
-        if number == 0 or (self._verify_interval and number % self._verify_interval == 0):
-            self._prove(read, engine.weight_views())
+        interval = self._verify_interval
+        in_full = number == 0 or (interval > 0 and number % interval == 0)
+        start = time.perf_counter()
+        self._prove(read, engine.weight_views(), None if in_full else self._num_samples)
+        proof = MetricSet({"reshard/proof_s": Max(time.perf_counter() - start)})
+        self.metrics = self.metrics.merge(proof)
         engine.finish_update(version)
-        self._num_syncs = number + 1
+        self._num_samples += not in_full
+        self._num_syncs, self._left_version, self._moved = number + 1, version, ()
 
-    def _prove(self, read: Mapping[str, torch.Tensor], write: Mapping[str, torch.Tensor]) -> None:
-        wrong = self._proof.differing_tensors(read, write)
+    def _prove(
+        self,
+        read: Mapping[str, torch.Tensor],
+        write: Mapping[str, torch.Tensor],
+        sample: int | None,
+    ) -> None:
+        wrong = self._proof.differing_tensors(read, write, sample=sample)
         if wrong:
             where = self._proof.first_difference(wrong[0], read, write)
+            what = "engine weights" if sample is None else "sampled rows of engine weights"
             raise RuntimeError(
-                f"reshard: engine weights differ from the trainer's in {len(wrong)} tensors: "
+                f"reshard: {what} differ from the trainer's in {len(wrong)} tensors: "
                 f"{', '.join(wrong[:5])}; {where or NOT_LOCATED}"
             )
+
+
+def unexpected_versions(held: Sequence[int], left: int) -> str:
+    """Return a line about engines that do not hold what the latest sync left; empty: all do.
+
+    Engines have that version, or all have freed their weights (-1). Anything else is an engine that
+    restarted alone or got its weights from elsewhere.
+
+    Args:
+        held: Version of the weights on each rank.
+        left: Version after the latest sync; -1: there was none, or it failed.
+    """
+    if set(held) in ({-1}, {left}):
+        return ""
+    odd = [rank for rank, version in enumerate(held) if version != left]
+    found = ", ".join(_version_text(held[rank]) for rank in odd[:5])
+    ranks = ", ".join(map(str, odd[:5])) + (", ..." if len(odd) > 5 else "")
+    return (
+        f"warning: reshard: ranks {ranks} ({len(odd)} of {len(held)}) hold weights of version "
+        f"{found}, where the latest sync left {_version_text(left)}: an engine restarted or was "
+        "written by others; all its weights are moved and proven in full"
+    )
+
+
+def _version_text(version: int) -> str:
+    return str(version) if version >= 0 else "none"

@@ -1,7 +1,8 @@
 """Proof that both sides of a weight sync hold the same bits, and the search for what differs.
 
 Trainer and engine compute a checksum from their own pieces that does not depend on the cut
-(:mod:`~mindspeed_rl.weights.checksums`), and compare one integer per tensor.
+(:mod:`~mindspeed_rl.proof.checksums`), and compare two integers per tensor. A proof is full, or
+of a sample: vectors and every 32nd row of each matrix.
 
 After a checksum failed, the first wrong element is looked for. That shares no code with the
 planner: owner ranks of the source broadcast what they hold, and every rank compares its own copy of
@@ -10,72 +11,130 @@ the target with that.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.parallel.small_collectives import all_reduce_sum, gather_objects
-from mindspeed_rl.weights.checksums import box_checksum, check_arithmetic
+from mindspeed_rl.proof.checksums import (
+    ALL_ROWS,
+    RowSample,
+    check_arithmetic,
+    fold_rows,
+    splitmix64,
+    sum_rows,
+)
 from mindspeed_rl.weights.executor import wire_dtype
 from mindspeed_rl.weights.layouts.base import Piece, Shard, ShardLayout, pieces_of
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SLICE_ELEMENTS = 1 << 24  # Elements broadcast at a time in the search for a difference.
 
+# A sample has one row of this many, fewer than a head or an expert has, so that every sample has
+# rows of one in the wrong place.
+SAMPLED_ROWS = 32
+
+
+def sampled_rows(sample: int, num_tensors: int) -> tuple[RowSample, ...]:
+    """Return the rows of a sample in each HF tensor; they begin at random, tensor by tensor. Local.
+
+    Consecutive samples have consecutive rows: each row is in one of any :data:`SAMPLED_ROWS`.
+
+    Args:
+        sample: Number of the sample, equal on all ranks.
+        num_tensors: Number of HF tensors.
+    """
+    starts = splitmix64(np.arange(1, num_tensors + 1, dtype=np.uint64)) % np.uint64(SAMPLED_ROWS)
+    return tuple(
+        RowSample((start + sample) % SAMPLED_ROWS, SAMPLED_ROWS) for start in starts.tolist()
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class _HeldPiece:
-    """A rectangle of this rank and its row in the table of HF tensors."""
+    """A rectangle of this rank, its tensor's row in the table of HF tensors, and shape and type."""
 
     piece: Piece
     row: int
-    dtype: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def _held_pieces(
-    layout: ShardLayout, rank: int, rows: Mapping[str, int], *, primary_only: bool
+    layout: ShardLayout,
+    rank: int,
+    table: Mapping[str, int],
+    default: torch.dtype,
+    *,
+    primary_only: bool,
 ) -> tuple[_HeldPiece, ...]:
     return tuple(
         _HeldPiece(
             shard.piece,
-            rows[shard.piece.hf_name],
-            layout.dtype_of(shard.piece.hf_name),
+            table[name],
+            layout.shape_of(name),
+            wire_dtype(layout.dtype_of(name), default),
         )
         for shard in pieces_of(layout, rank)
+        for name in [shard.piece.hf_name]
         if not primary_only or (not shard.is_replica and shard.owner_ranks[0] == rank)
     )
 
 
 def _sum_pieces(
-    pieces: Sequence[_HeldPiece], params: Mapping[str, torch.Tensor], dtype: torch.dtype, count: int
+    pieces: Sequence[_HeldPiece], params: Mapping[str, torch.Tensor], rows: Sequence[RowSample]
 ) -> torch.Tensor:
-    found: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    """Return what pieces add to the checksums of the HF tensors: [len(rows), 2] int32. Local."""
+    by_device: dict[torch.device, list[tuple[_HeldPiece, int]]] = {}
     for held in pieces:
-        piece = held.piece
-        shown = piece.view.of(params[piece.param].detach())[piece.param_box.slices]
-        wire = wire_dtype(held.dtype, dtype)
-        value = box_checksum(shown, piece.hf_box, wire)
-        found.setdefault(value.device, []).append((held.row, value))
-    total = torch.zeros(count, dtype=torch.int64)
-    for device, pairs in found.items():
+        if count := rows[held.row].count(held.piece.hf_box):
+            device = params[held.piece.param].device
+            by_device.setdefault(device, []).append((held, count))
+    total = np.zeros((len(rows), 2), dtype=np.uint32)
+    for device, several in by_device.items():
         check_arithmetic(device)
-        rows, values = zip(*pairs, strict=True)
-        # The values of a device are stacked first, so that each device needs one copy to the host.
-        total.index_add_(0, torch.tensor(rows), torch.stack(values).cpu())
-    return total
+        counts = [count for _, count in several]
+        # One tensor for the sums of all rows, so that each device needs one copy to the host.
+        sums = torch.empty(sum(counts), dtype=torch.int32, device=device)
+        for (held, _), out in zip(several, torch.split(sums, counts), strict=True):
+            piece = held.piece
+            shown = piece.view.of(params[piece.param].detach())[piece.param_box.slices]
+            sum_rows(shown, piece.hf_box, held.dtype, out, rows[held.row])
+        on_host, first = sums.cpu().numpy().view(np.uint32), 0
+        for held, count in several:
+            of_piece = on_host[first : first + count]
+            total[held.row] += fold_rows(of_piece, held.piece.hf_box, held.shape, rows[held.row])
+            first += count
+    return torch.from_numpy(total.view(np.int32))
 
 
 def copies_held(layout: ShardLayout, names: Sequence[str]) -> torch.Tensor:
-    """Count the ranks that hold each element of some HF tensors: [n] int64."""
+    """Count the ranks that hold each element of some HF tensors: [n] int32."""
     copies = []
     for name in names:
         held = sum(s.piece.hf_box.num_elements * len(s.owner_ranks) for s in layout.shards(name))
         copies.append(held // prod(layout.hf_shapes[name]))
-    return torch.tensor(copies, dtype=torch.int64)
+    return torch.tensor(copies, dtype=torch.int32)
+
+
+def source_digest(
+    layout: ShardLayout, rank: int, params: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> str:
+    """Return a name of the bits of a model that does not depend on its layout.
+
+    Collective: the world. It is the SHA-256 of the names and checksums of all HF tensors.
+    """
+    table = {name: i for i, name in enumerate(layout.hf_shapes)}
+    held = _held_pieces(layout, rank, table, dtype, primary_only=True)
+    sums = all_reduce_sum(_sum_pieces(held, params, [ALL_ROWS] * len(table)), None).tolist()
+    text = "".join(f"{name} {value}\n" for name, value in sorted(zip(table, sums, strict=True)))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # --- the first difference ---------------------------------------------------------------------
@@ -145,36 +204,52 @@ class WeightVerifier:
     ) -> None:
         self._layouts, self._rank = (source, target), rank
         self._names = list(source.hf_shapes)
-        rows = {name: i for i, name in enumerate(self._names)}
-        self._source = _held_pieces(source, rank, rows, primary_only=True)
-        self._target = _held_pieces(target, rank, rows, primary_only=False)
+        table = {name: i for i, name in enumerate(self._names)}
+        self._source = _held_pieces(source, rank, table, dtype, primary_only=True)
+        self._target = _held_pieces(target, rank, table, dtype, primary_only=False)
         self._copies = copies_held(target, self._names)
         self._dtype = dtype
 
     def checksums(
-        self, read: Mapping[str, torch.Tensor], write: Mapping[str, torch.Tensor]
+        self,
+        read: Mapping[str, torch.Tensor],
+        write: Mapping[str, torch.Tensor],
+        sample: int | None = None,
     ) -> torch.Tensor:
         """Compute what this rank adds to the checksums of both sides. Local.
 
+        Args:
+            read: Parameters of the trainer.
+            write: Parameters of the engine.
+            sample: Number of the sample of rows; ``None``: all rows.
+
         Returns:
-            [2, number of HF tensors] int64, in the order of ``source.hf_shapes``.
+            [2 sides, number of HF tensors, 2] int32, in the order of ``source.hf_shapes``.
         """
-        sides = ((self._source, read), (self._target, write))
         count = len(self._names)
-        return torch.stack([_sum_pieces(*side, self._dtype, count) for side in sides])
+        rows = (ALL_ROWS,) * count if sample is None else sampled_rows(sample, count)
+        sides = ((self._source, read), (self._target, write))
+        return torch.stack([_sum_pieces(*side, rows) for side in sides])
 
     def differing_tensors(
         self,
         read: Mapping[str, torch.Tensor],
         write: Mapping[str, torch.Tensor],
         group: dist.ProcessGroup | None = None,
+        sample: int | None = None,
     ) -> list[str]:
         """Find the HF tensors whose bits differ between the two sides. Collective: the world.
 
-        Every rank gets the same list. Two int64 per tensor go to every rank.
+        Every rank gets the same list. 16 bytes per tensor go to every rank.
+
+        Args:
+            read: Parameters of the trainer.
+            write: Parameters of the engine.
+            group: Process group of all ranks; ``None``: the world.
+            sample: Number of the sample of rows, equal on all ranks; ``None``: all rows.
         """
-        sums = all_reduce_sum(self.checksums(read, write), group)
-        differs = (sums[0] * self._copies) != sums[1]
+        sums = all_reduce_sum(self.checksums(read, write, sample), group)
+        differs = (sums[0] * self._copies[:, None] != sums[1]).any(1)
         return [name for name, wrong in zip(self._names, differs.tolist(), strict=True) if wrong]
 
     def first_difference(

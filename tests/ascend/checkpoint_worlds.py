@@ -95,8 +95,8 @@ def whole_and_half_world(
 
     Copies of the second run are late. Also returns how many were.
     """
+    from mindspeed_rl.rl.export import export_policy
     from mindspeed_rl.trainer.checkpoint import save_checkpoint
-    from mindspeed_rl.trainer.export import export_policy
 
     job, engine = build(world, model, flags)
     whole = train(job, engine, 0, NUM_STEPS)

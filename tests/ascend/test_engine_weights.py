@@ -285,8 +285,8 @@ def new_weights(engine: RealEngine, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def update(engine: RealEngine, version: int, *, by_loader: bool = False) -> None:
-    """Write other weights, and look at what kernels read."""
+def update(engine: RealEngine, version: int, *, by_loader: bool = False) -> dict[str, torch.Tensor]:
+    """Write other weights, look at what kernels read, and return what was written."""
     engine.begin_update()
     weights = new_weights(engine, version)
     if by_loader:
@@ -298,6 +298,8 @@ def update(engine: RealEngine, version: int, *, by_loader: bool = False) -> None
             view.copy_(weights[key])
     engine.finish_update(version)
     check(engine, weights)
+    assert engine.weights_version == version
+    return weights
 
 
 def sleep(engine: RealEngine) -> None:
@@ -349,19 +351,21 @@ def test_updates_without_sleep(make: Make) -> None:
     engine.begin_update()
     sleep(engine)
     engine.wake_weights()
+    assert engine.weights_version == -1 and engine.state is EngineState.WEIGHTS
     update(engine, 3)
 
 
 def test_only_the_cache_sleeps(make: Make) -> None:
     engine = make("experts")
-    update(engine, 1)
-    kept = {n: p.data.cpu() for n, p in engine.model.named_parameters()}
+    weights = update(engine, 1)
     engine.free_cache()
-    check(engine, kept)
+    assert engine.state is EngineState.WEIGHTS
+    assert int(engine.cache.cpu().view(torch.uint8).flatten()[0]) == GARBAGE
+    check(engine, weights)
     engine.wake_cache()
+    assert engine.state is EngineState.AWAKE and engine.weights_version == 1
     assert torch.count_nonzero(engine.cache.cpu()) == 0
-    check(engine, kept)
-    assert engine.weights_version == 1
+    check(engine, weights)
 
 
 def test_segments_expand_while_the_weights_are_away(

@@ -64,6 +64,24 @@ def test_switch(tmp_path: Path) -> None:
     assert found["floor_s"] > 0 and found["bytes"]["copied"] > found["bytes"]["engine_weights"] > 0
 
 
+def test_checkpoints(tmp_path: Path) -> None:
+    """Bytes are compared in the run; a save takes no more than predicted, but for what malloc kept.
+
+    Memory that an earlier part of the process freed may serve a save again, so the growth of the
+    resident size has a floor of nothing only.
+    """
+    flags = ("--num-layers", "1", "--hidden-size", "768", "--repeats", "1")
+    found = result_of("checkpoints.py", *flags, folder=tmp_path)
+    num_parameters = 4 * 768**2 + 3 * 768 * 2112  # of the layer
+    stored, memory = found["bytes"], found["memory"]
+    assert stored > 14 * num_parameters / 2 and 0 < found["exposed_s"] < found["at_once_s"]
+    assert {"plan", "check", "write", "copy", "step meanwhile"} <= set(found["seconds"])
+    assert memory["predicted_background"] == pytest.approx(stored, rel=0.05)
+    for kind in ("at_once", "background"):
+        assert 0 < memory[kind] < 1.2 * stored
+        assert memory[kind] < memory[f"predicted_{kind}"] + 0.2 * stored
+
+
 def test_engine_steps(tmp_path: Path) -> None:
     flags = ("--sequences", "8", "--tokens", "32", "--rounds", "1", "--kv-cache-mb", "64")
     found = result_of("engine_steps.py", *flags, folder=tmp_path)
@@ -76,6 +94,26 @@ def test_drafts(tmp_path: Path) -> None:
     flags = ("--prompts", "2", "--group", "2", "--tokens", "48", "--kv-cache-mb", "64")
     for *epochs, again in result_of("drafts.py", *flags, folder=tmp_path)["steps"].values():
         assert again < 0.5 and len(epochs) == 3 and all(0 < steps <= 1 for steps in epochs)
+
+
+def test_drafted_conversations(tmp_path: Path) -> None:
+    """They are those without drafts, and the true continuation takes few steps."""
+    flags = ("--prompts", "2", "--group", "2", "--tokens", "48", "--kv-cache-mb", "64",
+             "--train-steps", "5")  # fmt: skip
+    found = result_of("drafted_conversations.py", *flags, folder=tmp_path)
+    *epochs, again = [row["steps_per_token"] for row in found["steps"]]
+    assert found["equal"] and again < 0.5 and all(0.5 < steps <= 1 for steps in epochs)
+    assert all(row["steps_per_token"] == 1 for row in found["none"])
+
+
+def test_shared_evaluation(tmp_path: Path) -> None:
+    """Tokens are those of an evaluation by itself, in fewer steps, but not fewer than rollouts."""
+    flags = ("--sequences", "6", "--prompts", "3", "--capacity", "16", "--tokens", "24",
+             "--rounds", "1", "--kv-cache-mb", "64")  # fmt: skip
+    found = result_of("shared_evaluation.py", *flags, folder=tmp_path)
+    steps = found["steps"]
+    assert found["equal"] and steps["floor"] <= steps["together"] < steps["apart"]
+    assert min(found["ms"].values()) > 0
 
 
 def test_prompts(tmp_path: Path) -> None:

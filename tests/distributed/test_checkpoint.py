@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.checkpoint_tensors import differing, whole_tensors
 from support.family_models import FAMILY_CASES, write_family_model
 from support.spawn import RankError, run_ranks
 
-from mindspeed_rl.checkpoint.resume import TRACKER, find_latest, read_record
+from mindspeed_rl.checkpoint.resume import TRACKER, find_latest, marks_of, read_record
 from mindspeed_rl.config.training import CheckpointConfig
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.bootstrap import World
 
 if TYPE_CHECKING:
@@ -184,8 +187,8 @@ def resume_and_export(
     world: World, flags: Sequence[str], model: str, folder: str
 ) -> tuple[Trace, str]:
     """Rank function: the rest of the run in new processes, another save, and an export."""
+    from mindspeed_rl.rl.export import export_policy
     from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
-    from mindspeed_rl.trainer.export import export_policy
 
     job, engine = build(world, flags, model)
     loaded = load_checkpoint(folder, engine, CheckpointConfig())
@@ -238,38 +241,48 @@ def test_other_layouts_continue_the_run(tiny_model: Path, tmp_path: Path) -> Non
             assert error <= WEIGHT_TOLERANCE, (name, error)
 
 
-def resume_weights(world: World, flags: Sequence[str], model: str, folder: str) -> int:
-    """Rank function: a start from the weights of a checkpoint; the updates that are counted."""
-    from mindspeed_rl.trainer.checkpoint import load_checkpoint
+def save_again(world: World, flags: Sequence[str], model: str, source: str, target: str) -> str:
+    """Rank function: load a checkpoint and save the state at once; the folder of the new one."""
+    from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
 
     _, engine = build(world, flags, model)
-    load_checkpoint(folder, engine, CheckpointConfig(no_load_optim=True, no_load_rng=True))
-    return engine.schedule.num_updates
+    loaded = load_checkpoint(source, engine, CheckpointConfig())
+    return str(save_checkpoint(target, loaded.step, engine, EXTRA))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saved_apart", [False, True])
-def test_the_optimizer_of_experts_is_neither_divided_nor_joined(
-    saved_apart: bool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("saved_apart", "optimizer"), [(False, ()), (True, SHARDED)], ids=["divided", "joined"]
+)
+def test_the_optimizer_of_experts_is_divided_and_joined(
+    saved_apart: bool, optimizer: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Refused by the flag in both directions; weights alone are taken."""
+    """Expert-parallel size 1 to 2, or back: the run goes on, and no bit of its state changes."""
     case = FAMILY_CASES["qwen3-moe"]
     case = replace(case, changes={**case.changes, "vocab_size": 307})
     model, folder = str(write_family_model(case, tmp_path / "model")), str(tmp_path / "save")
-    whole, apart = SHARDED, (*SHARDED, "--expert-model-parallel-size", "2")
-    before, after = (apart, whole) if saved_apart else (whole, apart)
-    run_ranks(train_whole_and_half, 2, work_dir=tmp_path, args=(before, model, folder))
-    with pytest.raises(RankError, match="--expert-model-parallel-size") as refused:
-        run_ranks(resume_and_train, 2, work_dir=tmp_path, args=(after, model, folder))
-    assert "--no-load-optim" in str(refused.value)
-    assert run_ranks(resume_weights, 2, work_dir=tmp_path, args=(after, model, folder)) == [2, 2]
+    sides = (optimizer, (*optimizer, "--expert-model-parallel-size", "2"))
+    before, after = reversed(sides) if saved_apart else sides
+    args: tuple[Any, ...] = (before, model, folder)
+    whole, _ = run_ranks(train_whole_and_half, 2, work_dir=tmp_path, args=args)[0]
+    args = (after, model, folder, str(tmp_path / "again"))
+    again = Path(run_ranks(save_again, 2, work_dir=tmp_path, args=args)[0])
+    saved = find_latest(folder).path
+    assert saved is not None and differing(saved, again) == []
+    args = (after, model, str(again.parent))
+    rest, loaded = run_ranks(resume_and_train, 2, work_dir=tmp_path, args=args)[0]
+    assert loaded.step == 2
+    for found, expected in zip(rest.steps, whole.steps[2:], strict=True):
+        assert found == pytest.approx(expected, rel=STEP_TOLERANCE)
+    for name, value in rest.weights.items():
+        error = float((value - whole.weights[name]).norm() / whole.weights[name].norm())
+        assert error <= WEIGHT_TOLERANCE, (name, error)
 
 
 def die_in_second_save(world: World, model: str, folder: str) -> None:
     """Rank function: rank 1 is killed when the tensors of its second save are half written."""
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-
     from mindspeed_rl.trainer.checkpoint import save_checkpoint
+    from mindspeed_rl.trainer.patches.planned_save import PlannedSave
 
     job, engine = build(world, SHARDED, model)
     train(job, engine, 0, 1)
@@ -280,9 +293,183 @@ def die_in_second_save(world: World, model: str, folder: str) -> None:
         def die(*args: object) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        with mock.patch.object(TorchDistSaveShardedStrategy, "save", die):
+        with mock.patch.object(PlannedSave, "write", die):
             save_checkpoint(folder, 2, engine, {})
     save_checkpoint(folder, 2, engine, {})
+
+
+DAMAGES: dict[str, tuple[str, int]] = {
+    # File, and byte of it that is changed, counted from the end where negative.
+    "weights": ("__0_0.distcp", 1000),
+    "another rank's file": ("__1_0.distcp", -2000),
+    "index": (".metadata", 300),
+    "format": ("metadata.json", 5),
+    "record": ("checkpoint.json", 400),
+    "common state": ("common.pt", 200),
+}
+
+
+def load_damaged(world: World, model: str, folder: str) -> dict[str, tuple[int, str, bool]]:
+    """Rank function: step, notes and equal weights of loads from copies with one damage each."""
+    import shutil
+
+    import torch.distributed as dist
+
+    from mindspeed_rl.checkpoint.saving import UnwrittenCheckpoint
+    from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
+    from mindspeed_rl.trainer.optimizer import torch_optimizers
+
+    job, engine = build(world, SHARDED, model)
+    root = Path(folder)
+    train(job, engine, 0, 1)
+    save_checkpoint(root / "sound", 1, engine, EXTRA)
+    kept = {name: p.detach().clone() for name, p in engine.named_parameters().items()}
+    train(job, engine, 1, 2)
+    save_checkpoint(root / "sound", 2, engine, EXTRA)
+    results = {}
+
+    def attempt(name: str, damaged: str = "iter_0000002") -> None:
+        dist.barrier()
+        loaded = load_checkpoint(root / name, engine, CheckpointConfig())
+        equal = all(torch.equal(p, kept[n]) for n, p in engine.named_parameters().items())
+        if loaded.damaged or name == "sound":
+            assert [path.name for path in loaded.damaged] == [damaged]
+        results[name] = (loaded.step, " ".join(loaded.notes), equal)
+
+    for name, (file, position) in DAMAGES.items():
+        if world.rank == 0:
+            shutil.copytree(root / "sound", root / name)
+            damaged = bytearray((root / name / "iter_0000002" / file).read_bytes())
+            damaged[position] ^= 0x40
+            (root / name / "iter_0000002" / file).write_bytes(damaged)
+        attempt(name)
+    # Values that are not finite: a weight, and a moment of the rank that has a share of it.
+    engine.named_parameters()["decoder.layers.1.mlp.linear_fc2.weight"].data[3, 5] = float("nan")
+    (states,) = [optimizer.state for optimizer in torch_optimizers(engine.optimizer)]
+    if world.rank == 1:
+        next(iter(states.values()))["exp_avg_sq"][2] = float("inf")
+    with pytest.raises(FloatingPointError) as refused:
+        save_checkpoint(root / "sound", 3, engine, EXTRA)
+    dist.barrier()
+    results["refused"] = (0, str(refused.value), (root / "sound/iter_0000003.partial").exists())
+    dist.barrier()  # The next save makes this folder again.
+    with mock.patch.object(UnwrittenCheckpoint, "check_values"):
+        save_checkpoint(root / "sound", 3, engine, EXTRA)
+    attempt("sound", "iter_0000003")
+    return results
+
+
+def test_a_damaged_checkpoint_is_named_and_the_older_one_is_loaded(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Bytes that changed in any file, and values that are not finite, on every rank alike."""
+    args = (str(tiny_model), str(tmp_path))
+    for results in run_ranks(load_damaged, 2, work_dir=tmp_path, args=args):
+        for name, (file, _) in DAMAGES.items():
+            step, notes, equal = results[name]
+            assert (step, equal) == (1, True), name
+            assert f"ignored {tmp_path / name}/iter_0000002: {file} is" in notes, notes
+        for where in ("refused", "sound"):
+            step, told, kept = results[where]
+            assert "decoder.layers.mlp.linear_fc2.weight at [1, 0, 0]: NaN in 1 of" in told, told
+            assert "exp_avg_sq" in told and "infinity in 1 of" in told and "(rank " in told
+            assert (step, kept) == ({"refused": 0, "sound": 2}[where], False)
+    assert find_latest(tmp_path / "sound").path == tmp_path / "sound" / "iter_0000003"
+
+
+def save_in_background(world: World, model: str, folder: str) -> dict[str, str]:
+    """Rank function: weights change while a checkpoint waits for the disk; then a full disk.
+
+    Also the same state as megatron-core gathers it, and folders that are not shared.
+    """
+    import errno
+    import threading
+
+    import torch.distributed as dist
+
+    from mindspeed_rl.checkpoint import archives, tensor_files
+    from mindspeed_rl.checkpoint.background import BackgroundWriter
+    from mindspeed_rl.checkpoint.optimizer_shards import FORMAT
+    from mindspeed_rl.checkpoint.shared_storage import check_listed, check_written
+    from mindspeed_rl.trainer import checkpoint
+    from mindspeed_rl.trainer.checkpoint import plan_checkpoint, save_checkpoint
+
+    job, engine = build(world, SHARDED, model)
+    root, writer, gate = Path(folder), BackgroundWriter(), threading.Event()
+    flags = {"with_optimizer": True, "with_rng": True, "companions": {}}
+
+    def late(*args: Any) -> archives.WrittenFile:
+        assert gate.wait(120)
+        return archives.write_archives(*args)
+
+    def full(*args: Any) -> archives.WrittenFile:
+        raise OSError(errno.ENOSPC, "no space", "the file")
+
+    def gathered(optimizer: Any, model_state: Any, _: Any) -> tuple[Any, list[Any]]:
+        asked = {"is_loading": False, "metadata": FORMAT}
+        return optimizer.sharded_state_dict(model_state, **asked), []
+
+    train(job, engine, 0, 1)
+    save_checkpoint(root / "at-once", 1, engine, EXTRA)
+    with mock.patch.object(checkpoint, "sharded_state", gathered):
+        save_checkpoint(root / "gathered", 1, engine, EXTRA)
+    with mock.patch.object(tensor_files, "write_archives", late):
+        writer.start(plan_checkpoint(root / "later", 1, engine, EXTRA, **flags))
+        train(job, engine, 1, 2)  # weights, masters and moments change
+        told = {"meanwhile": f"{writer.poll()} {find_latest(root / 'later')}"}
+        dist.barrier()
+        gate.set()
+        told["written"] = str(writer.wait())
+    assert writer.wait() is None and writer.poll() is None
+    unwritable = full if world.rank == 1 else archives.write_archives
+    with mock.patch.object(tensor_files, "write_archives", unwritable):
+        writer.start(plan_checkpoint(root / "later", 2, engine, EXTRA, **flags))
+        with pytest.raises(OSError, match="rank 1") as failed:
+            writer.wait()
+    dist.barrier()
+    found = find_latest(root / "later")
+    told |= {"failed": str(failed.value), "left": f"{found.path} {found.ignored}"}
+    check_written(str(root / "shared"), writes=True)
+    own = root / f"of-rank-{world.rank}"
+    with pytest.raises(UsageError) as unshared:
+        check_written(str(own), writes=True, patience_s=0.5)
+    (own / f"iter_{world.rank:07d}").mkdir()
+    check_listed(str(root / "later"))
+    with pytest.raises(UsageError) as unlisted:
+        check_listed(str(own))
+    rest = [*own.glob(".*"), *(root / "shared").iterdir()]
+    return told | {"saved": str(unshared.value), "loaded": f"{unlisted.value} {rest}"}
+
+
+def test_a_checkpoint_in_the_background_is_that_of_its_step(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Byte for byte the one that is written at once; a write that fails is told on every rank.
+
+    Ranks write what they own, and together what a gather gives.
+    """
+    args = (str(tiny_model), str(tmp_path))
+    results = run_ranks(save_in_background, 2, work_dir=tmp_path, args=args)
+    at_once, later = (tmp_path / name / "iter_0000001" for name in ("at-once", "later"))
+    for told in results:
+        assert told["meanwhile"].startswith("None Found(path=None")
+        assert "iter_0000001.partial: its save did not finish" in told["meanwhile"]
+        assert told["written"] == str(later) and told["left"] == f"{later} ()"
+        assert "the checkpoint after step 2 is not written: rank 1" in told["failed"]
+        assert re.search(r"needs about [\d.]+ GiB, .* written, [\d.]+ GiB are free", told["failed"])
+        assert "no space" in told["failed"] and "earlier checkpoints are" in told["failed"]
+    first, second = marks_of(at_once), marks_of(later)
+    for marks in (first, second):
+        del marks[".metadata"]  # it has a random number of its own
+    assert first == second and sum(name.endswith(".distcp") for name in first) == 4
+    assert differing(later, tmp_path / "gathered/iter_0000001") == []
+    states = [name for name in whole_tensors(later) if name.startswith("optimizer.state.")]
+    assert len(states) == 30 and all(whole_tensors(later)[name].isfinite().all() for name in states)
+    for told in results:
+        assert "is not on storage that all nodes share: rank 0 on" in told["saved"]
+        assert "does not see what rank 1 on" in told["saved"] and "NFS" in told["saved"]
+        assert "sees iter_0000000, rank 1 on" in told["loaded"]
+        assert told["loaded"].endswith(" []"), "files of the check are left"
 
 
 def go_on(world: World, model: str, folder: str) -> tuple[LoadedState, str]:

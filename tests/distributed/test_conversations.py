@@ -37,5 +37,10 @@ def test_ranks_of_an_engine_hold_the_same_conversations(tmp_path: Path) -> None:
     assert sum(reward == TURNS for _, _, reward in alone.values()) > NUM_PROMPTS // 2
     (tensor,) = samples("tensor", 2, ["--rollout-tp", "2"], "engine")
     assert tensor == alone
+    # turns move between two engines, begun or not, and their environments stay
+    assert samples("moved", 2, [], "moves") == [alone]
     data = ["--rollout-dp", "2", "--rollout-ep", "2", "--rollout-dp-sync", "engine"]
     assert samples("data", 2, data, "engine", "packed") == [alone, alone]
+    # later turns are drafted from what followed the first prompt, environments' words included
+    drafts = ["--rollout-tp", "2", "--rollout-drafts", "history"]
+    assert samples("drafts", 2, drafts, "engine", "engine") == [alone, alone]

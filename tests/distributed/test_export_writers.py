@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 def writers(world: World, shared: str, private: str) -> tuple[list[int], list[int]]:
     """Of a directory that both nodes see, and of one that each node has for itself."""
-    from mindspeed_rl.trainer.export import export_writers
+    from mindspeed_rl.checkpoint.writers import export_writers
 
     own = Path(private) / f"node{world.rank}" / "deeper"
     targets = (Path(shared) / "hf", own / "hf")

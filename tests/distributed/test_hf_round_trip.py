@@ -33,7 +33,7 @@ LAYOUT = (
 def export_world(world: World, model: str, exports: Sequence[tuple[str, list[str]]]) -> None:
     """Rank function: load the model and export it, once for each (directory, flags)."""
     from mindspeed_rl.rl.build_models import build_engine
-    from mindspeed_rl.trainer.export import export_policy
+    from mindspeed_rl.rl.export import export_policy
 
     for target, flags in exports:
         job = start_job(world, model, [*LAYOUT, *flags])

@@ -45,6 +45,11 @@ def check(runs: list[dict[str, Run]], tp: int = 1) -> None:
         "most began before they moved"
     )
     assert any(control[i].token_ids != c.token_ids for i, c in wanted.items()), "noise matters"
+    for sample_id, completion in union(runs, "last first", tp).items():
+        assert wanted[sample_id].token_ids == completion.token_ids, "the order of starting matters"
+        assert wanted[sample_id].logprobs == pytest.approx(completion.logprobs, abs=2e-5)
+    orders = [[run[mode].stats.running for run in runs] for mode in ("off", "last first")]
+    assert orders[0] != orders[1], "more requests than places, so their order decides who waits"
     steps = {mode: max(run[mode].stats.steps for run in runs) for mode in MODES}
     moved = {mode: sum(run[mode].stats.moved for run in runs) for mode in MODES}
     print(f"decode steps of the slowest engine {steps}, requests moved {moved}")

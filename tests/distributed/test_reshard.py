@@ -1,21 +1,29 @@
-"""A reshard between real ranks moves every bit to its place, and its proof finds a wrong bit.
+"""Reshards between real ranks move every bit to its place, and their proof finds a wrong bit.
 
 Four ranks hold a real megatron-core model as TP2 x PP2. What each engine rank must hold comes from
-``support.layout_oracle``, which slices whole Hugging Face tensors.
+``support.layout_oracle``, which slices whole Hugging Face tensors. Experts are moved between four
+and eight ranks in the shapes of two models, from arrays that the oracle sliced for the trainer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.family_reshard import differing, oracle_bits
+from support.layout_arrays import PADDING, Case, Latent, hf_arrays
+from support.layout_cases import layouts_of
+from support.layout_oracle import megatron_params, vllm_params
+from support.local_reshard import UNTOUCHED as NOT_WRITTEN
+from support.local_reshard import smallest_bucket, tensors
 from support.spawn import run_ranks
 from support.training_worlds import start_job
 
@@ -50,6 +58,7 @@ class ReshardFacts:
         num_rounds: rounds that the bucket size made.
         proof: HF tensors that differ after the reshard, as the checksums say.
         engine_flip: the same after one bit changed in the last engine rank, and where.
+        sampled: tensors that as many samples in a row find then as have each row once.
         trainer_flip: the same after one bit changed in a shard of the last trainer rank.
         diverged: the same after a reshard from a trainer whose last rank has one other bit in a
             replicated tensor, and where.
@@ -59,6 +68,7 @@ class ReshardFacts:
     num_rounds: int
     proof: list[str]
     engine_flip: list[str]
+    sampled: list[str]
     trainer_flip: list[str]
     diverged: list[str]
 
@@ -155,7 +165,7 @@ def prove(
 
     The last change happens before ``move`` moves the weights once more.
     """
-    from mindspeed_rl.weights.verify import WeightVerifier
+    from mindspeed_rl.weights.verify import SAMPLED_ROWS, WeightVerifier
 
     plan, world, read = reshard.job.plan, reshard.job.world, reshard.read
     last = world.rank == world.size - 1
@@ -170,12 +180,14 @@ def prove(
     proof = differing()
     with flipped_bit(write[FLIPPED_ENGINE] if last else None):
         engine_flip = [*differing(), located(FLIPPED_ENGINE)]
+        samples = (verifier.differing_tensors(read, write, sample=n) for n in range(SAMPLED_ROWS))
+        sampled = [name for wrong in samples for name in wrong]
     with flipped_bit(read[FLIPPED_PARAM] if last else None):
         trainer_flip = differing()
     with flipped_bit(read[DIVERGED_PARAM] if last else None):
         move()
         diverged = [*differing(), located(DIVERGED)]
-    return proof, engine_flip, trainer_flip, diverged
+    return proof, engine_flip, sampled, trainer_flip, diverged
 
 
 @contextmanager
@@ -225,8 +237,124 @@ def test_proof_names_the_tensor_of_a_flipped_bit(
         tensor, where = report.engine_flip
         size = ENGINE_SIZES[NAMES.index(name) // 2 % len(ENGINE_SIZES)]
         column = 256 - 128 // size  # the middle of the last of so many shares of 256
-        assert tensor == FLIPPED_ENGINE
+        assert tensor == FLIPPED_ENGINE and report.sampled == [FLIPPED_ENGINE]
         assert where.startswith(f"{tensor}[64, {column}] on rank 3 ({FLIPPED_ENGINE}): ")
         assert report.trainer_flip == [FLIPPED_TRAINER]
         tensor, where = report.diverged
         assert tensor == DIVERGED and where.startswith(f"{DIVERGED}[64] on rank ")
+
+
+# --- experts ------------------------------------------------------------------------------------
+
+# The proportions of Qwen3-30B-A3B and of DeepSeek-V3, small; experts whole in training, and cut by
+# the tensor parallelism of engines without expert parallelism.
+QWEN_30B = Case(
+    num_layers=3, hidden=16, ffn=24, kv_heads=2, heads_per_group=4, head_dim=8, vocab=96,
+    tied=False, qk_norm=True, experts=16, expert_ffn=16, moe_layers=(True,) * 3, tp=1, pp=2, cp=1,
+    dp=2, vocab_divisor=8, ep=2, etp=1, layer_list=(2, 1), engine_tp=2, ranks_per_node=4,
+)  # fmt: skip
+DEEPSEEK_V3 = replace(
+    QWEN_30B, num_layers=4, qk_norm=False, kv_heads=4, heads_per_group=1, head_dim=0, experts=8,
+    latent=Latent(q_lora=12, kv_lora=8, nope=4, rope=2, v=4), moe_layers=(False, True, True, True),
+    shared_ffn=8, router_bias=True, layer_list=(3, 1), ranks_per_node=2,
+)  # fmt: skip
+EXPERTS = {
+    4: {
+        "qwen3-30b to tp2": QWEN_30B,
+        "qwen3-30b to tp4": replace(QWEN_30B, engine_tp=4, transposed=True),
+        "deepseek-v3 to tp4": replace(DEEPSEEK_V3, engine_tp=4),
+        "deepseek-v3 to ep4": replace(DEEPSEEK_V3, engine_tp=2, engine_dp=2, engine_ep=True),
+    },
+    8: {
+        "qwen3-30b to tp2": replace(QWEN_30B, dp=4, ep=4),
+        "qwen3-30b tp2 to tp8": replace(QWEN_30B, tp=2, ep=4, kv_heads=8, engine_tp=8),
+        "deepseek-v3 to tp8": replace(DEEPSEEK_V3, dp=4, ep=4, kv_heads=8, engine_tp=8),
+        "deepseek-v3 tp2 etp2 to tp4": replace(DEEPSEEK_V3, tp=2, ep=2, etp=2, engine_tp=4),
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFacts:
+    """What one rank saw of one reshard.
+
+    Attributes:
+        wrong: parameters whose bits differ from the oracle's.
+        proof: HF tensors that differ, as the checksums say.
+        longest_run: most experts that one transfer carried.
+        num_turns: turns that pairs of ranks took.
+    """
+
+    wrong: list[str]
+    proof: list[str]
+    longest_run: int
+    num_turns: int
+
+
+def expert_world(world: World, cases: Mapping[str, Case]) -> dict[str, list[ExpertFacts]]:
+    """Reshard all cases by both transports, at once and in turns."""
+    from mindspeed_rl.weights import turns
+
+    some = turns.TurnChoice(turns.RankTurns(3), 0.0)
+    reports: dict[str, list[ExpertFacts]] = {}
+    for name, case in cases.items():
+        reports[name] = [reshard_experts(world, case, way) for way in ("p2p", "all-to-all")]
+        with mock.patch.object(turns, "choose_turns", lambda *_: some):
+            reports[name] += [reshard_experts(world, case, way) for way in ("p2p", "all-to-all")]
+    return reports
+
+
+def reshard_experts(world: World, case: Case, way: str) -> ExpertFacts:
+    """Collective: the world."""
+    from mindspeed_rl.weights.executor import Resharder
+    from mindspeed_rl.weights.transports import make_transport
+    from mindspeed_rl.weights.verify import WeightVerifier
+
+    source, target = layouts_of(case)
+    resharder = Resharder(
+        source,
+        target,
+        rank=world.rank,
+        ranks_per_node=case.ranks_per_node,
+        transport=make_transport(way, world.size, torch.device("cpu")),
+        dtype=torch.int32,
+        bucket_bytes=4 * smallest_bucket(case, source, target, relay=False),
+    )
+    hf = hf_arrays(case)
+    read = tensors(megatron_params(case, hf, world.rank))
+    shapes = target.local_shapes(world.rank)
+    write = {
+        name: torch.full(size, NOT_WRITTEN, dtype=torch.int32) for name, size in shapes.items()
+    }
+    resharder.run(read, write)
+    wanted = vllm_params(case, hf, world.rank)
+    wrong = [
+        name
+        for name, values in wanted.items()
+        if not np.array_equal(np.where(values == PADDING, NOT_WRITTEN, values), write[name].numpy())
+    ]
+    # The checksums take floating types: the same bits.
+    as_floats = ({n: t.view(torch.float32) for n, t in side.items()} for side in (read, write))
+    proof = WeightVerifier(source, target, world.rank, torch.float32).differing_tensors(*as_floats)
+    moved = (*resharder.plan.receives, *resharder.plan.sends, *resharder.plan.copies)
+    slots = next(iter(resharder.schedule.slots.values()))
+    return ExpertFacts(wrong, proof, max(t.count for t in moved), slots[0].turns.count)
+
+
+@pytest.mark.parametrize("num_ranks", EXPERTS)
+def test_experts_arrive_bit_for_bit(num_ranks: int, tmp_path: Path) -> None:
+    """Cut by the engine's tensor parallelism or whole, many in a transfer, at once or in turns."""
+    cases = EXPERTS[num_ranks]
+    assert {case.world for case in cases.values()} == {num_ranks}
+    for rank in run_ranks(expert_world, num_ranks, work_dir=tmp_path, args=(cases,)):
+        for name, reports in rank.items():
+            assert [report.wrong for report in reports] == [[]] * 4, name
+            assert [report.proof for report in reports] == [[]] * 4, name
+            assert [report.num_turns for report in reports] == [1, 1, 3, 3], name
+            assert {report.longest_run for report in reports} == {longest_run(cases[name])}, name
+
+
+def longest_run(case: Case) -> int:
+    """Experts of a trainer's rank that an engine's rank has as well."""
+    in_engine = case.experts // (case.engine_tp * case.engine_dp if case.engine_ep else 1)
+    return min(case.experts // case.ep, in_engine)

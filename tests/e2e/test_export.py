@@ -44,8 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(folder / "tokenizer")
     write_jsonl(folder / "sft.jsonl", generate_task("digit_sort", 8, seed=0))
     run(
-        folder, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1",
-        "-m", "mindspeed_rl.pretrain", "--hf-checkpoint", "model",
+        folder, "-m", "mindspeed_rl.pretrain", "--hf-checkpoint", "model",
         "--tokenizer-name-or-path", "tokenizer", "--sft-data", "sft.jsonl", "--platform", "cpu",
         "--make-vocab-size-divisible-by", "8", "--train-iters", "1", "--global-batch-size", "4",
         "--micro-batch-size", "4", "--lr", "1e-3", "--output-dir", "out", "--export-hf", "hf",

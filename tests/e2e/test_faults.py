@@ -105,6 +105,7 @@ def test_a_rank_that_raises_is_named_once(world: Path, port: int) -> None:
             PHASE_TIMEOUT_S,
             f"exceeded {PHASE_TIMEOUT_S} s, see --phase-timeout-s ",
         ),
+        ("1:reward:2:loop", PHASE_TIMEOUT_S, f"exceeded {PHASE_TIMEOUT_S} s, see "),
         pytest.param("0:export:1:stop", 600, SILENT.format(0, "export"), marks=pytest.mark.slow),
         pytest.param(
             "1:build engine:1:native", 600, SILENT.format(1, "build engine"), marks=pytest.mark.slow
@@ -120,9 +121,20 @@ def test_a_rank_that_hangs_ends_the_job_with_all_stacks(
     assert len(told) == 1 and cause in told[0], ended.output
     culprit = int(fault[0])
     assert f"stacks of rank {1 - culprit}:" in ended.output
+    # The other rank waits for it in a collective, which is named with the line that called it.
+    assert re.search(
+        rf"Collectives: rank {1 - culprit} waits in allreduce no\. \d+ of world \(ranks 0-1\), "
+        rf"float32\[1\], at support/rl_driver\.py:\d+; missing there: rank {culprit}; rank "
+        rf"{culprit} \(phase {fault.split(':')[1]}\) ",
+        told[0],
+    ), told[0]
+    if fault.endswith(("sleep", "loop")):
+        assert "is in no collective; its last was " in told[0]
+        assert "stacks of rank 1:" in ended.output and "last collectives of rank 0:" in ended.output
     if fault.endswith("sleep"):
         assert re.search(r"train for \d+ s: rank 0-1", told[0])
-        assert "stacks of rank 1:" in ended.output
+    elif fault.endswith("loop"):
+        assert re.search(r"reward for \d+ s: rank 1", told[0])
     else:  # its neighbour aborts it, which prints its stacks even without Python's lock
         assert "Fatal Python error: Aborted" in ended.output
         assert re.search(r'rl_driver\.py", line \d+ in rehearsal', ended.output)

@@ -18,9 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, the quickstart's prompts and a reward."""
-    folder = tmp_path_factory.mktemp("learning")
-    write_inputs(folder, 256)
-    return folder
+    return write_inputs(tmp_path_factory.mktemp("learning"), 256)
 
 
 def train(folder: Path, num_ranks: int, output: str, *flags: str) -> list[dict[str, Any]]:

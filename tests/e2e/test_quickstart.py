@@ -57,6 +57,10 @@ def test_the_main_job_leaves_what_the_readme_lists(results: Path) -> None:
     assert json.loads((results / "hf" / "export.json").read_text())["step"] == STEPS
     summary = json.loads((results / "summary.json").read_text())
     assert summary["steps"] == STEPS and summary["eval_prompts"] == 500
+    heldout = summary["sets"]["heldout"]
+    for key in ("reward", "accuracy", "accuracy_lenient"):
+        for when in ("before", "after"):
+            assert heldout[f"{key}_{when}"] == summary[f"{key}_{when}"]
     assert summary["worst_mismatch"] < 1e-4
     assert summary["accuracy_before"] > 0.05, "the warm start taught it something"
     assert summary["accuracy_after"] >= summary["accuracy_before"] + 0.4, summary

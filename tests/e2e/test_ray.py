@@ -140,6 +140,42 @@ def test_a_rank_that_fails_ends_the_run_with_its_cause(
     wait_until_gone(marker)
 
 
+def test_a_job_goes_on_without_a_node_that_is_lost(folder: Path) -> None:
+    """Its ranks are killed with the node; the next attempt has one rank."""
+    pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
+    from ray.cluster_utils import Cluster
+
+    node: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
+    second = cluster.add_node(**node)
+    own = flags("elastic")
+    at = own.index("--pipeline-model-parallel-size")
+    command = [
+        *REHEARSAL, *own[:at], *own[at + 2 :], "--orchestrator", "ray",
+        "--ray-address", cluster.address, "--ray-num-nodes", "2", "--ray-ranks-per-node", "1",
+        "--max-restarts", "2", "--restart-backoff-s", "0.1", "--elastic-min-nodes", "1",
+        "--elastic-wait-s", "1",
+    ]  # fmt: skip
+    marker, log = f"ray-elastic-{os.getpid()}", folder / "elastic.log"
+    variables = environment(**planted("1:train:2:sleep"), **{MARKER: marker}, PYTHONUNBUFFERED="1")
+    with log.open("w") as out:
+        driver = subprocess.Popen(command, cwd=folder, env=variables, stdout=out, stderr=out)
+    try:
+        while "fault planted" not in log.read_text():
+            assert driver.poll() is None, log.read_text()
+            time.sleep(0.2)
+        cluster.remove_node(second, allow_graceful=False)
+        assert driver.wait(LIMIT_S) == 0, log.read_text()
+    finally:
+        driver.kill()
+        driver.wait()
+        cluster.shutdown()
+    told = log.read_text()
+    assert "attempt 2 runs on 1 of 2 nodes, 1 rank\n" in told, told
+    assert told.count("rehearsal starts") == 2
+    wait_until_gone(marker)
+
+
 def test_a_run_in_ray_equals_that_of_torchrun_bit_for_bit(folder: Path) -> None:
     """The real entry in a local Ray, rewards and environments in its actors; nothing stays."""
     pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")

@@ -1,6 +1,6 @@
 """A run that is stopped and resumed gives the numbers of one that was not.
 
-Real megatron-core and real vLLM in torchrun processes.
+Real megatron-core and real vLLM; what is killed was started by torchrun.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from make_task_data import generate_task, write_jsonl
+from support.spawn import RankError, run_command
 from support.whole_runs import comparable_rows, run_entry, write_inputs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -26,20 +27,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(
-    folder: Path, num_ranks: int, entry: str, flags: Sequence[str], fault: str = "", ok: bool = True
-) -> str:
-    """One job of an entry, which ends well or not; what it said."""
-    common = [
-        "--hf-checkpoint", "model", "--platform", "cpu", "--make-vocab-size-divisible-by", "8",
-        "--train-iters", "4", "--save-interval", "2", "--use-distributed-optimizer",
-        "--lr", "1e-3", "--lr-warmup-iters", "1", "--lr-decay-style", "linear",
-    ]  # fmt: skip
-    ended = run_entry(
-        folder, [*common, *flags], entry=entry, num_ranks=num_ranks, fault=fault, limit_s=420.0
-    )
-    assert (ended.returncodes == (0,)) is ok, ended.output
-    return ended.output
+RUN = [
+    "--hf-checkpoint", "model", "--platform", "cpu", "--make-vocab-size-divisible-by", "8",
+    "--train-iters", "4", "--save-interval", "2", "--use-distributed-optimizer",
+    "--lr", "1e-3", "--lr-warmup-iters", "1", "--lr-decay-style", "linear",
+]  # fmt: skip
+
+
+def run(folder: Path, num_ranks: int, entry: str, flags: Sequence[str]) -> str:
+    """One job of an entry, which ends well; what rank 0 said."""
+    return run_command(f"mindspeed_rl.{entry}", [*RUN, *flags], num_ranks, cwd=folder)
 
 
 def interrupt(folder: Path, name: str, step: int) -> None:
@@ -71,10 +68,12 @@ def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
         "--rollout-rebalance", "all", "--rollout-rebalance-interval", "2",
         "--seed", "9",  # with which step 2 leaves a group over
     ]  # fmt: skip
-    run(world, 2, "train_rl", [*flags, "--output-dir", "rl", "--save", "rl/save"])
+    places = ["--output-dir", "rl", "--save", "rl/save", "--async-save"]
+    said = run(world, 2, "train_rl", [*flags, *places])
+    assert "saved rl/save/iter_0000002" in said and "saved rl/save/iter_0000004" in said
     places = ["--output-dir", "rl-cut", "--save", "rl-cut/save"]
-    killed = run(world, 2, "train_rl", [*flags, *places], fault="1:save:2:kill", ok=False)
-    assert "rank 1 in phase save: process" in killed
+    killed = run_entry(world, [*RUN, *flags, *places], fault="1:save:2:kill", limit_s=420.0)
+    assert killed.returncodes != (0,) and "rank 1 in phase save: process" in killed.output
     said = run(world, 2, "train_rl", [*flags, *places, "--load", "rl-cut/save"])
     assert "resuming after step 2 from rl-cut/save/iter_0000002" in said
     assert "iter_0000004.partial: its save did not finish" in said
@@ -96,27 +95,33 @@ def test_resumed_rl_run_equals_the_uninterrupted_one(world: Path) -> None:
     assert {name: after[name] for name in same} == {name: before[name] for name in same}
     assert before["eval_prompts"] == 4 and before["steps"] == 4
     states = [(world / run / "save/iter_0000004/checkpoint.json") for run in ("rl", "rl-cut")]
-    first, second = (json.loads(path.read_text())["extra"] for path in states)
+    records = [json.loads(path.read_text()) for path in states]
+    first, second = (record["extra"] for record in records)
+    tokens = [record["files"].get("run_state.safetensors") for record in records]
+    assert tokens[0] == tokens[1], "of what is carried over"
     kept = ("sampler", "kl_beta", "carryover", "num_partial", "lengths", "version")
     assert {n: first[n] for n in kept} == {n: second[n] for n in kept}
     assert first["sampler"]["fingerprint"] and first["kl_beta"] != 0.01
-    middle = json.loads((world / "rl/save/iter_0000002/checkpoint.json").read_text())["extra"]
-    assert middle["carryover"], "the resumed run must have had groups to take over"
+    middle = json.loads((world / "rl/save/iter_0000002/checkpoint.json").read_text())
+    carried = middle["extra"]["carryover"]
+    assert carried["samples"], "the resumed run must have had groups to take over"
+    assert carried["columns"]["token_ids"] == {"tensor": "carryover.columns.token_ids"}
+    assert middle["files"]["run_state.safetensors"]["xxh3"]
 
 
 def test_resumed_supervised_run_and_its_refusals(world: Path) -> None:
     flags = ["--global-batch-size", "10", "--micro-batch-size", "4", "--hidden-dropout", "0.1"]
     data = ["--sft-data", "train.jsonl"]
-    places = ["--output-dir", "sft", "--save", "sft/save"]
+    places = ["--output-dir", "sft", "--save", "sft/save", "--async-save"]
     run(world, 1, "pretrain", [*flags, *data, *places])
     interrupt(world, "sft", 2)
     places = ["--output-dir", "sft-cut", "--save", "sft-cut/save"]
     load = ["--load", "sft-cut/save"]
 
     changed = [*flags, "--sft-data", "other.jsonl", *places, *load]
-    refused = run(world, 1, "pretrain", changed, ok=False)
-    assert "error: the checkpoint's sampler belongs to another run" in refused
-    assert "--allow-changed-data" in refused
+    with pytest.raises(RankError, match="error: the checkpoint's sampler belongs to") as refused:
+        run(world, 1, "pretrain", changed)
+    assert "--allow-changed-data" in str(refused.value)
     assert len(comparable_rows(world / "sft-cut")) == 4, "a refusal must change nothing"
 
     run(world, 1, "pretrain", [*flags, *data, *places, *load])

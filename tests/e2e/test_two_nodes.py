@@ -1,4 +1,4 @@
-"""Two torchrun agents give the numbers of one.
+"""Two torchrun agents give the numbers of four ranks without an agent.
 
 Real megatron-core and real vLLM: a pipeline stage per node, so that gradients, samples and weights
 cross. What an agent writes lands in a directory of its own.
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.jobs import TorchrunJob
+from support.spawn import run_command
 from support.whole_runs import COMMON, TRAIN_RL, comparable_rows, write_inputs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -29,12 +30,11 @@ FLAGS = [
 BY_NODE = ("reshard/bytes_sent", "exchange/sent_bytes", "exchange/collectives")
 
 
-def run(folder: Path, num_nodes: int) -> list[Path]:
-    """The output directories of the agents."""
-    names = [f"{num_nodes}-{node}" for node in range(num_nodes)]
+def run_agents(folder: Path) -> list[Path]:
+    """The output directories of two agents."""
+    names = ["first", "second"]
     with TorchrunJob(
-        folder, TRAIN_RL, FLAGS, num_ranks=NUM_RANKS // num_nodes,
-        num_nodes=num_nodes,
+        folder, TRAIN_RL, FLAGS, num_ranks=NUM_RANKS // 2, num_nodes=2,
         node_flags=[["--output-dir", name] for name in names],
     ) as job:  # fmt: skip
         ended = job.end(LIMIT_S)
@@ -42,11 +42,11 @@ def run(folder: Path, num_nodes: int) -> list[Path]:
     return [folder / name for name in names]
 
 
-def test_two_agents_give_the_numbers_of_one(tmp_path: Path) -> None:
+def test_two_agents_give_the_numbers_of_one_world(tmp_path: Path) -> None:
     write_inputs(tmp_path, 16)
-    (alone,) = run(tmp_path, 1)
-    first, second = run(tmp_path, 2)
-
+    alone = tmp_path / "alone"
+    run_command(TRAIN_RL[1], [*FLAGS, "--output-dir", "alone"], NUM_RANKS, cwd=tmp_path)
+    first, second = run_agents(tmp_path)
     expected, found = comparable_rows(alone, BY_NODE), comparable_rows(first, BY_NODE)
     assert [record["step"] for record in found] == [1, 2]
     assert found[1]["optimizer/grad_norm"] > 0

@@ -10,6 +10,7 @@ from faults.planting import Fault, gives, takes
 
 _ROWS = "tests/unit/attention/test_rows.py::"
 _KERNELS = "tests/unit/attention/test_kernels.py::"
+_OLDER = _KERNELS + "test_flash_attention_without_groups_attends_as_the_general_kernel"
 _RING = _ROWS + "test_the_blocks_of_a_ring_add_up_to_the_row[2]"
 
 
@@ -47,6 +48,15 @@ ATTENTION: tuple[Fault, ...] = (
           takes(pieces=lambda pieces: replace(pieces, causal=False)),
           _KERNELS + "test_a_fused_kernel_attends_as_the_general_one[varlen-alone-grouped]",
           "On devices tokens would see those that come after them."),
+    Fault("flash-attention-mixes-groups", "mindspeed_rl.attention.varlen:_repeated",
+          lambda original: lambda x, queries: x.repeat(1, queries.size(1) // x.size(1), 1),
+          _OLDER + "[alone-grouped]",
+          "With torch 2.11 queries would attend to the keys of other groups."),
+    Fault("flash-attention-sums-other-copies", "mindspeed_rl.attention.varlen:_summed",
+          lambda original: lambda grad, heads: grad if grad.size(1) == heads else
+          grad.view(grad.size(0), -1, heads, grad.size(2)).sum(1),
+          _OLDER + "[alone-grouped]",
+          "With torch 2.11 keys would be trained by the queries of other groups."),
     Fault("npu-statistics-in-the-order-of-their-shape", "mindspeed_rl.attention.tnd:_stored",
           lambda original: lambda *given: _by_shape(original(*given)),
           _KERNELS + "test_a_fused_kernel_computes_the_blocks_of_a_ring[tnd-0-grouped]",

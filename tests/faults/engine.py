@@ -11,6 +11,10 @@ from faults.planting import Fault, keeps, skipped, takes, without
 _ENGINE = "tests/unit/engines/test_vllm_engine.py::"
 _CACHE = "tests/unit/samples/test_tensor_cache.py::"
 _REQUESTS = "tests/unit/engines/test_engine_requests.py::"
+_SHARED = (
+    "tests/unit/rl/test_report.py::"
+    "test_an_evaluation_in_the_rollouts_of_a_step_has_the_same_results"
+)
 _UNCHANGED = "tests/simulated/test_rebalance.py::test_nothing_is_lost_doubled_or_changed"
 
 
@@ -19,6 +23,14 @@ def _own_tokens_only(original: Callable[..., Any]) -> Callable[..., Any]:
         before = {i: len(self._open[i].prefix_tokens) for i in outputs}
         found = original(self, outputs, version)
         return {i: replace(c, token_ids=c.token_ids[before[i] :]) for i, c in found.items()}
+
+    return changed
+
+
+def _forgets_what_is_known(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(self: Any, outputs: Any, version: int) -> Any:
+        self._known = dict.fromkeys(self._known, 0)
+        return original(self, outputs, version)
 
     return changed
 
@@ -49,6 +61,26 @@ def _each_alone(original: Callable[..., Any]) -> Callable[..., Any]:
     return changed
 
 
+def _own_plan(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(self: Any, seconds: float) -> None:
+        self._from_leader = lambda plan: plan
+        original(self, seconds)
+
+    return changed
+
+
+def _seed_of_the_number(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(self: Any, part: Any, i: int, number: int, settings: Any) -> Any:
+        found = original(self, part, i, number, settings)
+        return replace(found, seed=found.seed + number - i)
+
+    return changed
+
+
+def _one_temperature(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments: replace(original(*arguments), temperature=None)
+
+
 def _one_position(original: Callable[..., Any]) -> Callable[..., Any]:
     def changed(metadata: Any, counts: Any) -> Any:
         found, before = original(metadata, counts), metadata.generators.positions
@@ -59,12 +91,51 @@ def _one_position(original: Callable[..., Any]) -> Callable[..., Any]:
     return changed
 
 
+def _all_blocks(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(snapshot: Any) -> Any:
+        free = [dict(block, state="inactive") for part in snapshot for block in part["blocks"]]
+        return original([{"address": part["address"], "blocks": free} for part in snapshot])
+
+    return changed
+
+
+def _own_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(*arguments: Any) -> Any:
+        return {k: v for k, v in original(*arguments).items() if k != "moe_backend"}
+
+    return changed
+
+
 ENGINE = (
+    Fault("plain-tensors-of-the-engine-count-as-free-memory",
+          "mindspeed_rl.platforms.cached_memory:free_ranges", _all_blocks,
+          "tests/unit/engines/test_cuda_memory.py::test_cached_memory_of_no_tensor_is_found",
+          "Rotary tables and ids of experts would be garbage once an engine has slept."),
+    Fault("the-kernel-of-experts-on-gpus-is-the-engines-choice",
+          "mindspeed_rl.engines.vllm.arguments:model_settings", _own_kernels,
+          "tests/unit/engines/test_cuda_sources.py::test_vllm_knows_every_argument",
+          "Some GPUs would get kernels that swap the halves of every expert at load."),
+    Fault("any-model-runner-is-as-good",
+          "mindspeed_rl.engines.vllm.cuda_arguments:check_runner",
+          lambda original: lambda environ: None,
+          "tests/unit/engines/test_cuda_memory.py::"
+          "test_another_runner_is_refused_before_it_samples",
+          "What is read of runner V1 would be read of V2, whose parts are others."),
     Fault("a-draft-is-kept-beyond-its-first-wrong-token",
           "mindspeed_rl.engines.vllm.patches.verified_drafts:kept_places", _each_alone,
           "tests/unit/engines/test_drafting.py::"
           "test_a_draft_is_kept_up_to_the_first_token_that_is_not_sampled",
           "Tokens would be sampled after tokens that the response does not have."),
+    Fault("each-rank-drafts-by-its-own-seconds",
+          "mindspeed_rl.engines.vllm.drafting:DraftSource.end_step", _own_plan,
+          "tests/unit/engines/test_drafting.py::test_ranks_follow_the_plan_of_the_first",
+          "Ranks of an engine would compute different tokens in one step."),
+    Fault("experts-of-drafted-tokens-that-are-not-kept",
+          "mindspeed_rl.engines.vllm.patches.routed_experts:_ComputedRows.of",
+          lambda original: lambda self, response, first: self.experts,
+          "tests/unit/samples/test_routed_experts.py::"
+          "test_tokens_of_a_draft_that_are_not_kept_have_no_experts",
+          "The trainer would replay the experts of tokens that no response has."),
     Fault("one-noise-for-all-tokens-of-a-draft",
           "mindspeed_rl.engines.vllm.patches.verified_drafts:per_row", _one_position,
           "tests/unit/engines/test_drafting.py::"
@@ -74,6 +145,17 @@ ENGINE = (
           "mindspeed_rl.engines.vllm.engine:VllmEngine.finish_update",
           without("_reset_prefix_cache"), _ENGINE + "test_no_cached_prefix_survives_an_update",
           "Prompts seen before would be continued from keys and values of older weights."),
+    Fault("a-paused-response-is-read-as-its-last-part",
+          "mindspeed_rl.rollout.open_requests:OpenRequests.finish", _forgets_what_is_known,
+          "tests/unit/rollout/test_open_requests.py::"
+          "test_a_response_in_parts_has_every_token_once",
+          "A response that paused would have the tokens of its first part twice."),
+    Fault("a-turn-of-another-engine-is-lost",
+          "mindspeed_rl.generation.multi_turn:Conversations.leaving",
+          lambda original: lambda self: {},
+          "tests/unit/generation/test_visits.py::"
+          "test_turns_go_to_the_environment_of_their_conversation",
+          "A conversation that had moved would never end, and neither would the step."),
     Fault("prefix-cache-survives-sleep", "mindspeed_rl.engines.vllm.engine:VllmEngine.free_cache",
           without("_reset_prefix_cache"),
           _ENGINE + "test_no_cached_prefix_survives_sleep_at_an_unchanged_version",
@@ -90,6 +172,12 @@ ENGINE = (
           "tests/unit/samples/test_routed_experts.py::"
           "test_what_vllm_ascend_returns_is_cut_to_the_response",
           "The trainer would replay the experts of another token."),
+    Fault("an-evaluation-in-rollouts-has-other-seeds",
+          "mindspeed_rl.generation.rollout_worker:RolloutWorker._request", _seed_of_the_number,
+          _SHARED, "Its results would depend on how many samples a step has."),
+    Fault("an-evaluation-in-rollouts-is-not-greedy",
+          "mindspeed_rl.generation.rollout_worker:RolloutWorker._request", _one_temperature,
+          _SHARED, "Accuracy would be that of samples at the temperature of training."),
     Fault("half-an-update-generates", "mindspeed_rl.engines.vllm.engine:VllmEngine.begin_update",
           keeps("_version"), _ENGINE + "test_half_written_weights_do_not_generate",
           "After a failed sync the engine would sample from a mixture of two versions."),
@@ -107,7 +195,7 @@ ENGINE = (
           "tests/unit/algorithms/test_sampling_noise.py::test_a_row_follows_from_its_seed_and_draw_alone",
           "A request would draw the same random numbers at every token."),
     Fault("tokens-of-an-earlier-engine-lost",
-          "mindspeed_rl.engines.vllm.requests:OpenRequests.finish",
+          "mindspeed_rl.rollout.open_requests:OpenRequests.finish",
           _own_tokens_only, _UNCHANGED,
           "A moved response would lose its beginning."),
     Fault("an-entry-of-the-cache-is-overwritten",

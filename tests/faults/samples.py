@@ -107,6 +107,20 @@ SAMPLES = (
           "tests/distributed/test_hybrid_context.py::"
           "test_sums_over_a_row_are_over_the_ranks_that_share_it",
           "Sequence losses and values of a short row would take in those of other rows."),
+    Fault("shown-tokens-of-the-next-place",
+          "mindspeed_rl.samples.shown_tokens:ShownTokens.gather",
+          gives(lambda found: {k: {p + 1: v for p, v in t.items()} for k, t in found.items()}),
+          "tests/unit/rl/test_shown_tokens.py::"
+          "test_tokens_of_shown_samples_have_their_own_values[-on-policy]",
+          "People would see the mismatch of a token beside its neighbour."),
+    Fault("shown-tokens-of-other-samples",
+          "mindspeed_rl.samples.shown_tokens:ShownTokens.follow",
+          takes(samples=lambda samples: [
+              replace(s, sample_id=(s.sample_id + 1) % len(samples)) for s in samples
+          ]),
+          "tests/unit/rl/test_shown_tokens.py::"
+          "test_tokens_of_shown_samples_have_their_own_values[-on-policy]",
+          "People would see the advantage of another response."),
     Fault("lost-samples-go-unnoticed", "mindspeed_rl.samples.rollout_info:_check_table",
           skipped, _TABLE + "test_a_sample_that_is_lost_or_doubled_stops_the_step",
           "A missing sample would be trained on as an empty one of prompt 0."),
@@ -130,6 +144,18 @@ SAMPLES = (
           gives(_zero_where_it_failed),
           _POOL + "test_raising_reward_is_counted_and_above_the_limit_raises",
           "A bug in a reward function would teach that all answers are wrong."),
+    Fault("rows-of-the-reference-in-another-order",
+          "mindspeed_rl.rl.reference:_of_micro_batch",
+          takes(computed=lambda computed: dict(zip(computed, reversed([*computed.values()]),
+                                                   strict=True))),
+          "tests/unit/rl/test_reference_pass.py::test_every_sample_has_a_row_of_its_own",
+          "The KL would compare tokens of one response with log-probs of another."),
+    Fault("early-log-probs-of-the-reference-are-dropped",
+          "mindspeed_rl.generation.rollout_worker:with_reference",
+          takes(early=lambda early: {}),
+          "tests/unit/rl/test_reference_pass.py::"
+          "test_what_came_during_the_rollout_is_not_computed_again",
+          "The work of the tail would be done twice, and nothing would say so."),
     Fault("nan-reward-accepted", "mindspeed_rl.rewards.scoring:check_reward",
           _nan_accepted, "tests/unit/rewards/test_functions.py::test_refused_values",
           "One NaN spreads over its whole group."),

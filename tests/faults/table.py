@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from faults.adapters import ADAPTERS
+from faults.agents import AGENTS
 from faults.attention import ATTENTION
 from faults.engine import ENGINE
 from faults.losses import LOSSES
@@ -10,4 +12,6 @@ from faults.samples import SAMPLES
 from faults.weights import WEIGHTS
 from faults.wiring import WIRING
 
-FAULTS: tuple[Fault, ...] = (*WEIGHTS, *ENGINE, *SAMPLES, *LOSSES, *ATTENTION, *WIRING)
+FAULTS: tuple[Fault, ...] = (
+    *WEIGHTS, *ENGINE, *SAMPLES, *LOSSES, *ATTENTION, *WIRING, *ADAPTERS, *AGENTS,
+)  # fmt: skip

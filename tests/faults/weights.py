@@ -10,10 +10,13 @@ from faults.planting import Fault, gives, returns, skipped, takes, then
 
 _PLANNER = "tests/simulated/test_planner.py::"
 _ARRIVES = _PLANNER + "test_every_element_arrives_where_vllm_keeps_it"
+_RUNS = _PLANNER + "test_experts_of_a_run_arrive_together"
+_TURNS = "tests/simulated/test_turns.py::test_a_pair_of_ranks_exchanges_once_in_a_group_of_rounds"
 _ONE_RANK = "tests/distributed/test_parity.py::test_selection_equals_full_softmax_on_one_rank"
 _TWO_RANKS = "tests/distributed/test_parity.py::test_selection_equals_full_softmax_on_two_ranks"
 _TRAINING = "tests/distributed/test_training.py::"
 _HEAD = "tests/unit/trainer/test_head_gradient.py::"
+_CHECKSUMS = "tests/simulated/test_checksums.py::"
 _PHASES = "tests/unit/colocation/test_scheduler.py::"
 
 
@@ -55,10 +58,9 @@ def _first_ranks_sum(original: Callable[..., Any]) -> Callable[..., Any]:
     return changed
 
 
-def _same_rows(original: Callable[..., Any]) -> Callable[..., Any]:
-    def changed(dim: int, first: int, *rest: Any) -> Any:
-        weights = original(dim, first, *rest)
-        return weights * 0 + 1 if dim else weights
+def _matrices_alone(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(self: Any, box: Any) -> int:
+        return int(original(self, box)) if len(box.size) > 1 or self.every == 1 else 0
 
     return changed
 
@@ -103,6 +105,40 @@ WEIGHTS = (
     Fault("experts-kept-twice-are-forgotten", "mindspeed_rl.weights.exchange:copy_within",
           _not_from_itself, _PLANNER + "test_an_expert_that_a_rank_keeps_twice_arrives_once[False]",
           "The second copy of an expert would keep the weights of an earlier step."),
+    Fault("experts-of-all-layers-in-the-same-places",
+          "mindspeed_rl.weights.layouts.rollout:RolloutLayout.experts_at",
+          lambda original: lambda self, layer: self._everywhere, _ARRIVES,
+          "Experts of layers that place them otherwise would be written over each other."),
+    Fault("experts-of-a-run-take-the-place-of-its-first",
+          "mindspeed_rl.core.boxes:ParamView.shifted",
+          takes(places=lambda _: 0), _RUNS + "[False-sliced]",
+          "Experts of one rank would be written over those of another."),
+    Fault("experts-of-a-run-in-reverse", "mindspeed_rl.core.boxes:ParamView.of_run",
+          gives(lambda shown: shown.flip(0)), _RUNS + "[False-sliced]",
+          "The engine would compute with other experts than its routers choose."),
+    Fault("experts-of-a-run-read-from-its-first-parameter",
+          "mindspeed_rl.weights.layouts.base:TableLayout.param_like",
+          lambda original: lambda self, piece, hf_name: piece.param, _RUNS + "[False-sliced]",
+          "All experts of a rank would have the weights of its first one."),
+    Fault("runs-ignore-where-the-engine-has-its-experts",
+          "mindspeed_rl.weights.layouts.rollout:RolloutLayout.expert_run",
+          lambda original: lambda self, layer, expert: range(self.spec.num_experts),
+          _RUNS + "[False-moved]",
+          "Experts that are placed by their load would be sent as if they were in order."),
+    Fault("all-take-the-first-turn", "mindspeed_rl.weights.schedule:turn_of",
+          returns(0), _TURNS,
+          "A round would carry what all turns together may, and exceed the staging memory."),
+    Fault("turns-are-taken-for-half-as-busy", "mindspeed_rl.weights.turns:Demand.loads",
+          gives(lambda loads: loads / 2), _TURNS,
+          "Rounds would exceed the memory that --reshard-bucket-mb allows."),
+    Fault("turns-by-the-last-digit", "mindspeed_rl.weights.turns:digit_sum",
+          lambda original: lambda number, base: number % base,
+          "tests/simulated/test_turns.py::test_digits_are_summed",
+          "Destinations of one sender would share a turn, while others wait."),
+    Fault("layers-are-not-told-where-experts-went", "mindspeed_rl.weights.sync:WeightSync.retarget",
+          takes(layer_experts=lambda _: ()),
+          "tests/unit/weights/test_retarget.py::test_experts_are_placed_before_their_weights_come",
+          "The engine would compute with other experts than its routers choose."),
     Fault("router-bias-travels-in-the-models-precision",
           "mindspeed_rl.weights.executor:wire_dtype",
           lambda original: lambda declared, default: default,
@@ -114,18 +150,49 @@ WEIGHTS = (
           "tests/simulated/test_plan_agreement.py::"
           "test_ranks_with_another_plan_are_named_on_all_ranks[0-precision]",
           "Ranks that planned from other flags would mix up tensors, or hang."),
-    Fault("checksum-forgets-the-position", "mindspeed_rl.weights.checksums:_weights",
-          gives(lambda weights: weights * 0 + 1), "tests/simulated/test_checksums.py::"
+    Fault("checksum-forgets-the-position", "mindspeed_rl.proof.checksums:_column_weights",
+          gives(lambda weights: weights * 0 + 1), _CHECKSUMS +
           "test_changes_that_cancel_out_in_a_shorter_sum_are_found",
           "Weights in the wrong order would be proven equal."),
-    Fault("checksum-forgets-the-row", "mindspeed_rl.weights.checksums:_weights",
-          _same_rows, "tests/simulated/test_checksums.py::"
+    Fault("checksum-forgets-the-row", "mindspeed_rl.proof.checksums:_row_weights",
+          gives(lambda weights: weights * 0 + 1), _CHECKSUMS +
           "test_changes_that_cancel_out_in_a_shorter_sum_are_found",
           "Rows of a matrix in the wrong order would be proven equal."),
-    Fault("checksum-loses-pairs-of-signs", "mindspeed_rl.weights.checksums:_chunk_checksum",
-          gives(lambda value: value % 2**32), "tests/simulated/test_checksums.py::"
+    Fault("checksum-loses-pairs-of-signs", "mindspeed_rl.proof.checksums:_sum_digits",
+          then(lambda digits, weights, out: out.bitwise_and_(0xFFFF)), _CHECKSUMS +
           "test_changes_that_cancel_out_in_a_shorter_sum_are_found",
           "A tensor with every sign turned would be proven equal."),
+    Fault("checksum-forgets-where-a-piece-begins", "mindspeed_rl.proof.checksums:_column_weights",
+          takes(first=lambda _: 0), _CHECKSUMS + "test_any_cut_of_a_tensor_sums_to_the_whole",
+          "A piece in the place of its neighbour would be proven equal, and other cuts unequal."),
+    Fault("weights-of-the-checksum-repeat", "mindspeed_rl.proof.checksums:splitmix64",
+          takes(numbers=lambda numbers: numbers % 64),
+          "tests/simulated/test_checksum_misses.py::"
+          "test_two_signs_are_missed_as_often_as_is_stated",
+          "Columns that are 64 apart could be swapped without being noticed."),
+    Fault("sample-counts-from-the-first-row-of-a-piece",
+          "mindspeed_rl.proof.checksums:RowSample.within",
+          takes(box=lambda box: replace(box, lo=(0,) * len(box.lo))),
+          _CHECKSUMS + "test_any_cut_of_a_tensor_sums_to_the_whole",
+          "Trainer and engine would sum other rows, and sound weights would end the run."),
+    Fault("samples-have-the-same-rows", "mindspeed_rl.weights.verify:sampled_rows",
+          takes(sample=lambda _: 0),
+          _CHECKSUMS + "test_a_sample_finds_what_is_wrong_in_its_rows_alone",
+          "Rows that no sample has would be wrong until the next full proof."),
+    Fault("sample-leaves-vectors-out", "mindspeed_rl.proof.checksums:RowSample.count",
+          _matrices_alone,
+          _CHECKSUMS + "test_a_sample_finds_what_is_wrong_in_its_rows_alone",
+          "Norms and biases would be wrong until the next full proof."),
+    Fault("an-engine-that-restarted-is-not-noticed",
+          "mindspeed_rl.weights.sync:unexpected_versions", returns(""),
+          "tests/unit/weights/test_proofs.py::"
+          "test_unexpected_engines_get_all_weights_with_a_full_proof",
+          "An engine that restarted alone would be proven by a few rows, without a line."),
+    Fault("loaded-weights-are-proven-by-a-sample",
+          "mindspeed_rl.weights.sync:WeightSync.weights_replaced", skipped,
+          "tests/unit/rl/test_rollback.py::"
+          "test_the_weights_of_a_checkpoint_are_proven_in_full",
+          "After a load an engine could keep rows of the weights before it."),
     Fault("syncs-are-not-proven", "mindspeed_rl.weights.sync:WeightSync._prove",
           skipped, _PHASES + "test_weights_that_differ_are_never_generated_from",
           "The engine would sample from weights that differ from the trainer's."),
@@ -181,6 +248,14 @@ WEIGHTS = (
           returns(""),
           "tests/unit/checkpoint/test_resume.py::test_damaged_checkpoint_is_passed_over_and_told",
           "A run would resume from a folder that was copied in part."),
+    Fault("changed-bytes-of-a-checkpoint-not-found", "mindspeed_rl.checkpoint.checksums:compare",
+          returns([]),
+          "tests/unit/checkpoint/test_checksums.py::test_a_changed_file_is_named_with_both_checksums",
+          "A flipped bit in weights or moments would change every number of a resumed run."),
+    Fault("infinite-values-taken-for-weights", "mindspeed_rl.checkpoint.hf:problem_of",
+          returns(""),
+          "tests/unit/checkpoint/test_hf.py::test_weights_that_cannot_be_are_named_with_their_file",
+          "A run would blame the engine, or fail at its first update."),
     Fault("random-weights-differ-by-rank", "mindspeed_rl.checkpoint.random_weights:draw_weights",
           _seed_of_its_own,
           "tests/unit/checkpoint/test_random_weights.py::test_every_layout_has_the_same_weights",

@@ -7,11 +7,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from faults.planting import Fault, gives, gives_fields, skipped, takes, then
+from faults.planting import Fault, gives, returns, skipped, takes, then
 
 _BUILDING = "tests/unit/rl/test_building.py::"
 _LOOP = "tests/unit/rl/test_train_loop.py::"
 _RESUME = "tests/unit/rl/test_resume.py::"
+_PEERS = "tests/distributed/test_peer_copies.py::"
 _STATE = "tests/distributed/test_resume_state.py::"
 _OPTIMIZER = "tests/unit/trainer/test_optimizer_schedule.py::"
 _SETTINGS = "tests/unit/rl/test_algorithm_settings.py::"
@@ -46,6 +47,14 @@ def _at_one(job: Any, temperature: float) -> float:
 
 def _in_steps(job: Any, num_updates: int) -> int:
     return num_updates // int(job.plan.batch.updates)
+
+
+def _at_earlier_prompts(result: Any) -> Any:
+    """The state after a rollback, with the sampler four prompts earlier in its epoch."""
+    sampler = result[0].sampler
+    place = sampler.state_dict()
+    sampler.load_state_dict({**place, "position": place["position"] - 4})
+    return result
 
 
 def _when_resumed(effect: Callable[[Any, Any], None]) -> Callable[..., Any]:
@@ -113,9 +122,9 @@ def _swapped_bounds(settings: Any) -> Any:
 
 
 def _as_in_training(original: Callable[..., Any]) -> Callable[..., Any]:
-    def changed(self: Any, request: Any, phase: Any, compare: Any = None) -> Any:
+    def changed(self: Any, request: Any, phase: Any, compare: Any = None, **others: Any) -> Any:
         request = replace(request, attempt=0) if compare else request  # evaluations alone compare
-        return original(self, request, phase, compare)
+        return original(self, request, phase, compare, **others)
 
     return changed
 
@@ -203,10 +212,20 @@ WIRING = (
           "tests/unit/rl/test_step.py::test_the_quantiles_of_the_mismatch_are_of_all_tokens",
           "The quantiles would be of a few of the tokens."),
     Fault("a-mismatch-that-is-no-number-passes",
-          "mindspeed_rl.rl.report:check_mismatch",
+          "mindspeed_rl.metrics.agreement:check_mismatch",
           takes(mismatch=lambda mismatch: mismatch if mismatch == mismatch else 0.0),
           _REPORT + "test_a_step_with_a_wrong_mismatch_is_logged_and_ends_the_run",
           "A run would train on numbers that are none."),
+    Fault("an-update-by-numbers-that-are-none", "mindspeed_rl.core.alarms:GradientWatch.see",
+          takes(norm=lambda norm: norm if norm == norm else 1.0),
+          "tests/unit/rl/test_run_alarms.py::"
+          "test_an_update_by_numbers_that_are_none_ends_the_run",
+          "All weights would be NaN after one update."),
+    Fault("a-rollback-that-draws-the-same-prompts", "mindspeed_rl.replay.rollback:roll_back",
+          gives(_at_earlier_prompts),
+          "tests/unit/rl/test_rollback.py::"
+          "test_a_run_goes_back_and_passes_over_the_prompts_since_then",
+          "The prompts that broke the run would come again."),
     Fault("fp32-with-the-bounds-of-bf16", "mindspeed_rl.core.agreement:agreement_bounds",
           takes(bf16=lambda _: True),
           "tests/unit/rl/test_step.py::test_an_engine_that_computes_with_stale_tensors_is_found",
@@ -226,11 +245,11 @@ WIRING = (
           _PPO + "test_advantages_and_returns_of_every_token",
           "--gae-lambda would do nothing."),
     # --- the dry run
-    Fault("a-save-gathers-nothing",
-          "mindspeed_rl.planning.prediction:MemoryPrediction.save_staging",
-          gives_fields(device=lambda _: 0, host=lambda _: 0),
-          _PLANNING + "test_phases.py::test_a_save_gathers_the_optimizer_beside_the_gradients",
-          "A run that ends at its first checkpoint would be said to fit."),
+    Fault("a-save-takes-no-memory",
+          "mindspeed_rl.planning.prediction:MemoryPrediction.save_host_bytes",
+          gives(lambda _: 0),
+          _PLANNING + "test_phases.py::test_a_save_takes_what_it_copies",
+          "A run whose host is full at its first checkpoint would be said to fit."),
     Fault("the-dry-run-asks-no-engine", "mindspeed_rl.planning.findings:check_engine", skipped,
           _PLANNING + "test_engine_refusals.py::"
           "test_flags_that_the_engine_of_the_machine_lacks_are_refused",
@@ -273,10 +292,20 @@ WIRING = (
           _OPTIMIZER + "test_every_flag_reaches_the_optimizer",
           "--weight-decay would do nothing."),
     # --- checkpoints and resuming
-    Fault("no-checkpoint-at-the-end", "mindspeed_rl.trainer.run_checkpoint:save_is_due",
+    Fault("no-checkpoint-at-the-end", "mindspeed_rl.checkpoint.save_clock:save_is_due",
           takes(train_iters=lambda _: 0),
           _RESUME + "test_a_checkpoint_is_due_at_every_interval_and_at_the_end",
           "The last steps of a run would be lost."),
+    Fault("best-checkpoint-removed", "mindspeed_rl.checkpoint.retention:removable",
+          takes(best=lambda _: None),
+          "tests/unit/checkpoint/test_retention.py::"
+          "test_the_best_outlives_the_limit_and_a_resume",
+          "--save-best-metric would keep nothing."),
+    Fault("every-clock-counts", "mindspeed_rl.checkpoint.save_clock:SaveClock.votes",
+          takes(keeps_time=lambda _: True),
+          "tests/unit/checkpoint/test_save_clock.py::"
+          "test_only_one_clock_counts_and_any_signal_does",
+          "Ranks with other clocks would end the run or save at another step."),
     Fault("resume-skips-one-batch", "mindspeed_rl.rl.resume:start",
           _when_resumed(_skips_a_batch), _CONTINUES,
           "Prompts would be left out of the epoch."),
@@ -304,14 +333,69 @@ WIRING = (
           _as_in_training,
           _REPORT + "test_sampled_evaluations_have_seeds_and_a_temperature_of_their_own",
           "Sampled evaluations would not be independent of what was trained on."),
-    Fault("evaluation-at-another-temperature", "mindspeed_rl.generation.evaluate:_answers",
-          takes(temperature=lambda _: 1.0),
+    Fault("evaluation-at-another-temperature", "mindspeed_rl.generation.evaluate:_passes",
+          takes(flags=lambda flags: replace(flags, rl_eval_temperature=1.0)),
           _REPORT + "test_sampled_evaluations_have_seeds_and_a_temperature_of_their_own",
           "Accuracy would be that of another way to answer."),
     Fault("a-dead-worker-fails-another-sample", "mindspeed_rl.rewards.pool:RewardPool.score",
           gives(_blames_the_neighbour),
           "tests/unit/rewards/test_faults.py::test_a_dead_worker_costs_the_sample_that_killed_it",
           "Innocent samples would lose their reward and the guilty one be scored."),
+    # --- replaying a step
+    Fault("replay-from-a-later-checkpoint", "mindspeed_rl.checkpoint.resume:find_latest",
+          takes(before=lambda _: None),
+          "tests/unit/checkpoint/test_resume.py::"
+          "test_a_step_asks_for_the_newest_checkpoint_before_it",
+          "A replay would compare the step with weights that it has trained itself."),
+    Fault("digests-without-places", "mindspeed_rl.replay.digests:signs",
+          gives(lambda signs: signs * 0.0 + 1.0),
+          "tests/unit/replay/test_digests.py::test_a_digest_knows_the_places_of_elements",
+          "Rows, experts or tokens in each other's place would pass as equal."),
+    # --- copies in memory
+    Fault("copy-without-moments", "mindspeed_rl.peers.state:_optimizer_tensors",
+          returns({}), _PEERS + "test_a_job_goes_on_from_the_newest_whole_copies",
+          "After a restart the optimizer would begin anew."),
+    Fault("a-copy-that-failed-to-travel-counts", "mindspeed_rl.peers.copies:PeerCopies._exchange",
+          then(lambda copies, step: setattr(copies, "_problem", "")),
+          "tests/unit/peers/test_copies.py::test_a_transfer_that_fails_leaves_the_copy_before",
+          "The only whole copy would be removed for one that nobody has."),
+    Fault("responses-cut-in-another-place", "mindspeed_rl.samples.saved_responses:_responses",
+          takes(lengths=lambda lengths: list(reversed(lengths))),
+          "tests/unit/rl/test_dynamic_sampling.py::"
+          "test_an_older_checkpoint_has_the_tokens_as_numbers",
+          "After a resume, tokens of one response would be trained on as those of another."),
+    Fault("nan-after-numbers-unseen", "mindspeed_rl.core.alarms:_next",
+          takes(value=lambda value: value if value == value else 0.0),
+          "tests/unit/core/test_alarms.py::"
+          "test_a_metric_that_stops_being_a_number_is_told_once",
+          "A loss or KL that is NaN would be told by nobody."),
+    Fault("one-of-the-ranks-behind-is-named", "mindspeed_rl.core.flights:_of_group",
+          takes(behind=lambda behind: behind[:1]),
+          "tests/unit/core/test_flights.py::"
+          "test_the_rank_that_is_ahead_nowhere_comes_first",
+          "The message about a hang would name other ranks than those that are missing."),
+    Fault("damaged-copy-is-taken", "mindspeed_rl.peers.copies:problem_of_copy",
+          returns(""), _PEERS + "test_a_job_goes_on_from_the_newest_whole_copies",
+          "A flipped bit in shared memory would change every number after a restart."),
+    Fault("copy-of-another-layout-is-taken", "mindspeed_rl.peers.placement:newest_complete",
+          takes(runs=lambda runs: ["x", "y"]),
+          "tests/unit/peers/test_placement.py::test_the_newest_step_that_all_ranks_have_is_taken",
+          "A rank would go on from the weights of another one."),
+    # --- other divisions: of optimizers, of nodes
+    Fault("regrouped-optimizer-without-step", "mindspeed_rl.checkpoint.expert_optimizers:give_step",
+          returns(None),
+          "tests/unit/checkpoint/test_expert_optimizers.py::"
+          "test_the_step_is_that_of_the_checkpoint",
+          "The first updates after a resume would be corrected for a bias that is long gone."),
+    Fault("two-nodes-are-the-first", "mindspeed_rl.elastic.commands:in_round",
+          gives(lambda command: replace(command, node=0)),
+          "tests/unit/elastic/test_elastic.py::test_a_node_starts_with_the_numbers_of_the_attempt",
+          "Two nodes would each open a store and wait for the other."),
+    Fault("nobody-is-waited-for", "mindspeed_rl.elastic.meeting:may_start",
+          returns(True),
+          "tests/unit/elastic/test_elastic.py::"
+          "test_a_start_waits_for_all_and_a_restart_for_the_fewest",
+          "Every crash would cost the nodes whose ranks end a moment later."),
 )  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def test_a_recipe_that_does_not_fit_says_so_and_what_helps(tmp_path: Path) -> No
     assert done.returncode == DOES_NOT_FIT
     assert (
         "DOES NOT FIT" in done.stdout
-        and "--rollout-kv-cache-gb 10: 46.49 GiB in phase save" in done.stdout
+        and "--rollout-kv-cache-gb 10: 46.16 GiB in phase rollout" in done.stdout
     )
 
 

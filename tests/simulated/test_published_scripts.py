@@ -17,14 +17,13 @@ from support.published_scripts import Script, published_scripts
 from support.tiers import slow_but
 
 from mindspeed_rl.command_line.arguments import own_flags, parse
-from mindspeed_rl.command_line.dispositions import disposition_lines
 from mindspeed_rl.compat.classify import classify
 from mindspeed_rl.compat.foreign_flags import foreign_flags
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config import npu as npu_flags
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.entry import run_entry
-from mindspeed_rl.launch.job import Checked, plan_run
+from mindspeed_rl.launch.job import Checked, flag_lines, plan_run
 from mindspeed_rl.planning.dry_run import FITS
 from mindspeed_rl.planning.run_plan import plan_rl
 
@@ -121,9 +120,10 @@ def test_the_dry_run_says_what_a_start_says(
         return
     assert code == FITS
     checked = started(script, script.argv(tmp_path))
-    lines = disposition_lines(checked.parsed, checked.parsed.ignored)
+    lines = flag_lines(checked.parsed, checked.plan, checked.parsed.ignored)
+    counts = next(i for i, line in enumerate(lines) if line.startswith("flags: "))
     # the dry run has one flag more
-    lines[0] = re.sub(r"\d+(?= honoured)", lambda found: str(int(found[0]) + 1), lines[0])
+    lines[counts] = re.sub(r"\d+(?= honoured)", lambda n: str(int(n[0]) + 1), lines[counts])
     assert printed.splitlines()[: len(lines)] == lines
     grouped = "without --moe-grouped-gemm: --transformer-impl local" in printed
     assert grouped == ("--moe-grouped-gemm" in script.flags)

@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl.core.types import Completion
-from mindspeed_rl.engines.vllm.requests import OpenRequests
 from mindspeed_rl.engines.vllm.step_loop import run_steps
+from mindspeed_rl.rollout.open_requests import OpenRequests
 from mindspeed_rl.rollout.rebalance import Rebalancer, RebalanceRules
 from mindspeed_rl.rollout.rebalance_plan import (
     Load,
@@ -38,7 +38,9 @@ class SeededEngine:
         self._capacity, self.dp_group = capacity, None
         self._requests: dict[str, SimpleNamespace] = {}
 
-    def add(self, key: str, token_ids: list[int], seed: int, max_tokens: int) -> str:
+    def add(
+        self, key: str, token_ids: list[int], seed: int, max_tokens: int, temperature: float | None
+    ) -> str:
         assert key not in self._requests, "a request is here twice"
         self._requests[key] = SimpleNamespace(
             ids=list(token_ids), new=[], logprobs=[], left=max_tokens, seed=seed

@@ -45,6 +45,8 @@ RANKS = {
     "grpo_qwen2_5_7b_1node.sh": 8,
     "ppo_qwen2_5_32b_a3.sh": 32,
     "grpo_qwen2_5_7b_cuda.sh": 8,
+    "grpo_qwen2_5_0_5b_1gpu.sh": 1,
+    "distill_qwen2_5_0_5b_1gpu.sh": 1,
     "grpo_qwen2_5_7b_ray.sh": 16,
 }
 CONVERSIONS = tuple(sorted(p.name for p in SCRIPTS.glob("ckpt_convert_*.sh")))
@@ -60,7 +62,10 @@ def test_every_recipe_asks_for_its_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", slow_but(RECIPES, ["grpo_qwen2_5_7b_1node.sh", "ppo_qwen2_5_32b_a3.sh"])
+    "recipe",
+    slow_but(
+        RECIPES, ["grpo_qwen2_5_7b_1node.sh", "ppo_qwen2_5_32b_a3.sh", "grpo_qwen2_5_0_5b_1gpu.sh"]
+    ),
 )
 def test_the_dry_run_fits(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     parsed = parse(RLRunConfig, recipe_flags(recipe), "test")
@@ -111,7 +116,7 @@ def started(recipe: str, folder: Path, *flags: str) -> tuple[dict[str, str], lis
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_start_keeps_its_exit_code_log_and_timeouts(recipe: str, tmp_path: Path) -> None:
     environ, words = started(recipe, tmp_path, "--train-iters", "3")
-    if words[1] == "torch.distributed.run":
+    if words[1] == "mindspeed_rl.launch.bound_store":
         module = words.index("-m", 1) + 1
         ranks, nodes = "--nproc-per-node", "--nnodes"
         flags = words[module + 1 :]

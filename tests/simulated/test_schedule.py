@@ -14,6 +14,7 @@ from support.layout_cases import (
     GQA,
     LATENT,
     MOE,
+    MOVED,
     REDUNDANT,
     cases,
     layouts_of,
@@ -40,7 +41,8 @@ def staged_bytes(schedule: Schedule, case: Case, relay: bool) -> np.ndarray:
             slots = schedule.slots_of(source, transfer.hf_name)
             for slot, part in zip(slots, transfer.parts(slots[0].parts), strict=True):
                 if part:
-                    table[transfer.hop - 1, slot.round, rank] += ITEM_BYTES * part.num_elements
+                    number = slot.round_of(transfer.src_rank, transfer.dst_rank)
+                    table[transfer.hop - 1, number, rank] += ITEM_BYTES * part.num_elements
     return table.max(axis=0)
 
 
@@ -50,6 +52,7 @@ def staged_bytes(schedule: Schedule, case: Case, relay: bool) -> np.ndarray:
 @example(MOE, True)
 @example(LATENT, False)
 @example(REDUNDANT, False)
+@example(MOVED, False)
 @example(replace(GQA, tp=1, pp=1, dp=8, kv_heads=4, engine_tp=8, heads_per_group=2), False)
 def test_no_rank_stages_more_than_the_budget(case: Case, relay: bool) -> None:
     source, target = layouts_of(case)

@@ -28,13 +28,30 @@ def test_a_rollout_by_hand() -> None:
     assert floor_time(case, [5, 1, 2, 3]) == 6 and floor_time(case, [9, 1, 1, 1]) == 9
 
 
+def test_an_engine_that_starts_the_longest_first_does_not_end_with_it() -> None:
+    """One engine of two slots: 2 + 2 + 8 steps in order, 8 beside 2 + 2 + 2 + 2 sorted."""
+    case, history = replace(CASE, engines=1, slots=2), LengthHistory()
+    history.observe({0: [2], 1: [2], 2: [2], 3: [2], 4: [8]})
+    prompts, lengths = [0, 1, 2, 3, 4], [2, 2, 2, 2, 8]
+    times = [
+        rollout_time(case, Way("", sorted=longest), prompts, lengths, history)
+        for longest in (False, True)
+    ]
+    assert times == [12, 8]
+    tight = replace(case, room=9)  # tokens: beside the long one there is never room for another
+    assert rollout_time(tight, Way(""), prompts, lengths, history) == 8 + 2 + 2
+
+
 def test_every_way_generates_the_same_tokens_and_none_beats_its_floor() -> None:
     rows = table(CASE, drafts=0.6, cap=1.2)
     last = rows.pop("floor of the best order")
     for name, row in rows.items():
         assert row["floor"] <= row["idle"] < 1, name
         assert (row["cut_tokens"] > 0) == ("caps" in name)
-    assert rows["ordered"]["steps"] < rows["dealt by history"]["steps"] < rows["as drawn"]["steps"]
+    sorted_, dealt, drawn = (
+        rows[n]["steps"] for n in ("dealt, longest first", "dealt, in order", "as drawn")
+    )
+    assert sorted_ < dealt < drawn and rows["ordered"]["steps"] < drawn
     assert rows["ordered and moved"]["idle"] <= rows["ordered"]["idle"] + 0.01
     assert last["steps"] < min(row["steps"] for n, row in rows.items() if "drafts" not in n)
     whole = sum(sum(lengths_of(CASE, 1, p)) for p in range(CASE.dataset))

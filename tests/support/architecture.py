@@ -43,11 +43,14 @@ ROOMS: Mapping[str, Room] = {
     "models": Room(("core",)),
     "algorithms": Room(("core",), TORCH),
     "config": Room(("core", "compat", "models", "algorithms")),
-    "command_line": Room(("core", "compat", "config")),
+    "flag_checks": Room(("core", "algorithms", "config")),
+    "command_line": Room(("core", "compat", "algorithms", "config")),
     "parallel": Room(("core",), TORCH_DISTRIBUTED),
     "platforms": Room(("core", "config"), TORCH_DISTRIBUTED),
     "metrics": Room(("core", "config", "parallel", "platforms"), TORCH_DISTRIBUTED),
-    "weights": Room(("core", "models", "parallel", "metrics"), TORCH_DISTRIBUTED),
+    "proof": Room(("core",), TORCH),
+    "weights": Room(("core", "models", "parallel", "metrics", "proof"), TORCH_DISTRIBUTED),
+    "expert_placement": Room(("core", "models", "weights")),
     "rollout": Room(
         ("core", "config", "models", "parallel", "platforms", "metrics", "weights"),
         TORCH_DISTRIBUTED,
@@ -59,14 +62,24 @@ ROOMS: Mapping[str, Room] = {
         ),
         TORCH_DISTRIBUTED | {"vllm"},
     ),
-    "planning": Room(("core", "config", "models", "rollout", "engines", "weights")),
+    "checkpoint": Room(("core", "config", "models", "parallel", "weights"), TORCH_DISTRIBUTED),
+    "adapters": Room(
+        ("core", "algorithms", "config", "parallel", "weights", "checkpoint"),
+        MEGATRON,
+    ),
+    "planning": Room(
+        (
+            *("core", "algorithms", "config", "flag_checks", "models", "rollout", "engines"),
+            *("weights", "adapters", "expert_placement"),
+        )
+    ),
     "samples": Room(("core", "metrics", "parallel", "planning"), TORCH_DISTRIBUTED),
-    "attention": Room(("core", "samples"), TORCH_DISTRIBUTED),
+    "attention": Room(("core", "models", "samples"), TORCH_DISTRIBUTED),
     "data": Room(("core",), TORCH),
     "rewards": Room(("core", "config", "data"), TORCH),
     "environments": Room(("core", "config", "rewards"), TORCH),
+    "endpoint": Room(("core", "rewards", "environments"), TORCH),
     "colocation": Room(("core", "metrics", "platforms", "rollout"), TORCH),
-    "checkpoint": Room(("core", "config", "models", "weights"), TORCH),
     "convert": Room(
         ("core", "compat", "config", "command_line", "models", "weights", "checkpoint"),
         TORCH_DISTRIBUTED,
@@ -75,23 +88,32 @@ ROOMS: Mapping[str, Room] = {
         (
             *("core", "config", "models", "parallel", "platforms", "metrics", "weights"),
             *("algorithms", "samples", "attention", "data", "colocation", "checkpoint"),
-            "convert",
+            *("adapters", "convert"),
         ),
         MEGATRON,
     ),
     "diagnosis": Room(("core", "platforms")),
+    "elastic": Room(("core", "planning")),
     "launch": Room(
         (
             *("core", "compat", "config", "command_line", "models", "platforms", "engines"),
-            *("planning", "rewards", "diagnosis"),
+            *("planning", "rewards", "diagnosis", "elastic", "checkpoint"),
         ),
+        TORCH_DISTRIBUTED,
+    ),
+    "peers": Room(
+        ("core", "config", "checkpoint", "parallel", "metrics", "planning", "trainer", "launch"),
         TORCH_DISTRIBUTED,
     ),
     "generation": Room(
         (
             *("core", "config", "algorithms", "parallel", "metrics", "rollout", "planning"),
-            *("samples", "data", "rewards", "environments", "colocation"),
+            *("samples", "data", "rewards", "environments", "endpoint", "colocation"),
         ),
+        TORCH_DISTRIBUTED,
+    ),
+    "distillation": Room(
+        ("core", "config", "algorithms", "parallel", "data", "samples", "trainer"),
         TORCH_DISTRIBUTED,
     ),
     "rl": Room(
@@ -99,6 +121,14 @@ ROOMS: Mapping[str, Room] = {
             *("core", "config", "models", "parallel", "platforms", "metrics", "weights"),
             *("rollout", "engines", "planning", "algorithms", "samples", "data", "rewards"),
             *("environments", "colocation", "checkpoint", "trainer", "launch", "generation"),
+            *("adapters", "peers", "distillation", "expert_placement", "flag_checks"),
+        ),
+        TORCH_DISTRIBUTED,
+    ),
+    "replay": Room(
+        (
+            *("core", "config", "command_line", "parallel", "metrics", "weights", "planning"),
+            *("samples", "checkpoint", "trainer", "launch", "rl"),
         ),
         TORCH_DISTRIBUTED,
     ),
@@ -111,7 +141,7 @@ ROOMS: Mapping[str, Room] = {
     ),
 }
 # Entries: nothing imports them, and they import torch inside functions only.
-ENTRIES = ("train_rl", "pretrain", "score", "doctor")
+ENTRIES = ("train_rl", "pretrain", "score", "doctor", "cli", "api")
 ENTRY = Room(tuple(ROOMS), TORCH_DISTRIBUTED)
 
 # Modules that a dry run and an error about a flag go through: neither torch nor numpy.
@@ -120,12 +150,17 @@ LIGHT = (
     "compat",
     "models",
     "config",
+    "flag_checks",
     "command_line",
     *(
         f"algorithms.{name}"
-        for name in ("advantages", "aggregation", "bounds", "catalogue", "kl", "policy_losses")
+        for name in (
+            *("advantages", "aggregation", "bounds", "catalogue", "distillation", "kl"),
+            *("lora", "policy_losses"),
+        )
     ),
     "algorithms.types",
+    "adapters.plan",
     *(f"planning.{name}" for name in ("activations", "budget", "communicators", "prediction")),
     "planning.step_time",
     *(

@@ -9,7 +9,6 @@ that says whose it is; this is how it gets into the snapshot.
 from __future__ import annotations
 
 import ast
-import atexit
 import builtins
 import importlib.machinery
 import json
@@ -97,11 +96,10 @@ class _Finder:
 
 
 def install(folder: Path) -> None:
-    """Rewrite modules of ours from now on; write what was seen when the process ends."""
+    """Rewrite modules of ours from now on."""
     assert not any(name.partition(".")[0] == "mindspeed_rl" for name in sys.modules), "too late"
     vars(builtins)[_HELPER] = traced_attribute_  # an entry is run without its loader
     sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
-    atexit.register(write, folder)
 
 
 def write(folder: Path) -> None:
@@ -124,4 +122,7 @@ if __name__ == "__main__":
     out, entry, *rest = sys.argv[1:]
     install(Path(out))
     sys.argv = [entry, *rest]
-    runpy.run_module(entry, run_name="__main__", alter_sys=False)
+    try:
+        runpy.run_module(entry, run_name="__main__", alter_sys=False)
+    finally:
+        write(Path(out))

@@ -49,6 +49,29 @@ def configured(run_type: type[Run], flags: str) -> Run:
     return parse(run_type, flags.split(), "test").config
 
 
+def plan_of_models(
+    folder: Path, flags: str, models: dict[str, dict[str, Any]]
+) -> tuple[RLRunConfig, RLPlan]:
+    """A run of 4 ranks on the model ``policy``; the others are ``DIR/NAME`` in the flags.
+
+    Args:
+        folder: Where the models and the data are written.
+        flags: Flags of the run beside its model, data and layout.
+        models: What of the configuration of each model is changed.
+    """
+    for name, changed in models.items():
+        write_model(folder / name, **changed)
+    (folder / "rl.jsonl").touch()
+    words = (
+        f"--hf-checkpoint {folder}/policy --prompt-data {folder}/rl.jsonl --train-iters 4 "
+        "--max-prompt-length 16 --rollout-max-response-length 16 --platform cpu "
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --rollout-tp 2 "
+        f"--output-dir {folder}/out "
+    )
+    config = configured(RLRunConfig, words + flags.replace("DIR", str(folder)))
+    return config, plan_rl(config, 4)
+
+
 def write_inputs(folder: Path) -> Path:
     """A model and data files as the two functions below name them."""
     write_model(folder / "model")

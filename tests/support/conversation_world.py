@@ -4,18 +4,44 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
+from support.draft_world import planned
 from support.rollout_worlds import loaded_engine
 
 from mindspeed_rl.core.types import Prompt, Rollout
 from mindspeed_rl.environments import LocalRunner, Observation
 from mindspeed_rl.generation.multi_turn import Environments, run_conversations
 from mindspeed_rl.launch.bootstrap import World
+from mindspeed_rl.parallel.small_collectives import gather_objects
+from mindspeed_rl.rollout.draft_history import DraftHistory, prompt_key
+from mindspeed_rl.rollout.rebalance import Rebalancer, RebalanceRules, Visits
+from mindspeed_rl.rollout.rebalance_plan import Load, Move, Plan, StepCost
 from mindspeed_rl.rollout.requests import SamplingSettings, request_seed
+from mindspeed_rl.rollout.stats import StepStats
 
 NUM_PROMPTS, TURNS = 6, 3
 SETTINGS = SamplingSettings(0.7, max_response_tokens=40, stop_token_ids=tuple(range(1, 90)))
+
+
+class Restless(Rebalancer):
+    """Moves half of the turns, whatever that costs, at every point."""
+
+    def plan(self, groups: Sequence[Sequence[Load]]) -> Plan:
+        loads = [load for group in groups for load in group]
+        planned = super().plan(groups)
+        source = {load.sample_id: g for g, group in enumerate(groups) for load in group}
+        chosen = sorted(source)[:: 2 if len(loads) > 1 else 1]
+        return replace(planned, moves=[Move(i, source[i], 1 - source[i]) for i in chosen])
+
+
+def restless(layout: Any, rank: int, visits: Visits | None) -> Rebalancer:
+    """Between two engines."""
+    rules = RebalanceRules(3, layout.dp, True, 0.02, StepCost(64.0), 16, 10**6)
+    return Restless(
+        rules, layout.group_of(rank), layout.tp_rank(rank) == 0, lambda _, n: n + 9, visits
+    )
 
 
 class Talker:
@@ -51,11 +77,21 @@ def conversation_world(
 ) -> list[dict[int, Any]]:
     """Rank function: the samples of this rank's engine group, once with each agreement of ranks.
 
-    An agreement is ``packed`` for our reduction, or ``engine``.
+    An agreement is ``packed`` for our reduction, ``engine``, or ``moves`` between engines at
+    every third step. With --rollout-drafts conversations are remembered from one to the next, and
+    many tokens of the last were drafted.
     """
+    history = DraftHistory(2**20) if "--rollout-drafts" in flags else None
+    with planned("always", world.rank):
+        job, engine = loaded_engine(world, model, ["--vllm-max-num-seqs", "16", *flags], history)
+        return _conversations(world, job, engine, agreements, history)
+
+
+def _conversations(
+    world: World, job: Any, engine: Any, agreements: Sequence[str], history: DraftHistory | None
+) -> list[dict[int, Any]]:
     from mindspeed_rl.engines.vllm.patches import step_sync
 
-    job, engine = loaded_engine(world, model, ["--vllm-max-num-seqs", "16", *flags])
     layout = job.plan.engine
     share = world.rank // layout.tp
     prompts = {
@@ -68,6 +104,7 @@ def conversation_world(
         engine._agreement = step_sync.apply(job.platform.name) if agreement == "packed" else None
         environments = Environments(LocalRunner(Talker, cast(Any, None), 2), "talker", TURNS, 0.0)
         heard = Heard()
+        stats = engine.stats = StepStats()
         metrics = run_conversations(
             environments if world.rank % layout.tp == 0 else None,
             prompts,
@@ -76,8 +113,20 @@ def conversation_world(
             0,
             lambda sample, turn: request_seed(5, 1, sample, 0, turn),
             cast(Any, heard),
+            (lambda visits: restless(layout, world.rank, visits))
+            if agreement == "moves"
+            else (lambda _: None),
         )
+        if agreement == "moves":
+            assert sum(gather_objects(stats.moved)) >= 2, stats
         assert "environment/turns" in metrics
         environments.runner.close()
         found.append(heard.samples)
+        if history is not None:
+            for samples in gather_objects(heard.samples):
+                for i, (token_ids, *_) in samples.items():
+                    history.add(prompt_key(prompts[i].token_ids), token_ids)
+    if history is not None:
+        # Of a turn the first token comes with its prompt, and the last may be one of a few.
+        assert stats.kept_tokens > 0.25 * stats.sampled_tokens, (stats, found)
     return found

@@ -25,6 +25,7 @@ from mindspeed_rl.planning.run_plan import plan_rl
 # They need the network, root, a cluster or a device, and would change the machine.
 OTHERS = ("pip", "git", "docker", "ray", "python3.11")
 LAUNCHER = ["-m", "torch.distributed.run"]
+OUR_LAUNCHER = ["-m", "mindspeed_rl.launch.bound_store"]
 ARRAY = re.compile(r"^(\w+_ARGS)=\((?:[^()]|\([^()]*\))*?\)$", re.M | re.S)
 # What "..." stands for, and what the reader's own script brings along: a run that is possible.
 GIVEN = """
@@ -96,7 +97,7 @@ def calls_of(block: Block, folder: Path) -> list[list[str]]:
 
 def execute(words: Sequence[str], patch: pytest.MonkeyPatch) -> int:
     """Do here what a python was to do; its exit code. Runs are predicted instead of started."""
-    if list(words[:2]) == LAUNCHER:
+    if list(words[:2]) in (LAUNCHER, OUR_LAUNCHER):
         words = words[words.index("-m", 1) :]
     if words[0] != "-m":
         assert (ROOT / words[0]).is_file() or Path(words[0]).is_file(), words[0]

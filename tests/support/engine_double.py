@@ -106,9 +106,15 @@ class ToyPort:
     def __init__(self) -> None:
         self.prompts: dict[str, tuple[int, ...]] = {}
 
-    def add(self, key: str, token_ids: list[int], seed: int, max_tokens: int) -> str:
+    def add(
+        self, key: str, token_ids: list[int], seed: int, max_tokens: int, temperature: float | None
+    ) -> str:
         self.prompts[key] = tuple(token_ids)
         return key
+
+    def pause(self) -> list[Any]:
+        """A toy ends all of its requests."""
+        return []
 
     def observe(self, outputs: object) -> None:
         """A toy has no scheduler."""

@@ -20,7 +20,7 @@ from support.training_worlds import make_job
 
 from mindspeed_rl.launch.bootstrap import World
 
-BUCKET_BYTES = 24 << 10
+BUCKET_BYTES = 8 << 10
 NUM_SYNCS = 3
 _UNTOUCHED = -1  # the oracle's padding
 

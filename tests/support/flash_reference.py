@@ -11,10 +11,12 @@ import torch
 class FlashReference:
     """Forward and backward of packed sequences; windows are aligned at the lower right corner."""
 
+    groups = True  # fewer heads of keys than of queries
+
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor,
         cu_seq_k: torch.Tensor, max_q: int, max_k: int, *, return_aux: Any, scale: float,
-        window_size: tuple[int, int], enable_gqa: bool,
+        window_size: tuple[int, int], enable_gqa: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """The output, and the log-sum-exp as [heads, queries]."""
         assert return_aux.lse and (enable_gqa or query.size(1) == key.size(1))
@@ -36,6 +38,7 @@ class FlashReference:
         window_size: list[int],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """Gradients by the output and log-sum-exp that are given."""
+        assert self.groups or query.size(1) == key.size(1)
         assert is_causal == (window_size == [-1, 0]) and lse.shape == out.shape[1::-1]
         assert rng_state.dtype is torch.uint64 and lse.is_contiguous()
         dq, dk, dv = (torch.zeros_like(x) for x in (query, key, value))
@@ -54,6 +57,24 @@ class FlashReference:
             ):
                 total[columns] += part.unflatten(0, (key.size(1), -1)).sum(1).transpose(0, 1)
         return dq, dk, dv
+
+
+class OlderFlashReference(FlashReference):
+    """As PyTorch 2.11 documents it: keys and values have as many heads as queries."""
+
+    groups = False
+
+    def forward(  # type: ignore[override]
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor,
+        cu_seq_k: torch.Tensor, max_q: int, max_k: int, *, return_aux: Any = None,
+        scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Without ``enable_gqa``."""
+        assert scale is not None
+        return super().forward(
+            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, return_aux=return_aux,
+            scale=scale, window_size=window_size,
+        )  # fmt: skip
 
 
 def _spans(

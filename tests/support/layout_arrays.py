@@ -30,7 +30,8 @@ class Case:
     The defaults are those of a dense model with biases, even stages and engines of one kind of
     parallelism. ``moe_layers`` says which layers have experts; ``noop`` lists empty slots among all
     layers, ``layer_list`` the layers of each chunk; ``etp`` 0 is ``tp``; ``physical_experts`` the
-    expert in each slot of an engine with redundant experts.
+    expert in each slot of an engine with redundant experts; ``layer_experts`` the same where single
+    layers differ, as (layer, slots).
     """
 
     num_layers: int
@@ -64,6 +65,7 @@ class Case:
     engine_dp: int = 1
     engine_ep: bool = False
     physical_experts: tuple[int, ...] = ()
+    layer_experts: tuple[tuple[int, tuple[int, ...]], ...] = ()
     expert_multiple: int = 1
     transposed: bool = False
     whole_shared: bool = False

@@ -66,6 +66,8 @@ def _experts(
     if engine_ep and draw(st.booleans()):
         extra = draw(st.lists(st.integers(0, experts - 1), min_size=size, max_size=size))
         physical = draw(st.permutations([*range(experts), *extra]))
+    slots = physical or range(experts)
+    moved = draw(st.sets(st.integers(0, num_layers - 1))) if engine_ep else ()
     dense_first = draw(st.integers(0, num_layers - 1))
     return {
         "etp": etp,
@@ -74,6 +76,7 @@ def _experts(
         "engine_dp": engine_dp,
         "engine_ep": engine_ep,
         "physical_experts": tuple(physical),
+        "layer_experts": tuple((n, tuple(draw(st.permutations(slots)))) for n in sorted(moved)),
         "experts": experts,
         "expert_ffn": lcm(etp, 1 if engine_ep else size) * draw(st.integers(1, 3)),
         "moe_layers": tuple(layer >= dense_first for layer in range(num_layers)),
@@ -218,8 +221,19 @@ PLAIN_LATENT = replace(
     tied=True,
     whole_shared=True,
 )
+# the same experts cut by the tensor parallelism of engines without expert parallelism
+SLICED = replace(LATENT, engine_ep=False, expert_ffn=16, expert_multiple=1)
+# neighbours among the experts of a rank, in an order that differs by layer
+PLACED = replace(
+    LATENT, engine_tp=1, engine_dp=2, ep=2, layer_experts=((1, (6, 7, 0, 3, 1, 2, 4, 5)),)
+)
 # one expert three times, on ranks of its own and beside others
 REDUNDANT = replace(LATENT, physical_experts=(1, 0, 2, 3, 7, 6, 5, 4, 1, 1, 0, 2))
+# places that differ by layer, with and without an expert more than once
+MOVED = replace(
+    REDUNDANT,
+    layer_experts=((1, (4, 1, 7, 2, 6, 0, 5, 3, 3, 2, 6, 4)),),
+)
 # shared experts whole on every rank of engines without data parallelism
 FLASHCOMM = replace(LATENT, engine_dp=1, engine_tp=4, flashcomm=True)
 FIXED = (GQA, TIED, MOE, LATENT, PLAIN_LATENT, FLASHCOMM)
@@ -290,6 +304,7 @@ def layouts_of(case: Case) -> tuple[MegatronLayout, VllmLayout]:
             engine,
             case.expert_multiple,
             case.physical_experts,
+            case.layer_experts,
             case.transposed,
             case.whole_shared,
             case.flashcomm,

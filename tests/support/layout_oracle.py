@@ -161,14 +161,15 @@ def _vllm_mlp(layer: Layer, prefix: str, share: Cut) -> dict[str, Array]:
     }
 
 
-def _vllm_experts(case: Case, layer: Layer, rank: int) -> dict[str, Array]:
+def _vllm_experts(case: Case, number: int, layer: Layer, rank: int) -> dict[str, Array]:
     """Experts over all ranks of the engine: whole ones, or slices of all of them, padded."""
     params = {"gate.weight": layer["mlp.gate.weight"]}
     if case.router_bias:
         params["gate.e_score_correction_bias"] = layer["mlp.gate.e_score_correction_bias"]
     size = case.engine_tp * case.engine_dp
     mine = Cut(rank % size, size)
-    experts = np.array(case.physical_experts or range(case.experts), dtype=np.int32)
+    slots = dict(case.layer_experts).get(number, case.physical_experts)
+    experts = np.array(slots or range(case.experts), dtype=np.int32)
     share = Cut(0, 1) if case.engine_ep else mine
     w13, w2 = [], []
     for expert in (mine(experts) if case.engine_ep else experts).tolist():
@@ -198,7 +199,7 @@ def vllm_params(case: Case, hf: dict[str, Array], rank: int) -> dict[str, Array]
         name = f"model.layers.{number}."
         layer = Layer(hf, name)
         if case.has_experts(number):
-            mlp = _vllm_experts(case, layer, rank)
+            mlp = _vllm_experts(case, number, layer, rank)
         else:
             mlp = _vllm_mlp(layer, "mlp.", share)
         attention = _vllm_attention(case, layer, share)

@@ -30,13 +30,15 @@ _MARK = "<!-- executed -->"
 # Blocks that tests/unit/repository/test_docs_run.py does not run: how they begin, and why.
 NOT_RUN = {
     "bash pretrain_scripts/quickstart.sh": "minutes; tests/e2e/test_quickstart.py runs it",
-    "TORCH_INDEX_URL=": "the same; the index: test_setup_env.py",
     "bash tests/run_tests.sh": "the suite itself",
     "bash pretrain_scripts/setup_env.sh ": "installs; tests/run_tests.sh runs it",
     "tests/ascend/run.sh": "part of the suite; with MindSpeed only by hand",
     "python -m pytest": "parts of the suite",
     "python tools/bench/reshard.py": "minutes that need a quiet machine, by hand",
+    "python tools/soak.py": "minutes; tests/e2e/test_soak.py runs it",
     "IMAGE=": "docker, and a device",
+    "#!/bin/bash\n#SBATCH": "needs Slurm; its recipe is dry-run in tests/simulated/test_recipes.py",
+    "bash tools/device_check.sh": "minutes; tests/e2e/test_device_check.py runs it",
     "SOC_VERSION=": "compiles a package of others with CANN",
 }
 

@@ -11,8 +11,8 @@ from typing import Any, cast
 from support.rollout_worlds import loaded_engine
 
 from mindspeed_rl.core.types import Completion
-from mindspeed_rl.engines.vllm.requests import OpenRequests
 from mindspeed_rl.launch.bootstrap import World
+from mindspeed_rl.rollout.open_requests import OpenRequests
 from mindspeed_rl.rollout.rebalance import Rebalancer, RebalanceRules
 from mindspeed_rl.rollout.rebalance_plan import StepCost
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, request_seed
@@ -79,7 +79,7 @@ def requests_of(group: int) -> list[GenerationRequest]:
 
 
 def rebalance_world(world: World, model: str, flags: Sequence[str]) -> dict[str, Run]:
-    """Rank function: the same requests in every mode."""
+    """Rank function: the same requests in every mode, and once the last of them first."""
     job, engine = loaded_engine(world, model, ["--vllm-max-num-seqs", str(CAPACITY), *flags])
     layout = job.plan.engine
     group = layout.group_of(world.rank)
@@ -96,6 +96,9 @@ def rebalance_world(world: World, model: str, flags: Sequence[str]) -> dict[str,
             requests_of(group), SETTINGS, 0, None, None if mode == "off" else rebalancer
         )
         runs[mode] = Run(done, engine.stats)
+    engine.stats = StepStats()
+    done = engine.generate(list(reversed(requests_of(group))), SETTINGS, 0)
+    runs["last first"] = Run(done, engine.stats)
     for name, seeds in (("shaken", True), ("shaken with other seeds", False)):
         shaker, engine.stats = Shaker(seeds), StepStats()
         done = engine.generate(requests_of(group), SETTINGS, 0, None, cast(Any, shaker))

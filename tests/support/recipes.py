@@ -10,7 +10,11 @@ from support.architecture import ROOT
 
 SCRIPTS = ROOT / "pretrain_scripts"
 RECIPES = tuple(
-    sorted(p.name for stage in ("grpo", "dapo", "ppo") for p in SCRIPTS.glob(f"{stage}_*.sh"))
+    sorted(
+        p.name
+        for stage in ("grpo", "dapo", "ppo", "distill")
+        for p in SCRIPTS.glob(f"{stage}_*.sh")
+    )
 )
 
 

@@ -3,7 +3,8 @@
 Environment (`jobs.planted`): ``MINDSPEED_RL_TEST_MAIN`` is ``train_rl`` (the real one) or
 ``rehearsal``: the same phases with a gloo collective or a reward worker in each, without vLLM, and
 with a watchdog of less patience. ``MINDSPEED_RL_TEST_FAULT`` is ``rank:phase:entry:action``: what
-happens on that rank when it enters that phase for the n-th time.
+happens on that rank when it enters that phase for the n-th time; of several, with ";" between them,
+each start of the job has its own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, cast
 from mindspeed_rl import train_rl
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.launch.attempt import number_of_restarts
 from mindspeed_rl.launch.entry import run_entry
 from mindspeed_rl.launch.failures import WatchdogSettings
 from mindspeed_rl.launch.job import Job
@@ -48,6 +50,11 @@ def _mistake() -> None:
 
 def _keep_python_lock() -> None:
     ctypes.PyDLL(None).sleep(3600)  # PyDLL does not release it
+
+
+def _loop() -> None:
+    while True:
+        pass
 
 
 SPOILED = "model.layers.1.mlp.down_proj.weight"
@@ -81,6 +88,16 @@ def _kill_between_rounds() -> None:
     Exchange._take = last_breath  # type: ignore[method-assign]
 
 
+def _kill_in_copy() -> None:
+    """Die when the next copy for a restart is written, and not valid yet."""
+    from mindspeed_rl.peers.files import StateFile
+
+    def last_breath(self: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    StateFile.mark = last_breath  # type: ignore[method-assign,assignment]
+
+
 def _flip_bit(param: Any, _before: Any) -> None:
     import torch
 
@@ -96,9 +113,12 @@ ACTIONS: dict[str, Callable[[], object]] = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "raise": _raise,
     "mistake": _mistake,
+    "pause": lambda: time.sleep(3),
     "sleep": lambda: time.sleep(3600),
+    "loop": _loop,
     "native": _keep_python_lock,
     "kill-in-rounds": _kill_between_rounds,
+    "kill-in-copy": _kill_in_copy,
     "flip": lambda: _spoil_reshard(_flip_bit),
     "drop": lambda: _spoil_reshard(_drop_tensor),
 }
@@ -134,7 +154,12 @@ def planted_fault(rank: int) -> Fault | None:
     text = os.environ.get("MINDSPEED_RL_TEST_FAULT")
     if not text:
         return None
-    where, phase, entry, action = text.split(":")
+    faults = text.split(";")
+    start = number_of_restarts()
+    if start >= len(faults) and not faults[-1].endswith("-always"):
+        return None
+    where, phase, entry, action = faults[min(start, len(faults) - 1)].split(":")
+    action = action.removesuffix("-always")
     return Fault(rank, phase, int(entry), action) if int(where) == rank else None
 
 

@@ -133,6 +133,10 @@ class TablePolicy:
         self.num_passes += 1
         return [self._logprobs(b).detach() for b in batches]
 
+    def outputs(self, batches: Sequence[MicroBatch]) -> list[tuple[torch.Tensor, ...] | None]:
+        """Log-probs alone."""
+        return [None if found is None else (found,) for found in self.logprobs(batches)]
+
     def _logprobs(self, micro: MicroBatch) -> torch.Tensor:
         return self.table[micro.targets[micro.loss_mask]]
 
@@ -156,6 +160,14 @@ class TablePolicy:
     def all_reduce_dp_cp(self, values: torch.Tensor) -> torch.Tensor:
         """One rank."""
         return values
+
+    def gradient_norm(self) -> float:
+        """Of the last backward pass."""
+        assert self.table.grad is not None
+        return float(self.table.grad.norm())
+
+    def discard_gradients(self) -> None:
+        """There is nothing to drop."""
 
     def step(self) -> UpdateStats:
         """table -= gradient."""
@@ -392,6 +404,20 @@ def response(
     return columns
 
 
+def table_config(folder: Path, flags: str) -> RLRunConfig:
+    """Flags of a run of 2 prompts x 3 samples per step whose inputs, made here, are empty."""
+    (folder / "config.json").write_text(json.dumps(HF_CONFIG))
+    for name in ("model.safetensors", "tokenizer.json", "rl.jsonl"):
+        (folder / name).touch()
+    defaults = (
+        f"--hf-checkpoint {folder} --prompt-data {folder}/rl.jsonl --train-iters 4 --platform cpu "
+        "--grpo-prompts-per-step 2 --grpo-group-size 3 --micro-batch-size 2 "
+        "--max-tokens-per-micro-batch 0 --max-prompt-length 8 "
+        f"--rollout-max-response-length 8 --reward-function format --output-dir {folder}/out "
+    )
+    return parse(RLRunConfig, (defaults + flags).split(), "test").config
+
+
 def make_run(
     folder: Path,
     flags: str = "",
@@ -404,18 +430,7 @@ def make_run(
 
     Every rank of ``world``, by default one, has an engine of its own.
     """
-    (folder / "config.json").write_text(json.dumps(HF_CONFIG))
-    for name in ("model.safetensors", "tokenizer.json"):
-        (folder / name).touch()
-    (folder / "rl.jsonl").touch()
-    defaults = (
-        f"--hf-checkpoint {folder} --prompt-data {folder}/rl.jsonl --train-iters 4 --platform cpu "
-        "--grpo-prompts-per-step 2 --grpo-group-size 3 --micro-batch-size 2 "
-        "--max-tokens-per-micro-batch 0 --max-prompt-length 8 "
-        f"--rollout-max-response-length 8 --reward-function format --output-dir {folder}/out "
-    )
-    parsed = parse(RLRunConfig, (defaults + flags).split(), "test")
-    config, world = parsed.config, world or World(0, 1, 0, 1)
+    config, world = table_config(folder, flags), world or World(0, 1, 0, 1)
     plan = plan_rl(config, world.size)
     nobody = cast(Any, SimpleNamespace(phase=lambda *_: nullcontext()))  # watches the phases
     minutes = config.parallel.distributed_timeout_minutes
@@ -430,7 +445,7 @@ def make_run(
     known = rewards or {}
     store = build_sample_store(job, cast(Any, PROMPTS), cache)
     prompts, pool = cast(Any, PROMPTS), TableRewards(lambda r: known.get(r.sample_id, 0.0))
-    in_conversation = bool(config.environment.rl_environment)
+    in_conversation = bool(config.partner)
     functions = RewardFunctions(("format",), cast(Any, pool), tokenizer, in_conversation)
     parts = Components(
         job=job,
@@ -448,6 +463,8 @@ def make_run(
             cast(Any, CompareWeights()),
             cast(Any, lambda: {"table": policy.table.detach()}),
             config.rollout.reshard_verify_interval,
+            gather_versions=lambda version: [version],
+            log=job.log_rank0,
         ),
         telemetry=Telemetry(
             timer=timer,
@@ -455,6 +472,7 @@ def make_run(
             ledger=MemoryLedger({}, job.platform.memory, None, 0),
             logger=RunLogger(output, world.rank == 0),
             dump=JsonlWriter(output / "rollouts.jsonl"),
+            evaluations=JsonlWriter(output / "evaluations.jsonl"),
         ),
     )
     return TableRun(parts, RunState.at_start(config, prompts))

@@ -269,7 +269,7 @@ def check_prefix_cache(both: Both, facts: EngineFacts) -> None:
 
 def sync_and_compare(both: Both, version: int, work_dir: str) -> SyncFacts:
     """Change the weights, hand over, generate greedily, compare. Collective: the world."""
-    from mindspeed_rl.trainer.export import export_policy
+    from mindspeed_rl.rl.export import export_policy
 
     probe = requests()[:6]
     old = list(both.engine.generate(probe, GREEDY, both.engine.weights_version).values())
@@ -334,7 +334,7 @@ def trainer_logprobs(
         for i, (r, c) in enumerate(zip(asked, completions, strict=True))
     ]
     batches = local_batches(both.job, both.policy, samples)
-    head = both.policy._head
+    head = both.policy.head
     assert isinstance(head, LogProbHead)
     kept, head.temperature = head.temperature, temperature
     tensors = both.policy.logprobs(batches)

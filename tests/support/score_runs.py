@@ -93,7 +93,10 @@ _LAYOUTS = {
     ),
     "engine": (ScoreLayout("2 x tp1", 2),),
 }
-_DENSE_LAYOUTS = {"megatron": (), "engine": (ScoreLayout("tp2", 2, _ENGINE_TP2),)}
+_DENSE_LAYOUTS: Mapping[str, tuple[ScoreLayout, ...]] = {
+    "megatron": (),
+    "engine": (ScoreLayout("tp2", 2, _ENGINE_TP2),),
+}
 # An engine's experts are cut, or whole and spread; then shared experts stay whole.
 _EXPERT_LAYOUTS = {
     "megatron": (
@@ -107,9 +110,29 @@ _EXPERT_LAYOUTS = {
 }
 
 
-def layouts_of(backend: str, case: FamilyCase) -> tuple[ScoreLayout, ...]:
-    """The layouts of a backend that a model is run in."""
-    return _LAYOUTS[backend] + (_EXPERT_LAYOUTS if case.experts else _DENSE_LAYOUTS)[backend]
+def all_layouts(backend: str, experts: bool) -> tuple[ScoreLayout, ...]:
+    """The layouts of a backend for models with or without experts."""
+    return _LAYOUTS[backend] + (_EXPERT_LAYOUTS if experts else _DENSE_LAYOUTS)[backend]
+
+
+def layouts_of(backend: str, variant: str) -> tuple[ScoreLayout, ...]:
+    """The layouts of a backend that a variant is run in.
+
+    Which weights a variant has, and how each is cut, are one choice, and which sequences a rank
+    gets is another: so every variant is cut in every direction, the first variant is run in all
+    layouts, and the others have in turn one of those that remain.
+    """
+    experts = VARIANTS[variant].experts
+    layouts = {layout.name: layout for layout in all_layouts(backend, experts)}
+    place = [name for name, case in VARIANTS.items() if case.experts == experts].index(variant)
+    if not place:
+        return tuple(layouts.values())
+    if backend == "megatron":
+        widest = layouts.pop("pp2 tp2 ep2" if experts else "uneven-pp2 tp2")
+        rest = list(layouts.values())
+        return widest, rest[place % len(rest)]
+    cuts = ("tp2 dp2", "tp2 dp2 ep4") if experts else ("tp2",)
+    return (layouts[cuts[place % len(cuts)]],)
 
 
 ENTRY = "mindspeed_rl.score"

@@ -17,21 +17,31 @@ class OneByOne:
     """A pool whose samples come one by one and are scored at the end, by sample id.
 
     Attributes:
-        arrived: the samples of the last scoring.
+        arrived: the samples of the scoring that was opened last.
     """
 
     notices: tuple[str, ...] = ()
 
     @contextmanager
-    def scoring(self) -> Iterator[OneByOne]:
-        """Stands in for ``Scoring``."""
-        self.arrived: list[RewardRequest] = []
-        yield self
+    def scoring(self) -> Iterator[Batch]:
+        """Stands in for ``Scoring``; several may be open."""
+        batch = Batch(self)
+        self.arrived = batch.arrived
+        yield batch
 
-    @property
-    def num_done(self) -> int:
-        """None: all are scored at the end."""
-        return 0
+    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+        """In the order of the requests."""
+        raise NotImplementedError
+
+
+class Batch:
+    """The samples of one scoring."""
+
+    num_done = 0  # all are scored at the end
+
+    def __init__(self, pool: OneByOne) -> None:
+        self._pool = pool
+        self.arrived: list[RewardRequest] = []
 
     def add(self, request: RewardRequest) -> None:
         """Noted."""
@@ -40,12 +50,8 @@ class OneByOne:
     def finish(self) -> list[RewardResult]:
         """Scores in the order of arrival."""
         requests = sorted(self.arrived, key=lambda request: request.sample_id)
-        results = {result.sample_id: result for result in self.score(requests)}
+        results = {result.sample_id: result for result in self._pool.score(requests)}
         return [results[request.sample_id] for request in self.arrived]
-
-    def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
-        """In the order of the requests."""
-        raise NotImplementedError
 
 
 class InlinePool(OneByOne):

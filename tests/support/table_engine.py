@@ -162,15 +162,28 @@ class CopyWeights:
 
 
 class CompareWeights:
-    """A weight proof of one rank and one parameter; ``num_calls`` counts."""
+    """A weight proof of one rank and one parameter.
 
-    num_calls = 0
+    Attributes:
+        num_calls: proofs of all rows.
+        samples: numbers of the other proofs, which compare all as well.
+    """
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self.samples: list[int] = []
 
     def differing_tensors(
-        self, read: Mapping[str, torch.Tensor], write: Mapping[str, torch.Tensor]
+        self,
+        read: Mapping[str, torch.Tensor],
+        write: Mapping[str, torch.Tensor],
+        sample: int | None = None,
     ) -> list[str]:
         """``["table"]`` when the bits differ."""
-        self.num_calls += 1
+        if sample is None:
+            self.num_calls += 1
+        else:
+            self.samples.append(sample)
         return [] if torch.equal(read["table"], write["table"]) else ["table"]
 
     def first_difference(

@@ -39,6 +39,8 @@ _ENGINE_LIBRARIES = (
     "vllm.model_executor.models.qwen2", "vllm.model_executor.models.qwen3_moe",
     "vllm.model_executor.models.deepseek_v2", "xgrammar", "scipy.stats",
 )  # fmt: skip
+# A server of few worlds, hardly any of which has an engine, leaves vLLM to the ranks.
+NO_ENGINE = "MINDSPEED_RL_TEST_NO_ENGINE"
 _POLL_S = 0.02
 
 
@@ -170,15 +172,17 @@ def serve() -> dict[str, Any] | None:
 
 def main() -> None:
     """Serve; a fork leaves through here as well, so that its exit handlers run."""
+    from mindspeed_rl.core.process_end import end_process
     from mindspeed_rl.launch import bootstrap
 
     bootstrap.prepare_environment("cpu", os.environ)
-    for name in TRAINER_LIBRARIES + _ENGINE_LIBRARIES:
+    for name in TRAINER_LIBRARIES + (() if os.environ.get(NO_ENGINE) else _ENGINE_LIBRARIES):
         importlib.import_module(name)
     task = serve()
     if task is not None:
         become_rank(Path(task["folder"]), task["environment"])
         importlib.import_module(task["body"]).main()
+        end_process()
 
 
 if __name__ == "__main__":

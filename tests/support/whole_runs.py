@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from compare_runs import measures_machine
 from make_task_data import generate_task, write_jsonl
 from make_tiny_model import write_tiny_model
 from support.jobs import DRIVER, Ended, TorchrunJob, planted
 from support.spawn import run_command
+
+from mindspeed_rl.metrics.equality import computed
 
 TRAIN_RL = ("-m", "mindspeed_rl.train_rl")
 COMMON = (
@@ -35,14 +38,15 @@ def differing(request):
 
 def write_inputs(
     folder: Path, num_prompts: int, *, heldout: int = 0, family: str = "qwen2"
-) -> None:
-    """Write ``model``, ``train.jsonl``, ``reward.py`` and, when asked for, ``heldout.jsonl``."""
+) -> Path:
+    """The folder with ``model``, ``train.jsonl``, ``reward.py`` and ``heldout.jsonl`` if asked."""
     write_tiny_model(folder / "model", family=family)
     write_jsonl(folder / "train.jsonl", generate_task("digit_sort", num_prompts, seed=0))
     if heldout:
         rows = generate_task("digit_sort", heldout, seed=0, split="heldout")
         write_jsonl(folder / "heldout.jsonl", rows)
     (folder / "reward.py").write_text(REWARDS)
+    return folder
 
 
 def rows_of(output: Path) -> list[dict[str, Any]]:
@@ -53,7 +57,7 @@ def rows_of(output: Path) -> list[dict[str, Any]]:
 def comparable_rows(output: Path, left_out: Collection[str] = ()) -> list[dict[str, Any]]:
     """The metrics of a run, without those that measure the machine instead of the run."""
     return [
-        {n: v for n, v in row.items() if n not in left_out and not measures_machine(n)}
+        {name: value for name, value in computed(row).items() if name not in left_out}
         for row in rows_of(output)
     ]
 
@@ -90,14 +94,20 @@ def warm_run(
     *,
     output: str = "out",
     num_ranks: int = 2,
+    fault: str = "",
     limit_s: float = 300.0,
 ) -> str:
     """What rank 0 of a run in ``folder`` printed, which must end well.
 
-    Its ranks need not import the libraries, and are not torchrun's.
+    Its ranks need not import the libraries, and are not torchrun's. A fault as in
+    :func:`run_entry`, of the kind that a run survives.
     """
     argv = [*COMMON, "--output-dir", output, *flags]
-    told = run_command(TRAIN_RL[1], argv, num_ranks, cwd=folder, timeout_s=limit_s)
+    module, variables = TRAIN_RL[1], {}
+    if fault:
+        module, variables = "support.rl_driver", planted(fault, "train_rl")
+    with mock.patch.dict(os.environ, variables):
+        told = run_command(module, argv, num_ranks, cwd=folder, timeout_s=limit_s)
     assert "the job ends" not in told, told
     return told
 

@@ -23,10 +23,8 @@ import argparse
 import gc
 import itertools
 import json
-import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -40,10 +38,10 @@ from mindspeed_rl.core.tables import aligned
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.jobs import parser_of, print_result, torchrun
+from bench.engine_alone import PROMPT, add_engine_flags, build, started
+from bench.jobs import parser_of, print_result
 
 WAYS = ("ours", "baseline")
-PROMPT = 8
 WARM = 8
 
 
@@ -80,6 +78,7 @@ def baseline() -> Iterator[None]:
     """Leave vLLM's own ways in place in this process."""
     from mindspeed_rl.engines.vllm import engine, requests
     from mindspeed_rl.engines.vllm.patches import sampled_logprobs, seeded_draws
+    from mindspeed_rl.rollout import open_requests
 
     settings = requests.sampling_params
 
@@ -99,7 +98,7 @@ def baseline() -> Iterator[None]:
             (sampled_logprobs, "apply", lambda: None),
             (engine, "collection_afterwards", nullcontext),
             (requests, "sampling_params", by_objects),
-            (requests, "sampled_logprobs", logprobs),
+            (open_requests, "sampled_logprobs", logprobs),
         ):
             stack.enter_context(mock.patch.object(owner, name, other))
         yield
@@ -114,38 +113,6 @@ def kernels_of_drawing(way: str) -> list[tuple[Any, str]]:
     return [(seeded_draws, "draw_tokens")]
 
 
-def build(args: argparse.Namespace, **settings: Any) -> Any:
-    """Build the engine of a process alone, with further settings, and give it weights."""
-    from mindspeed_rl.config.rollout import EngineTuningConfig
-    from mindspeed_rl.core.layout import EngineLayout
-    from mindspeed_rl.engines.registry import engine_provider
-    from mindspeed_rl.launch import bootstrap
-    from mindspeed_rl.models.registry import spec_from_hf_config
-    from mindspeed_rl.rollout.provider import EngineSettings
-
-    world = bootstrap.World.from_environment()
-    bootstrap.set_defaults("cpu", os.environ)
-    bootstrap.quiet_libraries()
-    platform = bootstrap.start("cpu", 10, world)
-    provider = engine_provider()
-    spec = spec_from_hf_config(json.loads(Path(args.model, "config.json").read_text()))
-    tuning = EngineTuningConfig(rollout_graph_mode="eager")
-    layout = provider.installed_layout(provider.layout(spec, EngineLayout(1, 1), tuning), {}, "cpu")
-    engine = provider.build(
-        EngineSettings(
-            args.model, layout, 0, "float32", PROMPT + args.tokens + 1, args.kv_cache_mb << 20, 1,
-            {"max_num_seqs": args.sequences}, **settings,
-        ),
-        platform,
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
-    engine.begin_update()
-    for view in engine.weight_views().values():
-        view.normal_(0, 0.02, generator=generator)
-    engine.finish_update(0)
-    return engine
-
-
 def measure(args: argparse.Namespace) -> None:
     """Generate as one of the ways and print host seconds per step and objects per token."""
     from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, request_seed
@@ -153,7 +120,7 @@ def measure(args: argparse.Namespace) -> None:
     with ExitStack() as stack:
         if args.way == "baseline":
             stack.enter_context(baseline())
-        engine = build(args)
+        engine = build(args, args.sequences)
         clock = Clock()
         drawn = kernels_of_drawing(args.way)
         runner = engine._engine.model_executor.driver_worker.worker.model_runner
@@ -189,16 +156,11 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def command_line() -> argparse.Namespace:
-    """Read the flags; ``--way`` and ``--model`` are given to the processes that are started."""
+    """Read the flags."""
     parser = parser_of(__doc__)
     parser.add_argument("--sequences", type=int, default=256, help="responses at once (256)")
-    parser.add_argument("--tokens", type=int, default=96, help="tokens of each (96)")
-    parser.add_argument("--num-layers", type=int, default=2, help="layers of the model (2)")
     parser.add_argument("--rounds", type=int, default=2, help="processes of each way (2)")
-    parser.add_argument("--kv-cache-mb", type=int, default=512, help="MiB (512)")
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
-    for name in ("--model", "--result"):
-        parser.add_argument(name, default="", help=argparse.SUPPRESS)
+    add_engine_flags(parser, tokens=96)
     args = parser.parse_args()
     if args.tokens < 4 * WARM:
         parser.error(f"--tokens {args.tokens}: must be at least {4 * WARM}")
@@ -207,17 +169,11 @@ def command_line() -> argparse.Namespace:
 
 def launch(args: argparse.Namespace) -> None:
     """Run every way in processes of their own, and print the comparison."""
-    from make_tiny_model import write_tiny_model
-
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    with tempfile.TemporaryDirectory(prefix="engine-steps-") as folder:
-        model = write_tiny_model(Path(folder) / "model", num_layers=args.num_layers, weights=False)
+    with started(__file__, args.num_layers) as run:
         for _ in range(args.rounds):
             for way in WAYS:
-                file = Path(folder) / "result"
-                flags = [*sys.argv[1:], "--way", way, "--model", str(model), "--result", str(file)]
-                torchrun(1, __file__, *flags, quiet=True)
-                found[way].append(json.loads(file.read_text()))
+                found[way].append(run(way))
     best = {way: min(runs, key=lambda run: run["host_ms"]) for way, runs in found.items()}
     rows = [["way", *best["ours"]]]
     rows += [[way, *(f"{value:.2f}" for value in run.values())] for way, run in best.items()]

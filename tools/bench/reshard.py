@@ -7,6 +7,9 @@ direct   ours: every rank receives only what its engine lacks, point to point
 gather   the usual way: all shards of a replica of the trainer are broadcast to all of its ranks,
          many at a time, and every engine rank cuts its part out of whole tensors
 
+Below are the seconds of the proofs that the engine's weights are the trainer's, of all rows and of
+a sample, and what share of the seconds of direct they are.
+
 Models have two layers of real shape and a vocabulary of 1024. The ways alternate in one run, and
 after the last run of each the engine's weights are compared with the HF tensors bit by bit. Seconds
 are medians. Received bytes are those over the wire, of all ranks and of the rank that receives the
@@ -43,6 +46,7 @@ from mindspeed_rl.weights.layouts.base import Piece, ShardLayout, locate, pieces
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 from mindspeed_rl.weights.traffic import element_bytes_of
 from mindspeed_rl.weights.transports import make_transport
+from mindspeed_rl.weights.verify import WeightVerifier
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -80,6 +84,7 @@ _EXPERTS = (
     {4: "tp=2,pp=2,ep=2,etp=1", 8: "tp=4,pp=2,ep=4,etp=1"},
     {4: "tp=2,dp=2,ep=4", 8: "tp=2,dp=4,ep=8"},
 )
+_SLICED = _EXPERTS[0], {4: "tp=4", 8: "tp=8"}
 _FLAT: dict[str, Any] = {
     "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0,
     "num_experts_per_tok": 2,
@@ -91,6 +96,7 @@ _SMALL: dict[str, Any] = {
 CASES = {
     "qwen2.5-7b": ReshardCase("qwen2.5-7b", {}, *_DENSE),
     "qwen3-30b-a3b": ReshardCase("qwen3-30b-a3b", {}, *_EXPERTS, 8),
+    "qwen3-30b-a3b-sliced": ReshardCase("qwen3-30b-a3b", {}, *_SLICED, 8),
     "deepseek-v3": ReshardCase("deepseek-v3", _FLAT, *_EXPERTS, 1),
     "tiny": ReshardCase("qwen3-30b-a3b", _SMALL, *_EXPERTS, 2),
 }
@@ -309,6 +315,7 @@ def race(name: str, num_ranks: int, repeats: int, bucket_bytes: int) -> dict[str
                     f"{name}, {way}: {len(wrong)} parameters of rank {rank} differ from the HF "
                     f"tensors, first {wrong[0]}"
                 )
+    proofs = time_proofs(source, target, read, write, repeats)
     floor = rank_floor(source, target, rank, element_bytes_of(source, DTYPE.itemsize))
     ranks = gather_objects((received, floor))
     return {
@@ -326,7 +333,29 @@ def race(name: str, num_ranks: int, repeats: int, bucket_bytes: int) -> dict[str
             }
             for way in ways
         },
+        "proofs": proofs,
     }
+
+
+def time_proofs(
+    source: MegatronLayout, target: ShardLayout, read: Params, write: Params, repeats: int
+) -> dict[str, float]:
+    """Return the median seconds of a proof of all rows and of a sample. Collective: the world.
+
+    Raises:
+        RuntimeError: A proof says that the weights differ.
+    """
+    verifier = WeightVerifier(source, target, dist.get_rank(), DTYPE)
+    seconds: dict[str, list[float]] = {"full": [], "sampled": []}
+    for repeat in range(repeats + 1):  # the first one makes the weights of the sums
+        for kind, sample in (("full", None), ("sampled", repeat)):
+            dist.barrier()
+            start_s = time.perf_counter()
+            if wrong := verifier.differing_tensors(read, write, sample=sample):
+                raise RuntimeError(f"{kind} proof: {len(wrong)} tensors differ, first {wrong[0]}")
+            if repeat:
+                seconds[kind].append(time.perf_counter() - start_s)
+    return {kind: statistics.median(times) for kind, times in seconds.items()}
 
 
 def table(record: Mapping[str, Any]) -> str:
@@ -337,11 +366,13 @@ def table(record: Mapping[str, Any]) -> str:
         seconds, ratio = f"{way['median_s']:.3f}", f"{way['median_s'] / ours:.2f}"
         moved = (f"{way[key] / 1e6:.1f}" for key in ("received_bytes", "busiest_bytes"))
         rows.append([name, seconds, ratio, *moved, floor])
+    shares = (f"{kind} {s:.3f} s ({s / ours:.1%})" for kind, s in record["proofs"].items())
+    proofs = "proofs beside direct: " + ", ".join(shares)
     title = (
         f"{record['case']}: {record['train']} -> {record['rollout']}, {record['ranks']} ranks, "
         f"{record['weights_bytes'] / 1e6:.1f} MB"
     )
-    return "\n".join([title, *aligned(rows), ""])
+    return "\n".join([title, *aligned(rows), proofs, ""])
 
 
 def run(args: argparse.Namespace) -> None:

@@ -292,21 +292,28 @@ def command_line() -> argparse.Namespace:
     return args
 
 
-def launch(args: argparse.Namespace) -> None:
-    """Write the model, start the ranks with torchrun and wait for them."""
+def launch(script: str, args: argparse.Namespace, folder: str = "") -> None:
+    """Write a model of the size of the flags, start the ranks of a benchmark and wait for them.
+
+    Args:
+        script: File of the benchmark, which the ranks run with ``--model``.
+        args: Its flags: ranks, hidden size and layers.
+        folder: Where a folder is made for the time of the run; by default that of the system.
+    """
     from make_tiny_model import write_tiny_model
 
-    with tempfile.TemporaryDirectory(prefix="switch-bench-") as folder:
+    prefix = f"{Path(script).stem}-bench-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder or None) as made:
         print("writing a model with random weights", file=sys.stderr, flush=True)
         model = write_tiny_model(
-            Path(folder) / "model",
+            Path(made) / "model",
             hidden_size=args.hidden_size,
             num_layers=args.num_layers,
             num_heads=args.hidden_size // 64,
             num_kv_heads=args.hidden_size // 64,
             ffn=11 * args.hidden_size // 4,
         )
-        torchrun(args.ranks, __file__, *sys.argv[1:], "--model", str(model))
+        torchrun(args.ranks, script, *sys.argv[1:], "--model", str(model))
 
 
 def main() -> None:
@@ -315,7 +322,7 @@ def main() -> None:
     if args.model:
         race(args)
     else:
-        launch(args)
+        launch(__file__, args)
 
 
 if __name__ == "__main__":

@@ -2,18 +2,21 @@
 
     python tools/bench/tail.py --slots 128 32 --drafts 0.6 --cap 1.5
 
-as drawn             prompts in the seed's order, samples divided in order
-dealt by history     samples divided by expected length (--rollout-balance history)
-dealt and moved      requests move as well (--rollout-rebalance all)
-ordered              dealt, and epochs by expected length (--prompt-order by-length)
-ordered and moved    all three
-..., drafts          each step of a sequence gives 1 / S tokens (--drafts S, steps per token)
-..., caps            ... and responses are capped (--cap F, --response-length-cap-factor)
+as drawn              prompts in the seed's order, samples divided in order
+dealt, in order       samples divided by expected length, each engine starts them in order
+dealt, longest first  and starts the longest expected first (--rollout-balance history)
+dealt and moved       requests move as well (--rollout-rebalance all)
+ordered               dealt, and epochs by expected length (--prompt-order by-length)
+ordered and moved     all three
+..., drafts           each step of a sequence gives 1 / S tokens (--drafts S, steps per token)
+..., caps             ... and responses are capped (--cap F, --response-length-cap-factor)
 
 Log-lengths are normal: a part of their variance is between prompts, the rest within a prompt. The
 first epoch makes the history, the second is measured; all ways have the same samples. Order,
 division, moves, costs and caps are the product's. A step of an engine takes the time of reading its
-weights, more above --ridge tokens; a move costs its prefill; prompts are not counted.
+weights, more above --ridge tokens; a move costs its prefill; prompts are not counted. With --room
+the cache of an engine holds so many tokens, and a request waits until there is room for its whole
+response.
 
 steps    time of a rollout in decode steps, mean over the epoch; in brackets over that as drawn
 idle     share of the slots of all engines and of that time in which no token is sampled
@@ -39,13 +42,12 @@ from pathlib import Path
 from mindspeed_rl.data.sampler import ByLength, LengthRanking, PromptSampler
 from mindspeed_rl.generation.length_caps import LengthCaps
 from mindspeed_rl.rollout.rebalance_plan import Load, Replica, StepCost, plan_moves, run_segment
-from mindspeed_rl.samples.lengths import LengthHistory, assign_to_engines
+from mindspeed_rl.samples.lengths import LengthHistory, assign_to_engines, longest_first
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.jobs import parser_of, print_result
 
-ROOM = 10**12  # tokens of a cache that is never full
 MIN_GAIN = 0.05
 
 
@@ -66,6 +68,7 @@ class DrawnRollouts:
         ridge: Tokens that an engine computes in the time in which it reads its weights.
         interval: Steps between two points at which requests may move.
         cap_floor: Least tokens of a cap.
+        room: Tokens that the cache of an engine holds; the default is never full.
         seed: Seed of lengths and order.
     """
 
@@ -81,6 +84,7 @@ class DrawnRollouts:
     ridge: int = 256
     interval: int = 256
     cap_floor: int = 1024
+    room: int = 10**12
     seed: int = 0
 
 
@@ -91,6 +95,7 @@ class Way:
     Attributes:
         name: Name of the row.
         dealt: Whether samples are divided by expected length.
+        sorted: Whether engines start the longest expected first.
         ordered: Whether epochs are ordered by expected length.
         moved: Whether requests move.
         steps_per_token: Decode steps of a sequence per token.
@@ -99,6 +104,7 @@ class Way:
 
     name: str
     dealt: bool = True
+    sorted: bool = True
     ordered: bool = False
     moved: bool = False
     steps_per_token: float = 1.0
@@ -148,8 +154,13 @@ def rollout_time(
     # A step that gives several tokens of a sequence has computed at least as many.
     cost = StepCost(case.ridge * way.steps_per_token)
     shares = assign_to_engines(prompts, case.engines, history if way.dealt else None, case.limit)
+    if way.sorted:
+        shares = [
+            longest_first(share, lambda i: history.expected(prompts[i], 0, case.limit))
+            for share in shares
+        ]
     engines = [
-        Replica(tuple(Load(i, 0, lengths[i], False) for i in share), case.slots, ROOM)
+        Replica(tuple(Load(i, 0, lengths[i], False) for i in share), case.slots, case.room)
         for share in shares
     ]
     if not way.moved:
@@ -159,7 +170,7 @@ def rollout_time(
         engines = _after_moves(case, engines, prompts, lengths, history, cost)
         parts = [run_segment(engine, cost, case.interval) for engine in engines]
         time += max(part.time for part in parts)
-        engines = [Replica(part.rest, case.slots, ROOM) for part in parts]
+        engines = [Replica(part.rest, case.slots, case.room) for part in parts]
     return time
 
 
@@ -246,8 +257,9 @@ def best_floor(case: DrawnRollouts, order: Sequence[int]) -> float:
 def ways_of(drafts: float, cap: float) -> list[Way]:
     """Return the rows of a table."""
     ways = [
-        Way("as drawn", dealt=False),
-        Way("dealt by history"),
+        Way("as drawn", dealt=False, sorted=False),
+        Way("dealt, in order", sorted=False),
+        Way("dealt, longest first"),
         Way("dealt and moved", moved=True),
         Way("ordered", ordered=True),
         Way("ordered and moved", ordered=True, moved=True),
@@ -300,7 +312,7 @@ def parse() -> argparse.Namespace:
     """Return the arguments; all but the last three are the fields of a case."""
     parser = parser_of(__doc__)
     for name in ("dataset", "prompts", "group", "engines", "mean", "limit", "sigma", "between",
-                 "ridge", "interval", "cap_floor", "seed"):  # fmt: skip
+                 "ridge", "interval", "cap_floor", "room", "seed"):  # fmt: skip
         default = getattr(DrawnRollouts(), name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     parser.add_argument("--slots", type=int, nargs="+", default=[128, 32])

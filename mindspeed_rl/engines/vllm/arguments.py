@@ -9,12 +9,14 @@ from typing import Any
 from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.engines.vllm.capabilities import CAPABILITIES
+from mindspeed_rl.engines.vllm.cuda_arguments import cuda_arguments
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
 # Flags of the engine's execution that work on every platform.
 _EVERYWHERE = ("rollout_graph_count", "rollout_dp_sync", "rollout_dp_sync_interval")
 # Values that ask for no graph here.
 _HARMLESS = (("rollout_graph_mode", "eager"), ("rollout_graph_sizes", ("auto",)))
+_ON_CUDA = ("rollout_graph_mode", "rollout_graph_sizes")
 
 
 def model_settings(layout: RolloutLayout, platform: str) -> dict[str, Any]:
@@ -50,7 +52,8 @@ def check_host_tuning(tuning: EngineTuningConfig, platform: str) -> None:
     for field in dataclasses.fields(tuning):
         value = getattr(tuning, field.name)
         harmless = (field.name, value) in _HARMLESS
-        if value != field.default and field.name not in _EVERYWHERE and not harmless:
+        known = (*_EVERYWHERE, *(_ON_CUDA if platform == "cuda" else ()))
+        if value != field.default and field.name not in known and not harmless:
             raise UsageError(
                 f"--{field.name.replace('_', '-')}: needs vLLM-Ascend, this is {platform}; remove "
                 "the flag, or give vLLM's own option as --vllm-*"
@@ -60,22 +63,53 @@ def check_host_tuning(tuning: EngineTuningConfig, platform: str) -> None:
 
 
 def host_arguments(
-    options: Mapping[str, object], layout: RolloutLayout, platform: str
+    options: Mapping[str, object],
+    layout: RolloutLayout,
+    platform: str,
+    tuning: EngineTuningConfig,
+    sizes: tuple[int, ...] = (),
 ) -> dict[str, Any]:
     """Return the arguments of ``vllm.LLM`` on CPU or CUDA, the user's options among them. Pure.
 
+    Args:
+        options: Options of the engine given by the user.
+        layout: Layout of the engine's weights.
+        platform: ``"cpu"`` or ``"cuda"``.
+        tuning: Flags of the engine's execution.
+        sizes: Graph sizes to capture on CUDA; empty leaves the engine's own.
+
     Raises:
-        UsageError: An option is set by model and platform, or keeps addresses that change.
+        UsageError: An option is set by model and platform.
     """
     own = model_settings(layout, platform)
+    if platform == "cuda":
+        if "enforce_eager" in options:
+            raise UsageError("--vllm-enforce-eager: use --rollout-graph-mode")
+        return merged(own | cuda_arguments(tuning, sizes), options, "--vllm")
     if clash := sorted(set(own) & set(options)):
         raise UsageError(
             f"--vllm-{clash[0].replace('_', '-')}: model and platform need a value of their "
             f"own ({own[clash[0]]}); remove the flag"
         )
-    if options.get("enforce_eager") is False and platform != "cpu":
-        raise UsageError(
-            "--vllm-enforce-eager false: captured graphs keep addresses of weights and cache, "
-            "which leave the device between the phases; remove the flag"
-        )
     return own | dict(options)
+
+
+def merged(own: dict[str, Any], options: Mapping[str, object], prefix: str) -> dict[str, Any]:
+    """Merge nested dictionaries, and refuse a value that both set differently. Pure.
+
+    Raises:
+        UsageError: An option has another value than ours.
+    """
+    found = dict(own)
+    for name, value in options.items():
+        flag = f"{prefix}-{name.replace('_', '-')}" if prefix == "--vllm" else f"{prefix}.{name}"
+        if name not in found:
+            found[name] = value
+        elif isinstance(found[name], dict) and isinstance(value, dict):
+            found[name] = merged(found[name], value, flag)
+        elif found[name] != value:
+            raise UsageError(
+                f"{flag}: training and updates need {found[name]!r}, or a flag of ours sets it; "
+                "remove it"
+            )
+    return found

@@ -13,6 +13,11 @@ from typing import Any, Protocol
 import torch
 
 from mindspeed_rl.engines.vllm.patches.step_sync import StepSync
+from mindspeed_rl.rollout.open_requests import ExpertSource
+
+ROUTING_STRATEGY = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
+"""Variable that makes vLLM route at random, evenly. A built engine goes on with what its variables
+were then."""
 
 
 class DerivedWeights(Protocol):
@@ -50,31 +55,6 @@ class FreeableMemory(Protocol):
 
     def bring_back(self) -> None:
         """Allocate all of the memory again, or nothing when the device has too little."""
-        ...
-
-
-class ExpertSource(Protocol):
-    """The experts that the routers of a built engine chose for the tokens of its requests."""
-
-    def clear(self) -> None:
-        """Forget all requests."""
-        ...
-
-    def take(self, name: str, output: Any, first: int, count: int) -> bytes:
-        """Return the experts of ``count`` tokens of a finished request, which is then forgotten.
-
-        Args:
-            name: vLLM's name of the request.
-            output: vLLM's ``CompletionOutput`` of it.
-            first: Position in the sequence of the first of these tokens.
-            count: Number of tokens.
-
-        Returns:
-            [count, layers with experts, k], one byte each (two above 256 experts).
-
-        Raises:
-            RuntimeError: The engine does not know those of a token.
-        """
         ...
 
 

@@ -2,7 +2,8 @@
 
 The row of the CPU is proven by tests that run three syncs on that version. The row of the NPU comes
 from the sources of vLLM-Ascend, and its classes run three syncs on the emulator (``tests/ascend``).
-The row of CUDA comes from vLLM's sources alone.
+The row of CUDA comes from vLLM's sources alone; for models without experts it holds for the older
+release as well that belongs to torch 2.11.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.versions import pins
+from mindspeed_rl.core.versions import engine_versions, pins
 from mindspeed_rl.engines.vllm.layout import EXPERT_MODULE, VllmLayout
 from mindspeed_rl.models.layers import LatentAttention
 from mindspeed_rl.models.spec import ModelSpec
@@ -35,6 +36,10 @@ class EngineCapabilities:
         routed_experts: Whether the routing of a response can be recorded; see
             :mod:`~mindspeed_rl.engines.vllm.patches.routed_experts` and, for the builds and layouts
             of NPUs, :mod:`~mindspeed_rl.engines.vllm_ascend.routed_experts`.
+        pauses: Whether a request may pause and keep its cache; see
+            :mod:`~mindspeed_rl.rollout.paused`.
+        places_experts: Whether every layer may have its experts on other ranks; see
+            :mod:`~mindspeed_rl.engines.vllm.expert_maps`.
         head_sizes: Channels per head that the attention kernels support; empty: not limited here.
         latent_sizes: Channels per token in the cache of latent attention that they support.
     """
@@ -47,6 +52,8 @@ class EngineCapabilities:
     seeded_draws: bool = False
     drafts: bool = False
     routed_experts: bool = False
+    pauses: bool = False
+    places_experts: bool = False
     head_sizes: tuple[int, ...] = ()
     latent_sizes: tuple[int, ...] = ()
 
@@ -58,11 +65,13 @@ CAPABILITIES: Mapping[str, EngineCapabilities] = {
         seeded_draws=True,
         drafts=True,
         routed_experts=True,
+        pauses=True,
+        places_experts=True,
         head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
         latent_sizes=(576,),
     ),
     # model_settings chooses the Triton kernel, which alone keeps experts as they are loaded.
-    "cuda": EngineCapabilities(),
+    "cuda": EngineCapabilities(places_experts=True),
     "npu": EngineCapabilities(
         whole_shared_experts=False,
         transposed_experts=True,
@@ -83,25 +92,41 @@ def check_installed_engine(platform: str) -> None:
     Raises:
         UsageError: No engine is installed, or another version; names it and the pinned one.
     """
-    for name, pinned in pins(platform).items():
+    for name in pins(platform):
         if not name.startswith("vllm"):
             continue
-        installed = _installed_version(name)
-        if installed.split(".")[:2] != pinned.split(".")[:2]:
+        installed, known = _installed_version(name, platform), engine_versions(platform, name)
+        if _minor(installed) not in map(_minor, known):
             raise UsageError(
                 f"{name} {installed} on {platform}: where it keeps its weights is known of "
-                f"{pinned} only; run pretrain_scripts/setup_env.sh"
+                f"{' and '.join(known)} only; {_how_to_install(platform)}"
             )
 
 
-def _installed_version(name: str) -> str:
+def _how_to_install(platform: str) -> str:
+    """Return what installs the engine of a platform; the script of the CPU is for that alone."""
+    if platform == "cpu":
+        return "run pretrain_scripts/setup_env.sh"
+    if platform == "cuda":
+        return (
+            "pip install -e '.[cuda]', or '.[cuda-torch211]' beside torch 2.11 (docs/install.md, "
+            "CUDA)"
+        )
+    return "install it as docs/install.md, Ascend NPU, says"
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
+def _installed_version(name: str, platform: str) -> str:
     """Return the installed version of a distribution; vLLM for the CPU has one of two names."""
     for spelling in (name, name.removesuffix("-cpu")):
         try:
             return version(spelling)
         except PackageNotFoundError:
             continue
-    raise UsageError(f"{name} is not installed; see pretrain_scripts/setup_env.sh")
+    raise UsageError(f"{name} is not installed; {_how_to_install(platform)}")
 
 
 def installed_layout(layout: VllmLayout, platform: str) -> VllmLayout:
@@ -114,6 +139,8 @@ def installed_layout(layout: VllmLayout, platform: str) -> VllmLayout:
     if not layout.spec.expert_layers:
         return layout
     row = CAPABILITIES[platform]
+    if platform == "cuda":
+        _check_experts(_installed_version("vllm", platform), pins(platform)["vllm"])
     return replace(
         layout,
         expert_multiple=row.expert_multiple,
@@ -121,6 +148,14 @@ def installed_layout(layout: VllmLayout, platform: str) -> VllmLayout:
         transposed_experts=row.transposed_experts,
         expert_module=row.expert_module,
     )
+
+
+def _check_experts(installed: str, pinned: str) -> None:
+    if _minor(installed) != _minor(pinned):
+        raise UsageError(
+            f"vllm {installed} on cuda: where it keeps experts is known of {pinned} only; take "
+            "that set (docs/install.md, CUDA), or a model without experts"
+        )
 
 
 def check_model_support(platform: str, spec: ModelSpec) -> None:

@@ -5,14 +5,15 @@ Nothing here imports vLLM, which imports this module by the name in its ``specul
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.engines.vllm.capabilities import CAPABILITIES
+from mindspeed_rl.rollout.draft_costs import DraftController, DraftPlan, DraftRule
 from mindspeed_rl.rollout.draft_history import DraftHistory, prompt_key
-from mindspeed_rl.rollout.drafts import Drafter, DraftRule
+from mindspeed_rl.rollout.drafts import Drafter, DraftLedger, SampledRow
 from mindspeed_rl.rollout.requests import GenerationRequest
 
 OPTION = "speculative_config"
@@ -53,14 +54,14 @@ class HistoryProposer:
         """Return the draft of each row; empty where a row has sampled nothing."""
         if self._runner is None or self.drafter is None:
             return [[] for _ in sampled]
-        drafts = []
+        rows = []
         for row, tokens in enumerate(sampled):
             name = self._runner.input_batch.req_ids[row]
             request = self._runner.requests[name]
             limit = request.sampling_params.max_tokens - len(request.output_token_ids)
             room = min(limit, self._longest - int(num_tokens[row])) - 1
-            drafts.append(self.drafter.step(name, tokens, room) if tokens else [])
-        return drafts
+            rows.append(SampledRow(name, tokens, room))
+        return self.drafter.step(rows)
 
 
 class DraftSource:
@@ -68,26 +69,63 @@ class DraftSource:
 
     Args:
         llm: vLLM's ``LLM``, built with :func:`history_drafts`.
-        rule: When drafts are made, and how long.
+        rule: What drafts may cost, and how long they may be.
         history: Earlier responses; equal on the ranks of an engine.
+        from_leader: Returns what the first of the ranks that share requests gave. Collective:
+            these ranks.
     """
 
-    def __init__(self, llm: Any, rule: DraftRule, history: DraftHistory) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        rule: DraftRule,
+        history: DraftHistory,
+        from_leader: Callable[[DraftPlan], DraftPlan],
+    ) -> None:
         runner: Any = llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._proposer: HistoryProposer = runner.drafter
         self._proposer.attach(runner)
-        self._rule, self._history = rule, history
+        self._history, self._from_leader = history, from_leader
+        self._controller = DraftController(rule)
 
-    def begin(self) -> Drafter:
-        """Begin to draft for the requests of one call, and return who does it."""
-        self._proposer.drafter = drafter = Drafter(self._rule)
-        return drafter
+    @property
+    def _drafter(self) -> Drafter:
+        assert self._proposer.drafter is not None, "drafts outside a call of the engine"
+        return self._proposer.drafter
+
+    def begin(self) -> None:
+        """Begin to draft for the requests of one call."""
+        self._proposer.drafter = Drafter(self._controller)
 
     def start(self, name: str, request: GenerationRequest) -> None:
         """Draft for a request that the engine has under a name."""
-        assert self._proposer.drafter is not None
-        earlier = self._history.earlier(prompt_key(request.token_ids))
-        self._proposer.drafter.open(name, request.token_ids, request.prefix_tokens, earlier)
+        prompt = request.token_ids[: request.opening]
+        written = (*request.token_ids[len(prompt) :], *request.prefix_tokens)
+        earlier = self._history.earlier(prompt_key(prompt))
+        self._drafter.open(name, prompt, written, earlier)
+
+    def end_step(self, seconds: float) -> None:
+        """Note the seconds of a step. Collective: the ranks that share requests.
+
+        Seconds differ between ranks, which must draft alike: they follow the plans of the first.
+        """
+        time = self._drafter.end_step(seconds)
+        if time is not None and self._controller.note(time):
+            self._controller.follow(self._from_leader(self._controller.next_plan()))
+
+    def end(self, capacity: int) -> tuple[DraftLedger, int]:
+        """End a call of the engine.
+
+        Args:
+            capacity: Responses that could run at once.
+
+        Returns:
+            The drafts of the call, and how many steps they saved.
+        """
+        drafter, self._proposer.drafter = self._drafter, None
+        saved = drafter.saved_steps(capacity)
+        self._controller.end_call(saved, drafter.ledger.kept)
+        return drafter.ledger, saved
 
 
 def history_drafts(rule: DraftRule) -> dict[str, object]:
@@ -118,10 +156,10 @@ def check_own_drafts(options: Mapping[str, object]) -> None:
 
 
 def check_drafts(config: RLRunConfig, platform: str) -> None:
-    """Refuse drafts where they are not verified, or with what they do not work with. Pure.
+    """Refuse drafts where they are not verified, and two kinds of them at once. Pure.
 
     Raises:
-        UsageError: Drafts are on, with what excludes them; names both flags.
+        UsageError: Drafts are on, on another platform or of two kinds.
     """
     own = OPTION in config.engine_options
     ours = config.drafts.rollout_drafts != "none"
@@ -133,14 +171,3 @@ def check_drafts(config: RLRunConfig, platform: str) -> None:
     if not CAPABILITIES[platform].drafts:
         raise UsageError(f"{flag}: drafts are verified with vLLM on CPU only, this is {platform}; "
                          "remove the flag")  # fmt: skip
-    if config.rollout.rollout_dp > 1:
-        raise UsageError(
-            f"{flag} with --rollout-dp {config.rollout.rollout_dp}: the agreement of data-parallel "
-            "ranks takes a step of several tokens per response for one that reads a prompt; "
-            "remove one of the two"
-        )
-    if config.rl.rl_routing_replay == "rollout":
-        raise UsageError(
-            f"{flag} with --rl-routing-replay rollout: the record of experts is not verified for "
-            "tokens that are computed and not kept; use trainer, or none"
-        )

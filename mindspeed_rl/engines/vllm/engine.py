@@ -20,24 +20,59 @@ from mindspeed_rl.core.garbage import collection_afterwards
 from mindspeed_rl.core.graph_sizes import decode_batches
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.core.types import Completion
-from mindspeed_rl.engines.vllm.backend import Backend, ExpertSource
+from mindspeed_rl.engines.vllm.backend import Backend
+from mindspeed_rl.engines.vllm.capabilities import CAPABILITIES
 from mindspeed_rl.engines.vllm.drafting import OPTION, DraftSource, history_drafts
+from mindspeed_rl.engines.vllm.expert_load import ExpertLoad
+from mindspeed_rl.engines.vllm.expert_maps import place_experts
 from mindspeed_rl.engines.vllm.patches import verified_drafts
 from mindspeed_rl.engines.vllm.patches.derived_state import DERIVED_PARAMS
-from mindspeed_rl.engines.vllm.requests import OpenRequests, VllmPort, score_params, token_scores
+from mindspeed_rl.engines.vllm.requests import VllmPort, score_params
 from mindspeed_rl.engines.vllm.step_loop import run_steps
 from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.platforms.process_state import preserved_environment, preserved_rng
 from mindspeed_rl.rollout.engine import Arrivals, EngineState, OnStep, T
+from mindspeed_rl.rollout.open_requests import ExpertSource, OpenRequests, token_scores
+from mindspeed_rl.rollout.paused import PausedRequests
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.rebalance import Rebalancer
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, requests_digest
 from mindspeed_rl.rollout.stats import StepStats, add_drafts
+from mindspeed_rl.weights.layouts.rollout import Slots
 
 # Cores of engines. What frees one destroys all process groups, those of the trainer included, and
 # the ranks still have to meet for the last time: that waits for the end of the process.
 _CORES: list[Any] = []
+
+
+def _fixed_options(settings: EngineSettings) -> dict[str, Any]:
+    """Return the arguments of ``vllm.LLM`` that no flag ``--vllm-*`` sets."""
+    options: dict[str, Any] = {
+        "dtype": settings.dtype,
+        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        # vLLM wants its default share of the device (0.92) to be free at the start even when
+        # the size of the cache is given, and the trainer holds memory then.
+        "gpu_memory_utilization": 0.01,
+        "enforce_eager": True,
+        "max_model_len": settings.max_model_len,
+        "seed": settings.seed,
+        "distributed_executor_backend": "external_launcher",
+        "tensor_parallel_size": settings.layout.engine.tp,
+        "generation_config": "vllm",
+        "skip_tokenizer_init": True,
+        "trust_remote_code": settings.trust_remote_code,
+        "load_format": "dummy",
+        "logprobs_mode": "processed_logprobs",
+        # A step that is started ahead outlives its call, and its tokens would go to the next
+        # request with the same id.
+        "async_scheduling": False,
+    }
+    if settings.scores_entropy:
+        options["max_logprobs"] = -1  # whole distributions
+    if settings.draft_rule is not None:
+        options[OPTION] = history_drafts(settings.draft_rule)
+    return options
 
 
 class VllmEngine:
@@ -66,30 +101,7 @@ class VllmEngine:
         self._updating = False
         self.stats = StepStats()
         backend = self._backend(settings, platform)
-        arguments: dict[str, Any] = {
-            "dtype": settings.dtype,
-            "kv_cache_memory_bytes": settings.kv_cache_bytes,
-            # vLLM wants its default share of the device (0.92) to be free at the start even when
-            # the size of the cache is given, and the trainer holds memory then.
-            "gpu_memory_utilization": 0.01,
-            "enforce_eager": True,
-            "max_model_len": settings.max_model_len,
-            "seed": settings.seed,
-            "distributed_executor_backend": "external_launcher",
-            "tensor_parallel_size": self._layout.engine.tp,
-            "generation_config": "vllm",
-            "skip_tokenizer_init": True,
-            "load_format": "dummy",
-            "logprobs_mode": "processed_logprobs",
-            # A step that is started ahead outlives its call, and its tokens would go to the next
-            # request with the same id.
-            "async_scheduling": False,
-        }
-        if settings.scores_entropy:
-            arguments["max_logprobs"] = -1  # whole distributions
-        if settings.draft_rule is not None:
-            arguments[OPTION] = history_drafts(settings.draft_rule)
-        arguments |= backend.settings(settings.options)
+        arguments = _fixed_options(settings) | backend.settings(settings.options)
         self._speculates = OPTION in arguments
         if self._speculates:
             verified_drafts.apply()
@@ -100,7 +112,10 @@ class VllmEngine:
         self._drafts: DraftSource | None = None
         if settings.draft_rule is not None:
             assert settings.draft_history is not None
-            self._drafts = DraftSource(self._llm, settings.draft_rule, settings.draft_history)
+            self._drafts = DraftSource(
+                self._llm, settings.draft_rule, settings.draft_history, self.from_leader
+            )
+        self._paused: PausedRequests | None = None
         self._experts: ExpertSource | None = None
         if settings.recorded_layers:
             self._experts = backend.experts(self._llm, settings.recorded_layers)
@@ -112,12 +127,21 @@ class VllmEngine:
         self.weight_format = parts.weight_format
         self._check_layout()
         self._pointers = self._addresses()
+        self._place(self._layout.layer_experts)
+        self._load: ExpertLoad | None = None
+        if layers := settings.counted_layers:
+            experts = self._layout.spec.num_experts
+            self._load = ExpertLoad(self._model, layers, experts, platform.device)
 
     def _backend(self, settings: EngineSettings, platform: Platform) -> Backend:
         if platform.name == "npu":
             from mindspeed_rl.engines.vllm_ascend.backend import AscendBackend
 
             return AscendBackend(settings, platform)
+        if platform.name == "cuda":
+            from mindspeed_rl.engines.vllm.cuda_backend import CudaBackend
+
+            return CudaBackend(settings, platform)
         from mindspeed_rl.engines.vllm.host_backend import HostBackend
 
         return HostBackend(settings, platform)
@@ -132,9 +156,15 @@ class VllmEngine:
         try:
             llm = LLM(str(Path(model_dir)), **arguments)
         except ValueError as error:
-            if "KV cache" not in str(error):
+            text = str(error)
+            if "Free memory on device" in text:
+                raise UsageError(
+                    f"the engine does not fit on the device: {text}; end other processes on it, or "
+                    "see what --rl-offload all frees with --rl-dry-run"
+                ) from error
+            if "KV cache" not in text:
                 raise
-            raise UsageError(f"--rollout-kv-cache-gb is too small: {error}") from error
+            raise UsageError(f"--rollout-kv-cache-gb is too small: {text}") from error
         _CORES.append(llm.llm_engine.engine_core)
         return llm
 
@@ -198,6 +228,20 @@ class VllmEngine:
         self._derived.begin()
         self._updating = True
 
+    def place_experts(self, layer_experts: Sequence[tuple[int, Slots]]) -> None:
+        """Change which rank has which experts, for the weights of the update that is open. Local.
+
+        Raises:
+            RuntimeError: No update is open, or a layer has no map that could be changed.
+        """
+        if not self._updating:
+            raise RuntimeError("place_experts: no update is open, so no weights follow")
+        self._place(layer_experts)
+
+    def _place(self, layer_experts: Sequence[tuple[int, Slots]]) -> None:
+        engine = self._layout.engine
+        place_experts(self._model, layer_experts, engine.expert_rank(self._rank), engine.size)
+
     def finish_update(self, version: int) -> None:
         """Derive the engine's state from the new weights, and empty the prefix cache of the old.
 
@@ -215,6 +259,8 @@ class VllmEngine:
         self._version = version
 
     def _reset_prefix_cache(self) -> None:
+        if self._paused is not None:
+            self._paused.drop_all()
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM could not reset its prefix cache: requests are still running")
 
@@ -292,7 +338,8 @@ class VllmEngine:
         lengths: list[tuple[int, int]] = []  # of all completions, also of those with equal ids
         with preserved_rng(self._platform), collection_afterwards():
             port = self._port(settings, rebalancer is not None)
-            drafter = None if self._drafts is None else self._drafts.begin()
+            if self._drafts is not None:
+                self._drafts.begin()
             self._open = OpenRequests(
                 port,
                 settings.max_response_tokens,
@@ -300,7 +347,8 @@ class VllmEngine:
                 None if self._drafts is None else self._drafts.start,
             )
             self._open.add(requests)
-            for outputs in self._shared_steps(rebalancer, arrivals):
+            for stepped in self._noted_steps(rebalancer, arrivals):
+                outputs = [*stepped, *port.pause()]
                 port.observe(outputs)
                 self._open.note(outputs)
                 ended = {int(o.request_id): o for o in outputs if o.finished}
@@ -313,19 +361,41 @@ class VllmEngine:
                     # data-parallel ranks would wait for this one
                     wait = not self._open and self._layout.engine.dp == 1
                     self._open.add(arrivals.take(wait=wait))
-        if drafter is not None:
-            add_drafts(self.stats, drafter.ledger)
+        if self._drafts is not None:
+            add_drafts(self.stats, *self._drafts.end(self.max_num_seqs))
         if self._agreement is None and rebalancer is None and not self._speculates:
-            # Steps have output finished requests alone. Arrivals are counted as if each had come
-            # when there was room for it.
-            counts = [count for _, count in sorted(lengths)]
-            self.stats.running += decode_batches(counts, self.max_num_seqs)
+            self._count_running(requests, lengths)
         if rebalancer is not None or arrivals is not None:
             return done
         return {r.sample_id: done[r.sample_id] for r in requests}
 
+    def _count_running(
+        self, requests: Sequence[GenerationRequest], lengths: list[tuple[int, int]]
+    ) -> None:
+        """Count the requests of each step by their lengths: steps output finished ones alone.
+
+        Arrivals are counted as if each had come when there was room for it.
+        """
+        place = {r.sample_id: number for number, r in enumerate(requests)}
+        in_order = sorted(lengths, key=lambda found: (place.get(found[0], len(place)), found))
+        counts = [count for _, count in in_order]
+        self.stats.running += decode_batches(counts, self.max_num_seqs)
+
     def _port(self, settings: SamplingSettings, follow: bool) -> VllmPort:
-        return VllmPort(self._engine, settings, follow, self.stats)
+        if self._paused is None and CAPABILITIES[self._platform.name].pauses:
+            self._paused = PausedRequests(self._engine)
+        return VllmPort(self._engine, settings, follow, self.stats, self._paused)
+
+    def _noted_steps(
+        self, rebalancer: Rebalancer | None, arrivals: Arrivals | None
+    ) -> Iterator[list[Any]]:
+        """Yield the outputs of each step, whose seconds decide about drafts."""
+        before = self.stats.seconds
+        for outputs in self._shared_steps(rebalancer, arrivals):
+            if self._drafts is not None:
+                self._drafts.end_step(self.stats.seconds - before)
+            before = self.stats.seconds
+            yield outputs
 
     def _shared_steps(
         self, rebalancer: Rebalancer | None, arrivals: Arrivals | None
@@ -336,8 +406,10 @@ class VllmEngine:
             return
         unfinished = True
         while unfinished:
-            yield from self._steps(rebalancer.steps)
+            yield from self._steps(rebalancer.steps, arrivals)
             unfinished = rebalancer.rebalance_point(self._open, self.stats)
+            if arrivals is not None:  # turns that came back may be answered
+                self._open.add(arrivals.take(wait=False))
 
     @property
     def max_num_seqs(self) -> int:
@@ -385,8 +457,24 @@ class VllmEngine:
     ) -> Iterator[list[Any]]:
         """Yield the outputs of each step of the engine, so that callers can work between steps."""
         return run_steps(
-            self._engine, self._agreement, self._interval, self.stats, max_steps, arrivals
+            self._engine,
+            self._agreement,
+            self._interval,
+            self.stats,
+            max_steps,
+            arrivals,
+            self._num_drafted if self._speculates else None,
         )
+
+    def take_expert_load(self) -> torch.Tensor:
+        """Return the tokens of each expert since the last call: [layers, experts] int64."""
+        assert self._load is not None, "an engine counts in the layers that its settings name"
+        return self._load.take()
+
+    def _num_drafted(self) -> int:
+        """Return the drafted tokens that the next step of this rank verifies."""
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        return sum(len(request.spec_token_ids) for request in scheduler.running)
 
     def from_leader(self, value: T | None) -> T:
         """Return the value of the first of the ranks that share requests; others give ``None``.

@@ -1,4 +1,4 @@
-"""The backend that builds the published vLLM on CPU and CUDA."""
+"""The backend that builds the published vLLM on a CPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed_rl.engines.vllm.arguments import check_host_tuning, host_arguments
-from mindspeed_rl.engines.vllm.backend import EngineParts
-from mindspeed_rl.engines.vllm.capabilities import CAPABILITIES, check_model_support
+from mindspeed_rl.engines.vllm.backend import ROUTING_STRATEGY, EngineParts
+from mindspeed_rl.engines.vllm.capabilities import check_model_support
 from mindspeed_rl.engines.vllm.engine_memory import ZeroedMemory, kv_tensors
 from mindspeed_rl.engines.vllm.patches import (
     expert_parallel,
@@ -27,14 +27,9 @@ from mindspeed_rl.engines.vllm.patches.step_sync import StepSync
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.rollout.provider import EngineSettings
 
-# Makes vLLM route at random, evenly. A built engine goes on with what its variables were then.
-_ROUTING_STRATEGY = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
-
 
 class HostBackend:
-    """The backend for CPU and CUDA, which frees memory by storages.
-
-    On a device memory comes back at other addresses, so captured graphs are refused.
+    """The backend for a CPU, which frees memory by storages.
 
     Args:
         settings: Layout and flags of the engine's execution are read.
@@ -51,34 +46,35 @@ class HostBackend:
         check_host_tuning(tuning, platform.name)
 
     def settings(self, options: Mapping[str, object]) -> dict[str, Any]:
-        return host_arguments(options, self._layout, self._platform.name)
+        return host_arguments(options, self._layout, self._platform.name, self._tuning)
 
     def prepare(self) -> StepSync | None:
-        """Patch kernels, sampling, experts and names of shared memory on CPU, and step sync."""
+        """Patch kernels, sampling, experts and names of shared memory, and step sync."""
         check_model_support(self._platform.name, self._layout.spec)
         if self._forces_balance:
-            os.environ[_ROUTING_STRATEGY] = "uniform_random"
-        engine, packs = self._layout.engine, CAPABILITIES[self._platform.name].packed_sync
-        if self._platform.name == "cpu":
-            plain_linear.apply()
-            portable_kernels.apply()
-            sampled_logprobs.apply()
-            seeded_draws.apply()
-            if engine.expert_parallel or engine.dp > 1 or self._forces_balance:
-                expert_parallel.apply()
-            nonce = [os.urandom(6).hex()]
-            dist.broadcast_object_list(nonce, 0)
-            shared_memory_names.apply(nonce[0])
-        asked = self._tuning.rollout_dp_sync
-        packed = engine.dp > 1 and packs and asked != "engine"
+            os.environ[ROUTING_STRATEGY] = "uniform_random"
+        engine = self._layout.engine
+        plain_linear.apply()
+        portable_kernels.apply()
+        sampled_logprobs.apply()
+        seeded_draws.apply()
+        if engine.expert_parallel or engine.dp > 1 or self._forces_balance:
+            expert_parallel.apply()
+        shared_memory_names.sweep()
+        if engine.tp > 1 and os.environ.get("LOCAL_RANK", "0") == "0":  # before any rank builds
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", engine.tp))
+            shared_memory_names.check_space(ranks, engine.tp)
+        nonce = [os.urandom(16).hex()]
+        dist.broadcast_object_list(nonce, 0)
+        shared_memory_names.apply(nonce[0])
+        packed = engine.dp > 1 and self._tuning.rollout_dp_sync != "engine"
         return step_sync.apply(self._platform.name) if packed else None
 
     def parts(self, llm: Any) -> EngineParts:
-        if self._platform.name == "cpu" and self._layout.engine.tp > 1:
+        if self._layout.engine.tp > 1:
             dist.barrier()
             shared_memory_names.unlink()
-        if self._platform.name == "cpu":
-            seeded_draws.use_in(_runner(llm).sampler)
+        seeded_draws.use_in(_runner(llm).sampler)
         return parts_by_storage(llm)
 
     def experts(self, llm: Any, layers: Sequence[int]) -> ExpertRecorder:

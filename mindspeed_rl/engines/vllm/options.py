@@ -5,10 +5,14 @@ The checks of a command line import this module, so it imports neither vLLM nor 
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 from mindspeed_rl.config.engine_options import as_flag
 from mindspeed_rl.core.errors import UsageError
@@ -16,6 +20,7 @@ from mindspeed_rl.core.errors import UsageError
 RESERVED: Mapping[str, str] = {
     "use --hf-checkpoint": "model model_weights hf_config_path hf_overrides revision "
     "code_revision model_class_overrides config_format",
+    "use --trust-remote-code": "trust_remote_code",
     "use --tokenizer-name-or-path": "tokenizer tokenizer_mode tokenizer_revision",
     "the engine reads and writes token ids": "skip_tokenizer_init chat_template "
     "enable_prompt_embeds",
@@ -37,7 +42,8 @@ RESERVED: Mapping[str, str] = {
     "engines run in the training processes, which torchrun starts": "worker_cls "
     "worker_extension_cls distributed_executor_backend nnodes node_rank master_addr "
     "master_port device_ids",
-    "a step that is begun ahead would end in the next rollout": "async_scheduling",
+    "vLLM on CPU turns it off, and on a device a step that is begun ahead would end in the next "
+    "rollout": "async_scheduling",
     "its log-probs would not be those of the trainer's weights": "quantization "
     "quantization_config allow_deprecated_quantization kv_cache_dtype "
     "kv_cache_dtype_skip_layers",
@@ -67,6 +73,55 @@ def reserved_for(name: str) -> str:
         if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
             return reason
     return ""
+
+
+# The plain types of Python that a value of JSON can have, by the spelling of an annotation.
+_PLAIN: Mapping[str, tuple[str, tuple[type, ...]]] = {
+    "int": ("a whole number", (int,)),
+    "float": ("a number", (int, float)),
+    "bool": ("true or false", (bool,)),
+    "str": ("a text", (str,)),
+    "None": ("null", (type(None),)),
+}
+
+
+def check_option_types(options: Mapping[str, object]) -> None:
+    """Refuse values of options that are not of the type that the installed vLLM declares. Local.
+
+    The declarations are read from its source, because importing it takes seconds. Options that are
+    no numbers, switches or texts are left to vLLM.
+
+    Raises:
+        UsageError: A value has another type; names the option, the value and what is allowed.
+    """
+    declared = _declared_types() if options else {}
+    for name, value in options.items():
+        kinds = declared.get(name, "").split(" | ")
+        if not all(kind in _PLAIN for kind in kinds):
+            continue
+        allowed = [kind for _, types in map(_PLAIN.__getitem__, kinds) for kind in types]
+        if type(value) not in allowed:
+            wanted = " or ".join(_PLAIN[kind][0] for kind in kinds)
+            raise UsageError(f"{as_flag(name)} {value}: must be {wanted}; correct the value")
+
+
+@cache
+def _declared_types() -> Mapping[str, str]:
+    """Return the annotations of vLLM's ``EngineArgs`` by option; none where vLLM is not there."""
+    spec = find_spec("vllm")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        source = Path(folder, "engine", "arg_utils.py")
+        if source.is_file():
+            return dict(_fields(ast.parse(source.read_bytes())))
+    return {}
+
+
+def _fields(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    yield field.target.id, ast.unparse(field.annotation)
 
 
 def check_option_names(options: Mapping[str, object]) -> None:

@@ -21,9 +21,15 @@ from mindspeed_rl.engines.vllm.capabilities import (
     check_model_support,
     installed_layout,
 )
+from mindspeed_rl.engines.vllm.cuda_arguments import ENVIRONMENT as CUDA_ENVIRONMENT
+from mindspeed_rl.engines.vllm.cuda_arguments import check_cuda_graphs, check_runner
 from mindspeed_rl.engines.vllm.drafting import check_drafts, check_own_drafts
 from mindspeed_rl.engines.vllm.layout import VllmLayout
-from mindspeed_rl.engines.vllm.options import check_option_names, reserved_for
+from mindspeed_rl.engines.vllm.options import (
+    check_option_names,
+    check_option_types,
+    reserved_for,
+)
 from mindspeed_rl.engines.vllm.tuning import check_tuning
 from mindspeed_rl.engines.vllm_ascend.arguments import ENVIRONMENT as ASCEND_ENVIRONMENT
 from mindspeed_rl.engines.vllm_ascend.arguments import (
@@ -51,6 +57,8 @@ ENVIRONMENT = {
 DEFAULT_BATCHED_TOKENS = 8192
 DEFAULT_SEQUENCES = 256
 _BLOCK_TOKENS = 128
+# The exchange of data-parallel ranks that gathers all tokens, vLLM's default.
+_GATHERING = "allgather_reducescatter"
 # Block size of latent attention in vLLM; vLLM-Ascend's kernels have one size for all models.
 _LATENT_BLOCK_TOKENS = 16
 
@@ -68,6 +76,8 @@ class VllmProvider(EngineProvider):
 
         vLLM-Ascend's warnings, shown on one rank, are the only sign of a key that it ignores.
         """
+        if platform == "cuda":
+            return ENVIRONMENT | CUDA_ENVIRONMENT
         if platform != "npu":
             return ENVIRONMENT
         level = {"VLLM_LOGGING_LEVEL": "WARNING"} if rank == 0 else {}
@@ -77,6 +87,7 @@ class VllmProvider(EngineProvider):
         for name in options:
             if reason := reserved_for(name):
                 raise UsageError(f"{as_flag(name)} is not available: {reason}; remove this flag")
+        check_option_types(options)
         check_own_drafts(options)
 
     def layout(
@@ -116,17 +127,22 @@ class VllmProvider(EngineProvider):
     def tuning(
         self, tuning: EngineTuningConfig, engine: EngineLayout, platform: str
     ) -> tuple[EngineTuningConfig, str]:
-        """Choose graphs of whole decode steps on NPUs; elsewhere memory changes its addresses."""
+        """Choose graphs of whole decode steps on NPUs; on CUDA they are for who asks for them."""
         if tuning.rollout_graph_mode != "auto":
             return tuning, ""
         if platform == "npu":
             return graph_tuning(tuning, engine.dp, os.environ)
-        return replace(tuning, rollout_graph_mode="eager"), f"no graphs are captured on {platform}"
+        why = f"no graphs are captured on {platform}"
+        if platform == "cuda":
+            why = "--rollout-graph-mode full-decode captures graphs; no GPU has run them yet"
+        return replace(tuning, rollout_graph_mode="eager"), why
 
     def check_run(self, config: RLRunConfig, platform: str) -> None:
         """Refuse flags whose feature the installed engine lacks on the platform."""
         row = CAPABILITIES[platform]
         check_drafts(config, platform)
+        if platform == "cuda":
+            check_runner(os.environ)
         if platform == "npu" and config.rollout.rollout_dp > 1:
             check_dummy_batches(config.engine.rollout_graph_mode)
         if config.balance.rollout_rebalance == "all" and not row.seeded_draws:
@@ -134,6 +150,7 @@ class VllmProvider(EngineProvider):
                 f"--rollout-rebalance all: vLLM on {platform} is not known to draw the same "
                 "for a request that goes on in another engine; use waiting"
             )
+        _check_placement(config, platform)
         if config.rl.rl_routing_replay == "rollout":
             if not row.routed_experts:
                 raise UsageError(
@@ -153,7 +170,9 @@ class VllmProvider(EngineProvider):
         if platform != "npu":
             check_model_support(platform, layout.spec)
             check_host_tuning(tuning, platform)
-            self._check_step(host_arguments(options, layout, platform), config)
+            if platform == "cuda":
+                check_cuda_graphs(tuning, layout)
+            self._check_step(host_arguments(options, layout, platform, tuning), config)
             return
         checkpoint = config.model.hf_checkpoint
         # Like a dry run's, the path may be the file itself.
@@ -192,6 +211,25 @@ class VllmProvider(EngineProvider):
         from mindspeed_rl.engines.vllm.engine import VllmEngine
 
         return VllmEngine(settings, platform)
+
+
+def _check_placement(config: RLRunConfig, platform: str) -> None:
+    """Refuse to place experts where more than a map in every layer decides who computes them."""
+    placement = config.balance.rollout_expert_placement
+    if placement == "linear":
+        return
+    if not CAPABILITIES[platform].places_experts:
+        raise UsageError(
+            f"--rollout-expert-placement {placement}: vLLM-Ascend sends tokens to their experts by "
+            "tables that it makes once, from the file of --rollout-expert-map; use linear"
+        )
+    backend = config.engine_options.get("all2all_backend", _GATHERING)
+    if backend != _GATHERING:
+        raise UsageError(
+            f"--vllm-all2all-backend {backend}: it sends tokens to ranks by the number of an "
+            f"expert, and --rollout-expert-placement {placement} gives experts other ranks; use "
+            f"{_GATHERING}, or linear"
+        )
 
 
 def _number(value: object, default: int) -> int:

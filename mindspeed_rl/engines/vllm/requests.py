@@ -1,19 +1,14 @@
-"""Requests as vLLM sees them: their settings, where they are while open, and what comes out."""
+"""Requests as vLLM sees them: their settings, how they start, pause and end."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
-from mindspeed_rl.core.types import FINISH_REASONS, Completion
-from mindspeed_rl.engines.vllm.backend import ExpertSource
-from mindspeed_rl.rollout.rebalance import ExpectedLength
-from mindspeed_rl.rollout.rebalance_plan import Load
-from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
+from mindspeed_rl.rollout.paused import PausedRequests
+from mindspeed_rl.rollout.requests import SamplingSettings
 from mindspeed_rl.rollout.stats import StepStats
 
 
@@ -46,24 +41,53 @@ def sampling_params(settings: SamplingSettings, follow: bool) -> Any:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A request of vLLM as it was when this call of the engine started or continued it.
+
+    Attributes:
+        request: vLLM's request, which counts its preemptions.
+        preemptions: Preemptions by then.
+        tokens: Tokens that vLLM had sampled for it by then.
+        cached: With ``tokens``, those of all its tokens that were in the cache.
+        pauses_at: Sampled tokens with which it pauses; ``None``: it ends in this call.
+    """
+
+    request: Any
+    preemptions: int = 0
+    tokens: int = 0
+    cached: int = 0
+    pauses_at: int | None = None
+
+
 class VllmPort:
-    """Adds and aborts single requests of vLLM's ``LLMEngine``, all with equal settings.
+    """Adds and aborts single requests of vLLM's ``LLMEngine``, with equal settings but for few.
 
     Args:
         engine: vLLM's ``LLMEngine``, with its scheduler in this process.
-        settings: Sampling settings of all requests.
+        settings: Sampling settings of requests; one may have another limit and temperature.
         follow: Whether each step also outputs unfinished requests.
         stats: Counters of preemptions and of the caches to add to.
+        paused: Requests of earlier calls, which keep their cache; ``None``: the engine keeps none.
     """
 
     def __init__(
-        self, engine: Any, settings: SamplingSettings, follow: bool, stats: StepStats
+        self,
+        engine: Any,
+        settings: SamplingSettings,
+        follow: bool,
+        stats: StepStats,
+        paused: PausedRequests | None = None,
     ) -> None:
         self._engine = engine
-        self._base = sampling_params(settings, follow)
+        self._settings, self._follow = settings, follow
+        self._bases: dict[float, Any] = {}  # vLLM's settings by temperature
         self._scheduler: Any = engine.engine_core.engine_core.scheduler
         self._stats = stats
-        self._running: dict[str, Any] = {}  # vLLM's requests, which count their preemptions
+        self._paused = paused
+        self._alike = (follow, settings.temperature, settings.stop_token_ids)
+        self._running: dict[str, _Started] = {}
+        self._pausing: dict[str, _Started] = {}  # those of them that pause
 
     def add(
         self,
@@ -71,23 +95,84 @@ class VllmPort:
         token_ids: list[int],
         seed: int,
         max_tokens: int,
+        temperature: float | None,
     ) -> str:
-        """Start a request and return vLLM's name of it."""
+        """Start a request and return vLLM's name of it; ``None`` is the settings' temperature."""
         from vllm.inputs.engine import tokens_input
 
-        params = copy.copy(self._base)
+        params = copy.copy(self._base(temperature))
         params.seed, params.max_tokens = seed, max_tokens
         prompt = tokens_input(prompt_token_ids=token_ids)
         name = str(self._engine.add_request(key, prompt, params))
-        self._running[key] = self._scheduler.requests[name]
+        self._running[key] = _Started(self._scheduler.requests[name])
         return name
+
+    def add_part(
+        self, key: str, token_ids: list[int], seed: int, max_tokens: int, later_tokens: int
+    ) -> tuple[str, int]:
+        """Start a request, or continue it if it has paused; see ``open_requests.Port``."""
+        if self._paused is None:
+            return self.add(key, token_ids, seed, max_tokens, None), 0
+        before = 0
+        request = self._paused.resume((*self._alike, tuple(token_ids)))
+        if request is None:
+            name = self.add(self._paused.new_name(), token_ids, seed, max_tokens, None)
+            request = self._running.pop(name).request
+        else:
+            before = request.num_output_tokens
+            self._paused.allow(request, seed, before + max_tokens)
+            self._stats.resumed += 1
+            self._stats.kept_cached_tokens += request.num_computed_tokens
+        name = request.request_id
+        self._paused.call(name, key)
+        request.max_tokens = before + max_tokens + later_tokens
+        started = _Started(
+            request,
+            request.num_preemptions,
+            before,
+            request.num_computed_tokens,
+            before + max_tokens if later_tokens else None,
+        )
+        self._running[key] = started
+        if later_tokens:
+            self._pausing[key] = started
+        return name, before
+
+    def _base(self, temperature: float | None) -> Any:
+        degree = self._settings.temperature if temperature is None else temperature
+        if degree not in self._bases:
+            settings = replace(self._settings, temperature=degree)
+            self._bases[degree] = sampling_params(settings, self._follow)
+        return self._bases[degree]
 
     def abort(self, keys: list[str]) -> None:
         self._engine.abort_request(keys)
         for key in keys:
-            request = self._running.pop(key)
-            self._stats.preemptions += request.num_preemptions
-            self._stats.sampled_tokens += request.num_output_tokens
+            started = self._running.pop(key)
+            self._pausing.pop(key, None)
+            self._stats.preemptions += started.request.num_preemptions - started.preemptions
+            self._stats.sampled_tokens += started.request.num_output_tokens - started.tokens
+
+    def pause(self) -> list[Any]:
+        """Pause the requests that have their tokens of this call, and return their outputs.
+
+        They look like those of requests that ended at their limit. To be called after every step,
+        before :meth:`observe`.
+        """
+        if self._paused is None:
+            return []
+        outputs = []
+        for key, started in list(self._pausing.items()):
+            request, most = started.request, started.pauses_at
+            if request.is_finished():
+                del self._pausing[key]
+            elif request.num_output_tokens == most:
+                del self._pausing[key]
+                outputs.append(
+                    self._paused.pause(request, (*self._alike, tuple(request.all_token_ids)))
+                )
+        self._paused.start_ready()
+        return outputs
 
     def observe(self, outputs: Iterable[Any]) -> None:
         """Add a step to the counters: its use of the cache, and the requests that it ended.
@@ -98,146 +183,11 @@ class VllmPort:
         stats.cache_use = max(stats.cache_use, float(self._scheduler.kv_cache_manager.usage))
         for output in outputs:
             if output.finished:
-                stats.sampled_tokens += len(output.outputs[0].token_ids)
-                stats.preemptions += self._running.pop(output.request_id).num_preemptions
-                stats.prompt_tokens += len(output.prompt_token_ids)
-                stats.cached_tokens += output.num_cached_tokens or 0
-
-
-class OpenRequests:
-    """The unfinished requests of one call of ``generate``, some of which move between engines.
-
-    Args:
-        port: Adds requests to the engine and aborts them.
-        max_tokens: Limit of a response whose request has no limit.
-        experts: Record of the experts to put into completions; requests must then not move.
-        on_start: Callback with vLLM's name of each request that starts here.
-    """
-
-    def __init__(
-        self,
-        port: VllmPort,
-        max_tokens: int,
-        experts: ExpertSource | None = None,
-        on_start: Callable[[str, GenerationRequest], None] | None = None,
-    ) -> None:
-        self._on_start = on_start
-        self._port = port
-        self._limit = max_tokens
-        self._experts = experts
-        if experts is not None:
-            experts.clear()
-        self._open: dict[int, GenerationRequest] = {}
-        self._names: dict[int, str] = {}
-        self._latest: dict[int, Any] = {}
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def add(self, requests: Iterable[GenerationRequest]) -> None:
-        """Start requests on this engine, or continue them there after their prefix."""
-        for request in requests:
-            limit = self._limit if request.max_tokens is None else request.max_tokens
-            self._names[request.sample_id] = self._port.add(
-                str(request.sample_id),
-                [*request.token_ids, *request.prefix_tokens],
-                request.seed,
-                limit - len(request.prefix_tokens),
-            )
-            self._open[request.sample_id] = request
-            if self._on_start is not None:
-                self._on_start(self._names[request.sample_id], request)
-
-    def note(self, outputs: Iterable[Any]) -> None:
-        """Remember the outputs of a step of the engine, finished or not."""
-        for output in outputs:
-            self._latest[int(output.request_id)] = output.outputs[0]
-
-    def finish(self, outputs: Mapping[int, Any], version: int) -> dict[int, Completion]:
-        """Return the completions of finished requests, which begin with the prefix.
-
-        Raises:
-            RuntimeError: vLLM aborted a request.
-        """
-        found = {}
-        for sample_id, output in outputs.items():
-            request = self._open.pop(sample_id)
-            name = self._names.pop(sample_id)
-            self._latest.pop(sample_id, None)
-            last = completion(output.outputs[0], sample_id, version)
-            experts = None
-            if self._experts is not None:
-                assert not request.prefix_tokens, "experts of a request that was on other engines"
-                first = len(request.token_ids) - 1  # the position that predicts the first token
-                experts = self._experts.take(name, output.outputs[0], first, len(last.token_ids))
-            found[sample_id] = replace(
-                last,
-                token_ids=(*request.prefix_tokens, *last.token_ids),
-                logprobs=(*request.prefix_logprobs, *last.logprobs),
-                experts=experts,
-            )
-        return found
-
-    def loads(self, expected: ExpectedLength) -> list[Load]:
-        """Return what is left of every unfinished request, in the order of their start."""
-        found = []
-        for sample_id, request in self._open.items():
-            here = self._latest.get(sample_id)
-            generated = len(request.prefix_tokens) + (0 if here is None else len(here.token_ids))
-            context = len(request.token_ids) + generated
-            remaining = max(1, expected(sample_id, generated) - generated)
-            found.append(Load(sample_id, context, remaining, computed=here is not None))
-        return found
-
-    def take(self, sample_ids: Sequence[int]) -> list[GenerationRequest]:
-        """Abort requests and return them with their tokens so far as the prefix.
-
-        Local; equal within an engine group.
-        """
-        found = []
-        for sample_id in sample_ids:
-            request = self._open.pop(sample_id)
-            self._names.pop(sample_id)
-            here = self._latest.pop(sample_id, None)
-            if here is not None:
-                request = replace(
-                    request,
-                    prefix_tokens=(*request.prefix_tokens, *here.token_ids),
-                    prefix_logprobs=(*request.prefix_logprobs, *sampled_logprobs(here)),
-                )
-            found.append(request)
-        self._port.abort([str(sample_id) for sample_id in sample_ids])
-        return found
-
-
-def completion(output: Any, sample_id: int, version: int) -> Completion:
-    """Return the completion of one finished request.
-
-    Raises:
-        RuntimeError: vLLM ended it for another reason than a stop token or the limit.
-    """
-    reason, tokens = str(output.finish_reason), tuple(output.token_ids)
-    if reason not in FINISH_REASONS:
-        raise RuntimeError(
-            f"generate: vLLM gave up sample {sample_id} after {len(tokens)} tokens ({reason!r}); "
-            "it must neither be trained on nor left out, which would bias the batch"
-        )
-    return Completion(tokens, sampled_logprobs(output), reason, version)
-
-
-def sampled_logprobs(output: Any) -> tuple[float, ...]:
-    """Return the log-probs of the sampled tokens of one request, finished or not.
-
-    Raises:
-        RuntimeError: vLLM's log-probs are those of other tokens.
-    """
-    flat = output.logprobs
-    if flat.token_ids != list(output.token_ids):
-        raise RuntimeError(
-            f"vLLM gave log-probs of {len(flat.token_ids)} other tokens than the "
-            f"{len(output.token_ids)} that it sampled"
-        )
-    return tuple(flat.logprobs)
+                started = self._running.pop(output.request_id)
+                stats.sampled_tokens += len(output.outputs[0].token_ids) - started.tokens
+                stats.preemptions += started.request.num_preemptions - started.preemptions
+                stats.prompt_tokens += len(output.prompt_token_ids) + started.tokens
+                stats.cached_tokens += started.cached or output.num_cached_tokens or 0
 
 
 def score_params(temperature: float, with_entropy: bool) -> Any:
@@ -251,17 +201,3 @@ def score_params(temperature: float, with_entropy: bool) -> Any:
         prompt_logprobs=-1 if with_entropy else 0,
         detokenize=False,
     )
-
-
-def token_scores(
-    ids: Sequence[int], entries: Sequence[Any], with_entropy: bool
-) -> list[tuple[float, float]]:
-    """Return log-prob and entropy of each token after the first, from prompt log-probs."""
-    scores = []
-    for token, entry in zip(ids[1:], entries[1:], strict=True):
-        entropy = 0.0
-        if with_entropy:
-            logp = torch.tensor([value.logprob for value in entry.values()], dtype=torch.float64)
-            entropy = float(-(logp.exp() * logp.clamp(min=-1e4)).sum())
-        scores.append((float(entry[token].logprob), entropy))
-    return scores

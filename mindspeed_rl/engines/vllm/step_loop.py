@@ -7,12 +7,15 @@ the same number of steps; a rank without requests runs a batch of one dummy toke
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from mindspeed_rl.engines.vllm.patches.step_sync import StepSync
 from mindspeed_rl.rollout.engine import Arrivals
 from mindspeed_rl.rollout.stats import StepStats
+
+# Steps that a wait for environments counts as, on the way to a rebalance point: others go on.
+STEPS_PER_WAIT = 4
 
 
 def run_steps(
@@ -22,6 +25,7 @@ def run_steps(
     stats: StepStats,
     max_steps: int | None = None,
     arrivals: Arrivals | None = None,
+    num_drafted: Callable[[], int] | None = None,
 ) -> Iterator[list[Any]]:
     """Step until no rank of the engine has a request. Collective: the ranks of the engine.
 
@@ -33,6 +37,7 @@ def run_steps(
         max_steps: Number of steps after which to end in any case. With it, requests report every
             token, and decode steps are counted here; without it they report at their end alone.
         arrivals: Requests that the caller adds between steps; while some are awaited no rank ends.
+        num_drafted: Returns the drafted tokens that the next step verifies; ``None``: no drafts.
 
     Yields:
         The outputs of each step: of every request that got a token, or of those that have ended.
@@ -45,7 +50,7 @@ def run_steps(
         mine = engine.get_num_unfinished_requests()
         awaited = 0 if arrivals is None else arrivals.num_awaited
         if agreement is not None:
-            agreement.offer(mine, awaited)
+            agreement.offer(mine, awaited, num_drafted() if num_drafted is not None else 0)
             engine.should_execute_dummy_batch = not mine
         elif engine.dp_group is not None:
             if not engine.has_unfinished_requests_dp(bool(mine or awaited)):
@@ -55,6 +60,7 @@ def run_steps(
             if not awaited:
                 break
             yield []
+            steps += STEPS_PER_WAIT if max_steps is not None else 0
             continue
         outputs = engine.step()
         steps += 1

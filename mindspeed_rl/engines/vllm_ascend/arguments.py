@@ -15,7 +15,7 @@ from mindspeed_rl.compat.ascend_builds import overwrites_cache, rl_config_proble
 from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.graph_sizes import AUTO
-from mindspeed_rl.engines.vllm.arguments import model_settings
+from mindspeed_rl.engines.vllm.arguments import merged, model_settings
 from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 
 # Weights stay in the plain format ND; weight updates read this besides the key weight_nz_mode.
@@ -119,23 +119,6 @@ def _refuse_keys(additional: object) -> None:
         _refuse_keys(value)
 
 
-def _merged(own: dict[str, Any], options: Mapping[str, object], prefix: str) -> dict[str, Any]:
-    """Merge nested dictionaries, and refuse a value that both set differently."""
-    merged = dict(own)
-    for name, value in options.items():
-        flag = f"{prefix}-{name.replace('_', '-')}" if prefix == "--vllm" else f"{prefix}.{name}"
-        if name not in merged:
-            merged[name] = value
-        elif isinstance(merged[name], dict) and isinstance(value, dict):
-            merged[name] = _merged(merged[name], value, flag)
-        elif merged[name] != value:
-            raise UsageError(
-                f"{flag}: training and updates need {merged[name]!r}, or a flag of ours sets it; "
-                "remove it"
-            )
-    return merged
-
-
 def merged_arguments(
     options: Mapping[str, object], layout: RolloutLayout, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -158,7 +141,7 @@ def merged_arguments(
     if "enforce_eager" in options:
         raise UsageError("--vllm-enforce-eager: use --rollout-graph-mode")
     _refuse_keys(options.get(_ADDITIONAL))
-    return _merged(own, options, "--vllm")
+    return merged(own, options, "--vllm")
 
 
 def check_updatable(config: Mapping[str, Any], checkpoint: str) -> None:

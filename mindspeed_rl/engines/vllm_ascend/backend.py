@@ -22,7 +22,6 @@ from mindspeed_rl.engines.vllm_ascend.arguments import (
     merged_arguments,
 )
 from mindspeed_rl.engines.vllm_ascend.experts import AscendWeights
-from mindspeed_rl.engines.vllm_ascend.memory import PoolMemory
 from mindspeed_rl.engines.vllm_ascend.routed_experts import ARGUMENTS, ReturnedExperts
 from mindspeed_rl.engines.vllm_ascend.sampling import draw_in_batches, report_processed_logprobs
 from mindspeed_rl.platforms.base import Platform
@@ -33,6 +32,7 @@ from mindspeed_rl.platforms.npu_allocator import (
     swaps_segments,
 )
 from mindspeed_rl.platforms.npu_changes import ProcessChanges
+from mindspeed_rl.platforms.pool_memory import PoolMemory
 from mindspeed_rl.platforms.storages import as_bytes, storages_of
 from mindspeed_rl.rollout.provider import EngineSettings
 

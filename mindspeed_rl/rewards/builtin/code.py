@@ -107,10 +107,14 @@ class CodeReward:
         )
         self._restrictions = sandbox.probe(self._limits)
         self.notice = f"reward 'code': {self._restrictions.describe()}"
-        if flags.reward_code_network == "require" and not self._restrictions.namespaces:
+        left = self._restrictions.left_open
+        if refused := [name for name in left if name not in flags.reward_code_allow_open]:
+            reach = "; ".join(f"{name}: {sandbox.OPEN[name]}" for name in refused)
             raise UsageError(
-                "--reward-code-network require: this machine allows no network namespaces "
-                f"({self._restrictions.network}); allow user namespaces, or take auto"
+                "--reward-function code: on this machine the kernel lets no sandbox close what "
+                f"programs of the model could then reach: {reach}. Allow user namespaces, landlock "
+                "and seccomp in the container, or accept it with --reward-code-allow-open "
+                f"{' '.join(left)}"
             )
 
     def __call__(self, request: RewardRequest) -> float:

@@ -1,4 +1,4 @@
-"""What --rl-environment says at the end of the conversation."""
+"""What --rl-environment or --rl-agent says at the end of the conversation."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ TRANSCRIPT = "transcript"
 
 
 def environment_reward(request: RewardRequest) -> float | None:
-    """Return the last reward of the ``--rl-environment``; ``None`` when it gave none.
+    """Return the last reward of the environment or agent; ``None`` when it gave none.
 
     Raises:
-        UsageError: the run has no environment.
+        UsageError: the run has neither.
     """
     if ENVIRONMENT_REWARD not in request.metadata:
-        raise UsageError("reward 'environment': the run has no --rl-environment; add one")
+        raise UsageError("reward 'environment': the run has no --rl-environment and no --rl-agent")
     reward: float | None = request.metadata[ENVIRONMENT_REWARD]  # score_sample checks its type
     return reward
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from mindspeed_rl.config.rewards import REMOTE_BACKOFF_S, RewardConfig
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.redaction import redacted_text
 from mindspeed_rl.rewards.types import BuiltInReward, RewardRequest
 
 # Status codes worth another attempt: the server is busy, restarts, or is lost behind a proxy.
@@ -38,9 +39,10 @@ class RemoteReward:
 
     def __init__(self, flags: RewardConfig) -> None:
         self._url = flags.reward_remote_url
+        self._shown = f"--reward-url {redacted_text(self._url)}"  # for messages
         if not self._url.startswith(("http://", "https://")):
             raise UsageError(
-                f"--reward-url {self._url!r}: the reward 'remote' needs the http:// or "
+                f"{self._shown}: the reward 'remote' needs the http:// or "
                 "https:// address that samples are posted to"
             )
         self._timeout_s = flags.reward_remote_url_timeout_s
@@ -80,9 +82,9 @@ class RemoteReward:
                 if error.code not in _TRANSIENT:
                     break
             except (OSError, http.client.HTTPException) as error:
-                reason = f"{type(error).__name__}: {error}"
+                reason = redacted_text(f"{type(error).__name__}: {error}")
         raise RemoteError(
-            f"--reward-url {self._url} gave no reward for sample {request.sample_id} after "
+            f"{self._shown} gave no reward for sample {request.sample_id} after "
             f"{attempt + 1} attempts; last: {reason}"
         )
 
@@ -96,7 +98,7 @@ class RemoteReward:
             return json.loads(text)["reward"]
         except (ValueError, KeyError, TypeError) as error:
             raise RemoteError(
-                f'--reward-url {self._url} must answer {{"reward": number or null}}; '
+                f'{self._shown} must answer {{"reward": number or null}}; '
                 f"got {text[:_SHOWN_CHARS]!r}"
             ) from error
 

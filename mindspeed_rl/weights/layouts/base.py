@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from math import prod
@@ -58,6 +58,11 @@ class Unit:
     layer: int
     names: tuple[str, ...]
 
+    @property
+    def is_experts(self) -> bool:
+        """Whether the tensors are those of several experts."""
+        return len(self.names) > 1
+
 
 class ShardLayout(Protocol):
     """One side of a reshard, as pure functions of (spec, layout, rank)."""
@@ -81,6 +86,25 @@ class ShardLayout(Protocol):
 
     def held_names(self, rank: int) -> Iterable[str]:
         """Return the HF tensors that a rank holds a part of, each once. O(what the rank holds)."""
+        ...
+
+    def held_runs(self, rank: int) -> Iterable[tuple[str, range]]:
+        """Return the same by runs: names with ``{e}`` for the expert, and the experts of a run."""
+        ...
+
+    def run_of(self, hf_name: str) -> range:
+        """Return the experts that are placed like the one that a tensor belongs to, itself too.
+
+        They are neighbours, the same ranks hold the same rectangles of them, and where they share
+        a parameter they lie in it one after another. ``range(1)`` outside of experts.
+        """
+        ...
+
+    def param_like(self, piece: Piece, hf_name: str) -> str:
+        """Return the parameter that keeps another tensor's rectangle at the place of a piece.
+
+        The other tensor is an expert of the same run, or has the same :meth:`placement_key`.
+        """
         ...
 
     def units(self) -> Iterable[Unit]:
@@ -223,8 +247,16 @@ class TableLayout(ABC):
         """Yield the place of a row at a layer and expert, or one place per redundant copy."""
 
     @abstractmethod
-    def held_by(self, rank: int) -> Iterator[tuple[WeightRow, int, int]]:
-        """Yield row, layer and expert of everything that a rank holds, in table order."""
+    def params_of(self, row: WeightRow, layer: int, expert: int) -> Sequence[str]:
+        """Return the parameters of a row's :meth:`places` at a layer and expert, in their order."""
+
+    @abstractmethod
+    def held_by(self, rank: int) -> Iterator[tuple[WeightRow, int, Sequence[int]]]:
+        """Yield row, layer and experts of everything that a rank holds, in table order."""
+
+    @abstractmethod
+    def expert_run(self, layer: int, expert: int) -> range:
+        """Return the neighbouring experts of a layer that are placed like ``expert``."""
 
     @abstractmethod
     def pipeline_stage_of(self, row: WeightRow, layer: int) -> int:
@@ -302,10 +334,46 @@ class TableLayout(ABC):
         return list(
             dict.fromkeys(
                 expert_name(layer_name(pattern, layer), expert)
-                for row, layer, expert in self.held_by(rank)
+                for row, layer, experts in self.held_by(rank)
+                for expert in experts
                 for pattern in self._patterns(row, layer)
             )
         )
+
+    def held_runs(self, rank: int) -> list[tuple[str, range]]:
+        return list(
+            dict.fromkeys(
+                (layer_name(pattern, layer), run)
+                for row, layer, experts in self.held_by(rank)
+                for run in self._runs(row, layer, experts)
+                for pattern in self._patterns(row, layer)
+            )
+        )
+
+    def _runs(self, row: WeightRow, layer: int, experts: Sequence[int]) -> Iterator[range]:
+        run = range(0)
+        for expert in experts:
+            if expert not in run:
+                is_expert = isinstance(row, ExpertRow)
+                run = self.expert_run(layer, expert) if is_expert else range(1)
+                yield run
+
+    def param_like(self, piece: Piece, hf_name: str) -> str:
+        pattern, layer, expert = locate(piece.hf_name)
+        rows = self._rows_of_patterns[pattern]
+        of_rows = (self.params_of(row, layer, expert) for row in rows[layer])
+        number, place = next(
+            (number, list(params).index(piece.param))
+            for number, params in enumerate(of_rows)
+            if piece.param in params
+        )
+        _, layer, expert = locate(hf_name)
+        return self.params_of(rows[layer][number], layer, expert)[place]
+
+    def run_of(self, hf_name: str) -> range:
+        pattern, layer, expert = locate(hf_name)
+        row = self._rows_of_patterns[pattern][layer][0]
+        return self.expert_run(layer, expert) if isinstance(row, ExpertRow) else range(1)
 
     def units(self) -> Iterator[Unit]:
         for pattern, rows in self._rows_of_patterns.items():
@@ -413,13 +481,9 @@ class TableLayout(ABC):
 
     def _held_parameters(self, rank: int) -> Iterator[tuple[WeightRow, int, int]]:
         """Yield what a rank holds, of a stack of experts the first alone: it is one parameter."""
-        stacked: set[tuple[int, int]] = set()
-        for row, layer, expert in self.held_by(rank):
-            if isinstance(row, StackedExperts):
-                if (id(row), layer) in stacked:
-                    continue
-                stacked.add((id(row), layer))
-            yield row, layer, expert
+        for row, layer, experts in self.held_by(rank):
+            first = 1 if isinstance(row, StackedExperts) else len(experts)
+            yield from ((row, layer, expert) for expert in experts[:first])
 
     def local_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         return {

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from mindspeed_rl.core.boxes import Box
-from mindspeed_rl.weights.layouts.base import Piece, Shard, ShardLayout, Unit
+from mindspeed_rl.weights.layouts.base import (
+    Piece,
+    Shard,
+    ShardLayout,
+    Unit,
+    layer_name,
+    locate,
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,19 @@ class HfFileLayout:
 
     def held_names(self, rank: int) -> Iterable[str]:
         return self.hf_shapes if rank in self.writers else ()
+
+    def held_runs(self, rank: int) -> Iterator[tuple[str, range]]:
+        for name in self.held_names(rank):
+            pattern, layer, _ = locate(name)
+            yield layer_name(pattern, layer), self.run_of(name)
+
+    def param_like(self, piece: Piece, hf_name: str) -> str:
+        return hf_name
+
+    def run_of(self, hf_name: str) -> range:
+        """Return the expert alone: every tensor has a parameter and a place in the file."""
+        expert = locate(hf_name)[2]
+        return range(expert, expert + 1)
 
     def units(self) -> Iterator[Unit]:
         """Return every tensor as a unit of its own."""

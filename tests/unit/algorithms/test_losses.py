@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.shared_sums import means
 
 from mindspeed_rl.algorithms.aggregation import AGGREGATIONS
-from mindspeed_rl.algorithms.losses import LossSettings, policy_loss, supervised_loss
+from mindspeed_rl.algorithms.losses import (
+    TEACHER_KL,
+    LossSettings,
+    policy_loss,
+    supervised_loss,
+)
 from mindspeed_rl.algorithms.types import (
     Denominators,
     LossInputs,
+    MeanTerm,
     Sequences,
 )
 
@@ -65,3 +73,42 @@ def test_supervised_loss() -> None:
     (gradient,) = torch.autograd.grad(outputs.loss, data.logprobs)
     torch.testing.assert_close(gradient, torch.full((2,), -0.1))
     assert means(outputs.terms)["loss"] == pytest.approx(1.25)
+
+
+def test_a_teacher_adds_to_the_advantages() -> None:
+    """By its log-prob less the old policy's, bounded; not where a token has none (NaN)."""
+    data = inputs([1.0, 1.0, 1.0, 1.0], [0.5, 0.5, 0.5, 0.5])
+    old = data.logprobs.detach()
+    teacher = old + torch.tensor([0.3, -0.8, 50.0, float("nan")])
+    settings = LossSettings(teacher_weight=0.25)
+    found = policy_loss(replace(data, teacher_logprobs=teacher), settings, TOKENS)
+    (slope,) = torch.autograd.grad(found.loss, data.logprobs)
+    advantages = 0.5 + 0.25 * torch.tensor([0.3, -0.8, 20.0, 0.0])
+    torch.testing.assert_close(slope, -advantages / 10)
+    distance = found.terms[TEACHER_KL]
+    assert isinstance(distance, MeanTerm)
+    assert distance.weight == 3 and distance.sum == pytest.approx(-(0.3 - 0.8 + 20.0))
+
+
+def test_without_old_log_probs_the_teacher_is_compared_with_the_present_ones() -> None:
+    data = inputs([1.5, 0.5], [0.0, 0.0])
+    present = data.logprobs.detach()
+    data = replace(data, old_logprobs=None, teacher_logprobs=present + torch.tensor([0.4, -0.6]))
+    loss = policy_loss(data, LossSettings(teacher_weight=2.0), TOKENS).loss
+    (slope,) = torch.autograd.grad(loss, data.logprobs)
+    torch.testing.assert_close(slope, -2.0 * torch.tensor([0.4, -0.6]) / 10)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_the_full_kl_to_a_teacher_has_the_weights_of_the_aggregation(mode: str) -> None:
+    data = inputs([1.0, 1.5, 0.5], [0.0] * 3)
+    kl = torch.tensor([0.2, 0.0, 1.1]).requires_grad_()
+    settings = LossSettings(aggregation=mode, longest=16, teacher_kl_weight=0.5)
+    found = policy_loss(replace(data, teacher_kl=kl), settings, TOKENS)
+    weight = {"token-mean": 1 / 10, "seq-mean-token-mean": 1 / 4 / 3}[mode]
+    torch.testing.assert_close(found.loss.detach(), torch.tensor(0.5 * weight * 1.3))
+    (slope,) = torch.autograd.grad(found.loss, kl)
+    torch.testing.assert_close(slope, torch.full((3,), 0.5 * weight))
+    distance = found.terms[TEACHER_KL]
+    assert isinstance(distance, MeanTerm)
+    assert distance.weight == 3 and distance.sum == pytest.approx(1.3)

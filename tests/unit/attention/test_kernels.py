@@ -6,6 +6,7 @@ are also checked against the signatures of the installed operators.
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 from ascend.emulator.operators import REFERENCES
-from support.flash_reference import FlashReference
+from support.flash_reference import FlashReference, OlderFlashReference
+from support.torch_varlen import OLDEST, installed_interface, parameters_of, snapshot
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mindspeed_rl.attention import varlen
@@ -24,6 +26,7 @@ from mindspeed_rl.attention.kernels import KERNELS, AttentionPlan, Planner
 from mindspeed_rl.attention.packed_plan import PackedPlan, packed_plan
 from mindspeed_rl.attention.rows import make_packed_row
 from mindspeed_rl.attention.tnd import MAX_PIECES, TndKernel
+from mindspeed_rl.core.errors import UsageError
 
 SIZES, TAIL, SCALE = (5, 1, 9, 2), 3, 0.3
 # Heads of queries and of keys, channels of both and of values.
@@ -40,11 +43,14 @@ FUSED = ("varlen", "tnd")
 @pytest.fixture
 def references(monkeypatch: pytest.MonkeyPatch) -> None:
     """References in place of the operators."""
-    flash = FlashReference()
-    monkeypatch.setattr(varlen, "varlen_attn", flash.forward)
-    monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn_backward", flash.backward)
+    use_flash(FlashReference(), monkeypatch)
     for name in ("npu_fusion_attention", "npu_fusion_attention_grad"):
         monkeypatch.setattr(torch.ops.npu, name, REFERENCES[f"npu::{name}"], raising=False)
+
+
+def use_flash(flash: FlashReference, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", flash.forward)
+    monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn_backward", flash.backward)
 
 
 def blocks(kernel: str | Planner, context: ContextGroup) -> tuple[AttentionPlan, ...]:
@@ -80,6 +86,57 @@ def test_a_fused_kernel_attends_as_the_general_one(kernel: str, context: str, he
         found.append((out, q.grad, k.grad, v.grad))
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_flash_attention_without_groups_attends_as_the_general_kernel(
+    context: str, heads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch 2.11: every block of a row, with its gradients; only whole groups are kept."""
+    use_flash(OlderFlashReference(), monkeypatch)
+    q, k, v, grad, _ = inputs(CONTEXTS[context], heads)
+    every = [blocks(name, CONTEXTS[context]) for name in ("varlen", "padded_sdpa")]
+    for plans in zip(*every, strict=True):
+        found = []
+        for plan in plans:
+            out, lse = plan.forward(q, k, v, SCALE)
+            found.append((out, lse, *plan.backward(grad, q, k, v, out, lse, SCALE)))
+        for mine, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_the_older_reference_is_that_of_the_wheel() -> None:
+    """And what is called of the installed torch is what the snapshot says of its release."""
+    known = snapshot()
+    names = parameters_of(known[OLDEST]["varlen_attn"])
+    assert names == [*inspect.signature(OlderFlashReference().forward).parameters]
+    assert "enable_gqa" not in names
+    installed = torch.__version__.partition("+")[0]
+    assert installed_interface() == known[installed], "run python tests/support/torch_varlen.py"
+    backward = [known[release]["_varlen_attn_backward"] for release in (OLDEST, installed)]
+    assert backward[0] == backward[1], "VarlenKernel.backward passes one list of arguments"
+
+
+def older_attention(query: object, *, return_aux: object = None, is_causal: bool = False) -> None:
+    """The keywords of ``varlen_attn`` before it had a scale and a window."""
+
+
+def test_a_torch_that_is_too_old_is_refused_when_the_model_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its flash attention has other arguments (2.10), or there is none (2.9)."""
+    from mindspeed_rl.attention.kernels import planner
+
+    with monkeypatch.context() as older:
+        older.setattr(varlen, "varlen_attn", older_attention)
+        with pytest.raises(UsageError, match=r"takes no scale and no window_size.*2\.11 or later"):
+            planner("varlen", torch.bfloat16)
+        assert planner("varlen", torch.float32) is KERNELS["padded_sdpa"]
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    monkeypatch.delitem(sys.modules, "mindspeed_rl.attention.varlen")
+    with pytest.raises(UsageError, match=r"has no torch\.nn\.attention\.varlen.*2\.11 or later"):
+        planner("varlen", torch.bfloat16)
 
 
 @pytest.mark.usefixtures("references")

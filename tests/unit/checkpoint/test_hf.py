@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -99,6 +100,26 @@ def copy(source: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     shutil.copytree(source, folder)
     return folder
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [(math.nan, "NaN in 1 of"), (math.inf, "infinity in 1 of"), (-3e37, "the value -3e+37")],
+)
+def test_weights_that_cannot_be_are_named_with_their_file(
+    deepseek: Path, value: float, told: str, tmp_path: Path
+) -> None:
+    """NaN, infinities, and values whose products overflow; one row, that few prompts may touch."""
+    folder = copy(deepseek, tmp_path)
+
+    def spoil(weights: dict[str, torch.Tensor]) -> None:
+        weights["model.embed_tokens.weight"][11, 2] = value
+
+    edit_weights(folder, spoil)
+    with pytest.raises(UsageError, match=r"model\.embed_tokens\.weight holds ") as refused:
+        load(folder)
+    assert told in str(refused.value) and "rank 0" in str(refused.value)
+    assert FIRST in str(refused.value) and "--hf-checkpoint" in str(refused.value)
 
 
 FIRST, SECOND = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))

@@ -18,6 +18,7 @@ from support.full_disk import largest_file
 from mindspeed_rl.checkpoint.hf_writer import HfWriter
 from mindspeed_rl.config import ModelConfig, PretrainRunConfig
 from mindspeed_rl.config.outputs import check_paths
+from mindspeed_rl.core.chat_template import ChatConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.hf_code import code_files
 
@@ -246,7 +247,7 @@ def test_a_bare_tokenizer_is_to_the_run_what_it_is_to_readers_of_the_export(tmp_
     with HfWriter(target, source, torch.float32, step=1, tokenizer=bare) as writer:
         writer.add("weight", torch.zeros(2))
     model = ModelConfig(hf_checkpoint=str(source), tokenizer_name_or_path=str(bare))
-    of_the_run = load_tokenizer(cast(Any, SimpleNamespace(model=model)))
+    of_the_run = load_tokenizer(cast(Any, SimpleNamespace(model=model, chat=ChatConfig())))
     found = AutoTokenizer.from_pretrained(target)
     assert type(of_the_run) is type(found) and of_the_run.get_vocab() == found.get_vocab()
     assert (of_the_run.eos_token, of_the_run.pad_token) == (found.eos_token, found.pad_token)

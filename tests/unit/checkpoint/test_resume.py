@@ -38,6 +38,16 @@ def test_newest_complete_checkpoint_is_found_with_its_record(tmp_path: Path) -> 
     assert (root / TRACKER).read_text() == "4\n"
 
 
+def test_a_step_asks_for_the_newest_checkpoint_before_it(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        save(tmp_path, step)
+    found = {step: resume.find_latest(tmp_path, before=step).path for step in (2, 3, 4, 5, 99)}
+    names = {step: path and path.name for step, path in found.items()}
+    assert names == {
+        2: None, 3: "iter_0000002", 4: "iter_0000002", 5: "iter_0000004", 99: "iter_0000006"
+    }  # fmt: skip
+
+
 def test_a_record_keeps_numbers_that_json_has_not(tmp_path: Path) -> None:
     """A response that goes on has no reward yet, and a reward may abstain: both are NaN."""
     extra = {"carryover": [[{"reward": math.nan, "parts": [0.5, math.nan]}]], "worst": -math.inf}
@@ -76,7 +86,8 @@ def test_damaged_checkpoint_is_passed_over_and_told(
     previous = save(tmp_path, 2)
     damage(save(tmp_path, 4))  # type: ignore[operator]
     found = resume.find_latest(tmp_path)
-    assert found == resume.Found(previous, (f"iter_0000004: {reason}",))
+    assert found.path == previous and len(found.ignored) == 1
+    assert found.ignored[0].startswith(f"iter_0000004: {reason}")
     assert save(tmp_path, 4) == resume.find_latest(tmp_path).path, "it can be written again"
 
 
@@ -114,6 +125,21 @@ def test_run_may_not_write_among_the_checkpoints_of_another(tmp_path: Path) -> N
     resume.refuse_other_run(tmp_path, 4)
     with pytest.raises(ValueError, match=r"holds iter_0000004 .* --load"):
         resume.refuse_other_run(tmp_path, 2)
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_not_found_again(tmp_path: Path) -> None:
+    kept = save(tmp_path, 2)
+    for number in ("", "-2"):
+        damaged = save(tmp_path, 4)
+        found = resume.find_latest(tmp_path, {"iter_0000004": "its bytes changed"})
+        assert found == resume.Found(kept, ("iter_0000004: its bytes changed",))
+        assert resume.set_aside(damaged) == tmp_path / f"iter_0000004.damaged{number}"
+        assert resume.find_latest(tmp_path) == resume.Found(kept, ())
+    assert (tmp_path / "iter_0000004.damaged" / RECORD).is_file()
+    (tmp_path / "iter_0000006.partial").mkdir()
+    resume.sweep(tmp_path)
+    resume.sweep(tmp_path / "absent")
+    assert not (tmp_path / "iter_0000006.partial").exists()
 
 
 def test_full_disk_is_told_before_anything_is_written(tmp_path: Path) -> None:

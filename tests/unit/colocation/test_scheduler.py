@@ -98,6 +98,8 @@ class Machine:
             cast(Any, self.proof),
             lambda: {"table": self.trainer},
             verify_interval,
+            gather_versions=lambda version: [version],
+            log=print,
         )
         sharing = ColocationPlan(
             self.groups,

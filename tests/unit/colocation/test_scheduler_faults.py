@@ -58,7 +58,7 @@ class Fill:
 class NoProof:
     """Compares nothing: the test does."""
 
-    def differing_tensors(self, read: Any, write: Any) -> list[str]:
+    def differing_tensors(self, read: Any, write: Any, sample: int | None = None) -> list[str]:
         return []
 
 
@@ -89,7 +89,14 @@ class World:
             )
             for owner, tensors in self.tensors.items()
         }
-        self.sync = WeightSync(cast(Any, Fill()), cast(Any, NoProof()), self._read, 0)
+        self.sync = WeightSync(
+            cast(Any, Fill()),
+            cast(Any, NoProof()),
+            self._read,
+            0,
+            gather_versions=lambda version: [version],
+            log=print,
+        )
         sharing = ColocationPlan(groups, mode, free_weights, release_cached_memory=lambda: None)
         sharing.leave_all()
         self.phases = DeviceScheduler(self.engine, lambda name: nullcontext(), sharing)

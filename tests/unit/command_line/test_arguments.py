@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.checked_runs import write_model
 from support.published_scripts import script_flags
 
-from mindspeed_rl.command_line.arguments import ENTRIES, build_parser, own_flags, parse
+from mindspeed_rl.command_line.arguments import ENTRIES, build_parser, help_text, own_flags, parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.engine_options import take_engine_options
 from mindspeed_rl.core.errors import UsageError
@@ -169,6 +169,38 @@ def test_help_is_grouped_and_fits_the_terminal(run_type, columns, monkeypatch):
         assert section.__doc__.splitlines()[0].rstrip(".") + ":" in lines
         for flag in flags:
             assert all(spelling in text for spelling in flag.spellings)
+
+
+@pytest.mark.parametrize("run_type", PROGS, ids=["rl", "pretrain", "score"])
+def test_the_index_of_the_help_leads_to_every_flag(run_type, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    prog = PROGS[run_type]
+    index = help_text(run_type, prog, "")
+    assert len(index.splitlines()) < 60 and max(map(len, index.splitlines())) < 80
+    topics = re.findall(r"^  ([a-z-]+)  ", index, re.MULTILINE)
+    assert topics[-1] == "all" and "train" in topics
+    told = {topic: help_text(run_type, prog, topic) for topic in topics}
+    assert told["all"] == build_parser(run_type, prog).format_help()
+    for section, flags in own_flags(run_type):
+        title = section.__doc__.splitlines()[0].rstrip(".") + ":"
+        (home,) = (t for t, text in told.items() if text.startswith(title))
+        for flag in flags:
+            assert all(spelling in told[home] for spelling in flag.spellings)
+            alone = help_text(run_type, prog, flag.spellings[-1])
+            assert f"--help {home}:" in alone and alone.count("\n  --") == 1
+
+
+def test_help_of_what_does_not_exist_names_the_topics():
+    with pytest.raises(ValueError, match=r"--help rewrds: .*did you mean rewards\?.*model"):
+        parse(RLRunConfig, ["--lr", "1", "--help", "rewrds"], "mindspeed_rl.train_rl")
+    with pytest.raises(ValueError, match="--help --xyz: no topic or flag"):
+        help_text(RLRunConfig, "mindspeed_rl.train_rl", "--xyz")
+
+
+def test_a_reader_of_the_help_may_end_early():
+    command = f"{sys.executable} -m mindspeed_rl.train_rl --help all | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("usage:") and done.stderr == ""
 
 
 def test_worked_example_of_the_help_is_accepted(tmp_path, monkeypatch):

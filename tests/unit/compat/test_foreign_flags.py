@@ -151,7 +151,7 @@ def test_a_flag_with_two_dispositions_is_refused():
         (
             Disposition.REFUSED,
             "--fp16 --rl-inference-pipeline-model-parallel-size --rampup-batch-size "
-            "--retro-add-retriever --lora-r --nproc-per-node --pipeline-model-parallel-layout",
+            "--retro-add-retriever --qlora --nproc-per-node --pipeline-model-parallel-layout",
         ),
     ],
 )

@@ -21,6 +21,7 @@ RAY = LaunchConfig(orchestrator="ray", ray_ranks_per_node=4)
         (replace(RAY, ray_ranks_per_node=0), {}, "--ray-ranks-per-node"),
         (replace(RAY, ray_address="ray://host:1"), {}, "--ray-address ray://host:1"),
         (replace(RAY, ray_num_nodes=2), {}, "--ray-num-nodes 2"),
+        (replace(RAY, elastic_min_nodes=2), {}, "--elastic-min-nodes 2: .* --ray-num-nodes 1"),
     ],
 )
 def test_what_does_not_fit_is_refused(

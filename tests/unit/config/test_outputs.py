@@ -45,6 +45,15 @@ def test_good_paths_pass_and_nothing_is_made(check: Check, tmp_path: Path) -> No
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(DIRECTORIES)
 
 
+def test_a_run_may_load_from_its_own_folder_before_that_exists(
+    check: Check, tmp_path: Path
+) -> None:
+    """A job that is started again with the same command needs it."""
+    check(f"--save {tmp_path}/save --load {tmp_path}/../{tmp_path.name}/save")
+    with pytest.raises(ValueError, match=r"--load .*other: no such directory"):
+        check(f"--save {tmp_path}/save --load {tmp_path}/other")
+
+
 def test_an_export_replaces_only_an_export(check: Check, tmp_path: Path) -> None:
     target, flags = tmp_path / "thesis", "--export-hf DIR/thesis"
     target.mkdir()

@@ -14,10 +14,10 @@ from support.checked_runs import check_pretrain_run, check_rl_run, configured, w
 
 from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
-from mindspeed_rl.config.check_algorithms import check_algorithms
 from mindspeed_rl.config.npu import check_npu
 from mindspeed_rl.config.outputs import check_paths
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.flag_checks.algorithms import check_algorithms
 from mindspeed_rl.planning.run_plan import plan_score
 
 
@@ -51,6 +51,9 @@ REFUSED = {
         --hidden-dropout 3 -> --hidden-dropout & at least 0 and below 1 & '3'
         --lr -1e-3 -> --lr & at least 0 & '-1e-3'
         --lr nan -> --lr & finite & 'nan'
+        --lr 1e6 -> --lr & at most 1 & '1e6'
+        --lr 1e38 --critic-lr 2 -> --lr & at most 1 & '1e38'
+        --min-lr 2 -> --min-lr & at most 1 & '2'
         --grpo-kl-beta=inf -> --grpo-kl-beta & finite & 'inf'
         --lr fast -> --lr & number & 'fast' & 1e-6
         --lr= -> --lr & number & ''
@@ -67,7 +70,16 @@ REFUSED = {
         --fp16 -> --fp16 is refused & bf16 & remove the flag
         --sft-data x -> --sft-data & flag of mindspeed_rl.pretrain & remove
         --rl-inference-pipeline-model-parallel-size 2 -> refused & --rollout-tp
-        --fp16 --unknwon --lora-r 8 -> --fp16 & --unknwon & --lora-r 8
+        --fp16 --unknwon --lora-load old -> --fp16 & --unknwon & --lora-load old
+        --replay 3 -> --replay 3: give two values & --output-dir
+        --replay x out -> --replay x out: give two values
+        --replay 0 out -> --replay 0 out: give two values & from 1 on
+        --replay 3 out more -> --replay 3 out more: give two values
+        --replay 3 out --train-iters 2 -> --replay 3 out & ends with step 2
+        --replay 3 out --train-iters 4 -> --replay 3 out & --save & --load
+        --replay 1 out --train-iters 4 --rl-selftest loss -> --replay 1 out & not with --rl-selftest
+        --train-iters 4 --replay 1 out --rl-benchmark-lengths 4 8 -> not with --rl-bench
+        --replay-tolerance -1 -> --replay-tolerance & at least 0
         --vllm- 1 -> --vllm- & the name of an engine option
         --vllm-stream-interval 5 6 -> takes one value & got 2: 5 6 & a list
         --vllm-stream-interval=5 6 -> takes one value & got 2: 5 6 & a list
@@ -77,6 +89,8 @@ REFUSED = {
         --vllm-max-num-seqs 8 -> unknown flag --vllm-max-num-seqs
     """,
     "algorithms": """
+        --replay-tolerance 0.1 -> --replay-tolerance 0.1 has no effect without --replay
+        --replay-compare x.npz -> --replay-compare x.npz has no effect without --replay
         --grpo-group-size 1 -> --grpo-group-size 1 & at least 2 & remax
         --grpo-group-size 0 --rl-advantage-estimator remax -> --grpo-group-size 0
         --critic-lr 1e-4 -> --critic-lr 0.0001 & --rl-advantage-estimator grpo & with gae
@@ -92,6 +106,19 @@ REFUSED = {
         --partial-rollout-tokens 3 -> --partial-rollout-tokens 3 carries tokens of older
         --rl-resample-factor 2 --old-logprob rollout -> factor 2 has no effect without
         --rl-environment calculator --rl-environment-ray-workers 2 -> without --orchestrator ray
+        --rl-eval-in-rollouts --rl-environment calculator -> not with --rl-environment calculator
+        --rl-agent calculator -> --rl-agent calculator: write FILE.py:FUNCTION
+        --rl-agent a.py:f --rl-environment calculator -> --rl-agent a.py:f & --rl-environment calc
+        --rl-agent a.py:f --no-chat-template -> --rl-agent a.py:f: not with --no-chat-template
+        --rl-agent a.py:f --system-prompt be -> --rl-agent a.py:f: not with --system-prompt
+        --rl-agent a.py:f --rollout-rebalance waiting -> not with --rollout-rebalance waiting
+        --rl-agent a.py:f --rollout-drafts history -> not with --rollout-drafts history
+        --rl-agent a.py:f --prompt-order by-length -> not with --prompt-order by-length
+        --rl-agent a.py:f --partial-rollout-tokens 3 --old-logprob rollout -> 3: not with --rl-agent
+        --rl-agent a.py:f --rl-eval-in-rollouts -> --rl-eval-in-rollouts: not with --rl-agent a.py:f
+        --rl-agent a.py:f --rl-endpoint-host 0.0.0.0 -> --rl-endpoint-host 0.0.0.0 & every interface
+        --rl-agent a.py:f --rl-endpoint-host here -> --rl-endpoint-host here & 127.0.0.1
+        --rl-agent-workers 3 -> --rl-agent-workers 3 has no effect without --rl-agent
         --prompt-order by-length --grpo-prompts-per-step 1 -> --prompt-order & --grpo-prompts-per-
         --response-length-cap-factor 1 -> --response-length-cap-factor 1 & above 1
         --response-length-cap-floor 9 -> no effect without --response-length-cap-factor
@@ -100,6 +127,15 @@ REFUSED = {
             --old-logprob rollout -> --response-length-cap-factor 2 & --partial-rollout-tokens 3
         --response-length-cap-factor 2 --response-length-cap-floor 8 --rl-environment calculator \
             -> --response-length-cap-factor 2 & --rl-environment calculator
+        --reference-pass single -> --reference-pass single has no effect without --grpo-kl-beta
+        --grpo-kl-beta 1 --reference-pass tail --rl-offload all -> not with --rl-offload all & away
+        --grpo-kl-beta 1 --reference-pass tail --rollout-rebalance waiting \
+            -> not with --rollout-rebalance waiting & requests of others
+        --grpo-kl-beta 1 --reference-pass tail --partial-rollout-tokens 8 --old-logprob rollout \
+            -> --reference-pass tail: not with --partial-rollout-tokens 8
+        --grpo-kl-beta 1 --reference-pass tail --grpo-filter-groups-with-same-reward \
+            -> --reference-pass tail: not with --grpo-filter-groups-with-same-reward
+        --grpo-kl-beta 1 --reference-pass tail --rl-environment calculator -> not with --rl-env
         --rl-clip-ratio-c 0.5 -> --rl-clip-ratio-c 0.5 & above 1
         --rl-clip-ratio-c 1 -> --rl-clip-ratio-c 1 & above 1
         --rl-policy-loss sapo --rl-sapo-tau-pos 0 -> --rl-sapo-tau-pos & more than 0
@@ -120,8 +156,6 @@ REFUSED = {
     "rl": """
         --partial-rollout-tokens 3 --old-logprob rollout --rl-environment calculator \
             --reward-function environment -> --partial-rollout-tokens 3: not with --rl-environment
-        --rollout-rebalance all --rl-environment calculator --reward-function environment \
-            -> --rollout-rebalance all: not with --rl-environment
         --rollout-rebalance-interval 9 -> no effect with --rollout-rebalance off
         --tensor-model-parallel-size 8 --pipeline-model-parallel-size 1 -> 12 attention heads
         --tensor-model-parallel-size 3 -> world size 8 & --tensor-model-parallel-size 3 & torchrun
@@ -136,7 +170,13 @@ REFUSED = {
         --rollout-tp 3 -> --rollout-tp 3 & world size 8 & divisors of 8
         --rollout-tp 8 -> --rollout-tp 8 & 12 attention heads and 4 key/value heads
         --rollout-kv-cache-gb 1e-5 -> --rollout-kv-cache-gb & 128 tokens & raise
-        --rollout-kv-cache-gb 0 -> --rollout-kv-cache-gb & more than 0
+        --epochs 2 -> --epochs 2 & --train-iters & exclude each other
+        --rollout-kv-cache-gb -1 -> --rollout-kv-cache-gb & at least 0
+        --grpo-kl-beta 1 --reference-pass single --context-parallel-size 2 \
+            --pipeline-model-parallel-size 1 -> --reference-pass single & --context-parallel-size 2
+        --grpo-kl-beta 1 --reference-pass tail --tensor-model-parallel-size 4 -> one replica
+        --grpo-kl-beta 1 --reference-pass tail --tensor-model-parallel-size 1 --rollout-tp 4 \
+            -> --reference-pass tail & --rollout-tp 4 & several data-parallel replicas
         --grpo-group-size 1
         --rl-default-top-p 0.9 -> --rl-default-top-p 0.9 & allowed: top-p 1, top-k -1
         --rl-default-top-k 40 -> --rl-default-top-k 40 & allowed: top-p 1

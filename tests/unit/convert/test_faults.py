@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import pickle
 import shutil
 import sys
 from collections.abc import Callable
@@ -11,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import convert_checkpoint
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -26,6 +27,7 @@ from support.conversions import (
     mg_to_hf,
 )
 
+from mindspeed_rl.convert import __main__ as tool
 from mindspeed_rl.convert import command
 from mindspeed_rl.convert import source as sources
 from mindspeed_rl.convert.options import parse_options
@@ -160,6 +162,28 @@ def test_a_description_of_a_distributed_checkpoint_that_is_no_json(
         mg_to_hf(tmp_path / "mg", model, tmp_path / "hf")
 
 
+class Makes:
+    """What a pickle of a stranger may do: it makes a folder when it is loaded."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self._folder),)
+
+
+def test_an_index_that_would_run_code_is_refused(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "mg"
+    folder.mkdir()
+    kind = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (folder / "metadata.json").write_text(json.dumps(kind))
+    (folder / "common.pt").touch()
+    (folder / ".metadata").write_bytes(pickle.dumps(Makes(tmp_path / "ran")))
+    with pytest.raises(UsageError, match=r"\.metadata is no index of tensors"):
+        mg_to_hf(folder, model, tmp_path / "hf")
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"num_hidden_layers": 5}, {"hidden_size": 64}, {"n_shared_experts": 0}, {"vocab_size": 500}],
@@ -264,13 +288,13 @@ def test_mistakes_and_disks_end_the_tool_with_a_line(
     error: Exception, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["convert_checkpoint"])
-    monkeypatch.setattr(convert_checkpoint, "parse_options", mock.Mock(side_effect=error))
-    assert convert_checkpoint.main() == status
+    monkeypatch.setattr(tool, "parse_options", mock.Mock(side_effect=error))
+    assert tool.main() == status
 
 
 def test_a_bug_of_the_tool_is_no_mistake_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["convert_checkpoint"])
-    monkeypatch.setattr(convert_checkpoint, "parse_options", mock.Mock(side_effect=ValueError))
+    monkeypatch.setattr(tool, "parse_options", mock.Mock(side_effect=ValueError))
     with pytest.raises(ValueError) as caught:
-        convert_checkpoint.main()
+        tool.main()
     assert not isinstance(caught.value, UsageError)

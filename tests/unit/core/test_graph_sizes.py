@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.full_disk import largest_file
 from support.layout_cases import GQA, spec_of
 from support.table_engine import single_rank
 
@@ -27,6 +28,7 @@ from mindspeed_rl.core.graph_sizes import (
     write_history,
 )
 from mindspeed_rl.rl.build_engine import graph_sizes
+from mindspeed_rl.rollout.stats import StepStats, record_history
 
 HISTOGRAMS = st.dictionaries(st.integers(1, 12), st.integers(1, 50), min_size=1)
 
@@ -81,6 +83,11 @@ def test_the_history_of_a_run_comes_back(tmp_path: Path) -> None:
     assert read_history(tmp_path) == Counter()
     write_history(tmp_path, Counter({64: 10, 3: 7}))
     assert read_history(tmp_path) == {64: 10, 3: 7}
+    with largest_file(1):
+        record_history(tmp_path, StepStats(running=Counter({5: 1})), 1)
+    assert read_history(tmp_path) == Counter({64: 10, 3: 7}), "a full disk ends no run"
+    record_history(tmp_path, StepStats(running=Counter({5: 1})), 1)
+    assert read_history(tmp_path) == Counter({64: 10, 3: 7, 5: 1})
     (tmp_path / HISTORY_FILE).write_text('{"format": 9}')
     with pytest.raises(ValueError, match=r"decode_batches\.json"):
         read_history(tmp_path)

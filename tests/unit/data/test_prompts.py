@@ -65,6 +65,18 @@ def test_dataset_is_a_sequence(load):
         dataset[5]
 
 
+def test_an_agent_decides_what_is_read_in_place_of_the_prompts(load):
+    """All else of a prompt stays, and so does the data set that it is made of."""
+    dataset = load([{"prompt": text, "answer": text} for text in ("ab", "abcd")])
+    opened = dataset.opened((7,))
+    assert [p.token_ids for p in opened] == [(7,), (7,)] and opened.num_tokens().tolist() == [1, 1]
+    assert [opened.token_ids(i) for i in range(2)] == [[7], [7]]
+    kept = [(p.index, p.text, p.answer, p.metadata) for p in opened]
+    assert kept == [(p.index, p.text, p.answer, p.metadata) for p in dataset]
+    assert opened.fingerprint == dataset.fingerprint and opened.digests() == dataset.digests()
+    assert all(len(p.token_ids) > 1 for p in dataset)
+
+
 def test_token_ids_are_those_of_the_tokenizers_own_template(load, tokenizer):
     messages = [
         {"role": "system", "content": "Count."},
@@ -179,7 +191,7 @@ GOOD_LINE = json.dumps(row()).encode()
     ("line", "message"),
     [
         (GOOD_LINE[:-3], "broken JSON"),
-        (b'{"prompt": "\xff", "answer": "1"}', "broken JSON.*utf-8"),
+        (b'{"prompt": "\xff", "answer": "1"}', "byte 12 is not UTF-8"),
         (b"[1]", "expected a JSON object, got list"),
         (b'{"answer": "1"}', r"--prompt-key 'prompt' gives None.*columns.*\['answer'\]"),
         (b'{"prompt": " ", "answer": "1"}', "--prompt-key 'prompt' gives ' '"),
@@ -203,7 +215,7 @@ GOOD_LINE = json.dumps(row()).encode()
         (
             b'{"prompt": [{"role": "user", "content": "1"}, {"role": "tool", "content": "2"}],'
             b' "answer": "1"}',
-            "chat template refuses the prompt: unknown role tool",
+            "chat template refuses the prompt: TemplateError: unknown role tool",
         ),
         (b'{"prompt": "1", "answer": "1", "metadata": [1]}', "column 'metadata' holds"),
     ],

@@ -56,7 +56,7 @@ def healthy(platform: str) -> Facts:
         environ=environ,
         interfaces=frozenset({"lo", "eth0"}),
         devices=("/dev/a0", "/dev/a1"),
-        driver="26.0.rc1",
+        driver="580.65.06" if platform == "cuda" else "26.0.rc1",
         cann="9.1.0",
         soc="a3",
         engine_soc="A3",
@@ -136,6 +136,7 @@ FACTS_THAT_ARE_RED = [
      "MINDSPEED_RL_ALLOW_SHARED_DEVICES=1"),
     ("npu", {"devices": ()}, "/dev/davinci", "--device"),
     ("cuda", {"devices": ()}, "/dev/nvidia", "--gpus"),
+    ("cuda", {"driver": "535.161.08"}, "NVIDIA driver 535.161.08", "update it"),
     ("cuda", {"devices": ("/dev/nvidia0",)}, "2 ranks on this node and 1 devices",
      "--nproc-per-node 1"),
     ("cpu", {"shm_bytes": 64 * 2**20}, "64 MiB", "--shm-size"),
@@ -353,6 +354,23 @@ def test_rows_for_a_terminal() -> None:
 
 
 # ---- the command
+
+
+def test_a_checkpoint_is_verified_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row for each finding; 0 where nothing is red, 1 for damage, 2 for a wrong flag."""
+    from mindspeed_rl.doctor import main
+
+    folder, target = tmp_path / "iter_0000003", str(tmp_path / "rows.json")
+    folder.mkdir()
+    (folder / "checkpoint.json").write_text('{"files": {"a.distcp": 3, "b.distcp": 4}}')
+    (folder / "a.distcp").write_bytes(b"123")
+    assert main(["--checkpoint", str(tmp_path), "--json", target]) == 1
+    (row,) = json.loads(Path(target).read_text())
+    assert "iter_0000003: b.distcp is missing" in row["what"] and row["status"] == "RED"
+    assert "1 red" in capsys.readouterr().out
+    assert main(["--checkpoint", str(tmp_path / "absent")]) == 2
+    assert main(["--checkpoint", str(folder), "--lr", "1e-6"]) == 2
+    assert "--lr" in capsys.readouterr().err
 
 
 def test_it_needs_no_torch_and_ends_with_one_when_red(tmp_path: Path) -> None:

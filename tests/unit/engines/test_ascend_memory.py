@@ -9,10 +9,10 @@ import torch
 from support.fake_ascend import GARBAGE, FakePool
 from support.line_faults import Planted, fault_before_line
 
-from mindspeed_rl.engines.vllm_ascend import memory
-from mindspeed_rl.engines.vllm_ascend.memory import PoolMemory
+from mindspeed_rl.platforms import pool_memory as memory
 from mindspeed_rl.platforms.base import DeviceMemory
 from mindspeed_rl.platforms.cpu import CpuPlatform
+from mindspeed_rl.platforms.pool_memory import PoolMemory
 from mindspeed_rl.platforms.storages import outside, span_of
 
 
@@ -166,7 +166,7 @@ def test_a_copy_that_fails_changes_nothing(way: str, monkeypatch: pytest.MonkeyP
     sleeper = Sleeper()
     if way == "device":
         sleeper.memory.free()
-    told = rf"acl.rt.memcpy of \d+ bytes to the {way} failed with status 107001"
+    told = rf"a copy of \d+ bytes to the {way} failed with status 107001"
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=told):
         patch.setattr(sleeper.pool, "memcpy", lambda *args: 107001)
         (sleeper.memory.free if way == "host" else sleeper.memory.bring_back)()

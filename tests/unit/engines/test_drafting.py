@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +13,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mindspeed_rl.algorithms.sampling_noise import draw_keys, draw_tokens
 from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.engines.registry import engine_provider
-from mindspeed_rl.engines.vllm.drafting import HistoryProposer, check_drafts
+from mindspeed_rl.engines.vllm.drafting import DraftSource, HistoryProposer, check_drafts
 from mindspeed_rl.engines.vllm.patches.seeded_draws import Draws
 from mindspeed_rl.engines.vllm.patches.verified_drafts import grid_of_rows, kept_places, per_row
-from mindspeed_rl.rollout.drafts import Drafter, DraftRule
+from mindspeed_rl.rollout.draft_costs import DraftController, DraftPlan, DraftRule
+from mindspeed_rl.rollout.draft_history import DraftHistory, prompt_key
+from mindspeed_rl.rollout.drafts import Drafter
+from mindspeed_rl.rollout.requests import GenerationRequest
 
 TOKENS = st.integers(0, 2)
 REQUESTS = st.lists(
@@ -49,6 +54,78 @@ def test_a_draft_is_kept_up_to_the_first_token_that_is_not_sampled(
         while right < len(draft) and draft[right] == tokens[right]:
             right += 1
         assert sampled[grid][row][kept[row]].tolist() == tokens[: right + 1]
+
+
+# A made-up model: probabilities of the next of four tokens after each, and after the prompt.
+PROBS = torch.tensor(
+    [[0.4, 0.3, 0.2, 0.1], [0.05, 0.6, 0.3, 0.05], [0.25, 0.25, 0.25, 0.25], [0.7, 0.1, 0.1, 0.1]]
+)
+SAMPLES, PLACES = 100_000, 3
+
+
+def draft_of(kind: str, noise: torch.Generator) -> torch.Tensor:
+    """Two drafted tokens for each sample: [samples, 2]."""
+    if kind == "likely":
+        return torch.tensor([0, 0]).expand(SAMPLES, -1)
+    if kind == "unlikely":
+        return torch.tensor([3, 2]).expand(SAMPLES, -1)
+    return torch.randint(4, (SAMPLES, 2), generator=noise)
+
+
+def chi_square(
+    kind: str, temperature: float, keep: Callable[..., torch.Tensor] = kept_places
+) -> float:
+    """The statistic of three tokens in a row, sampled with drafts, against what the model says.
+
+    What a first step does not keep is sampled in a second one without drafts. Each step's logits
+    are rounded otherwise, as by a device whose sums depend on the batch.
+    """
+    draft = draft_of(kind, torch.Generator().manual_seed(1))
+    probs = torch.softmax(PROBS.log() / temperature, -1)
+    seeds = torch.arange(SAMPLES) + 77_000_000
+
+    def sampled(before: torch.Tensor, position: torch.Tensor, rounding: float) -> torch.Tensor:
+        rounded = torch.softmax(probs[before].log() * (1 + rounding), -1)
+        return draw_tokens(rounded, draw_keys(seeds, position))
+
+    counts = torch.full((SAMPLES,), PLACES)
+    inputs = torch.cat([torch.zeros(SAMPLES, 1, dtype=torch.int64), draft], 1)
+    places = torch.arange(PLACES).expand(SAMPLES, -1)
+    row = torch.stack([sampled(inputs[:, k], places[:, k], 1e-4) for k in range(PLACES)], 1)
+    tokens = torch.where(keep(row, draft, counts), row, -1)
+    for k in range(1, PLACES):
+        late = sampled(tokens[:, k - 1].clamp(min=0), places[:, k], -1e-4)
+        tokens[:, k] = torch.where(tokens[:, k] < 0, late, tokens[:, k])
+    wanted = probs[0, :, None, None] * probs[:, :, None] * probs[None, :, :]
+    number = tokens[:, 0] * 16 + tokens[:, 1] * 4 + tokens[:, 2]
+    found = torch.bincount(number, minlength=64).view(4, 4, 4)
+    return float(((found - SAMPLES * wanted) ** 2 / (SAMPLES * wanted)).sum())
+
+
+# 63 degrees of freedom: 1 in 10,000 is above.
+CRITICAL = 113.5
+
+
+@pytest.mark.parametrize("kind", ["likely", "unlikely", "random"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_verification_keeps_the_distribution(kind: str, temperature: float) -> None:
+    """Also where a step with drafts rounds otherwise than one without, as bits are not compared."""
+    assert chi_square(kind, temperature) < CRITICAL
+
+
+def test_the_statistic_notices_drafts_that_are_kept_wrongly() -> None:
+    """Drafts that are kept with their sampled successors, and one token in fifty unseen."""
+
+    def all_of_them(sampled: torch.Tensor, *_: object) -> torch.Tensor:
+        return torch.ones_like(sampled, dtype=torch.bool)
+
+    def some(sampled: torch.Tensor, drafted: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        kept = kept_places(sampled, drafted, counts)
+        kept[::50] = True
+        return kept
+
+    assert chi_square("random", 1.0, all_of_them) > 10 * CRITICAL
+    assert chi_square("unlikely", 1.0, some) > CRITICAL
 
 
 def metadata(**changes: Any) -> Any:
@@ -103,11 +180,51 @@ def test_a_draft_ends_with_its_response() -> None:
     )
     proposer.attach(runner)
     assert runner.effective_drafter_max_model_len == 28
-    drafter = proposer.drafter = Drafter(DraftRule(allowed_loss=10.0))
+    controller = DraftController(DraftRule())
+    controller.follow(DraftPlan(1, 0.05, 0.0))
+    drafter = proposer.drafter = Drafter(controller)
     for name in runner.input_batch.req_ids:
         drafter.open(name, (1, 2), (), [range(3, 30)])
     drafts = proposer.propose([[3], [3], []], [10, 18, 5], None, slot_mappings=None)
     assert drafts == [[4, 5], [4], []]
+
+
+def test_ranks_follow_the_plan_of_the_first() -> None:
+    """Every period, and not what their own seconds say; prompts of later turns are the first."""
+    proposer = HistoryProposer(SimpleNamespace(model_config=SimpleNamespace(max_model_len=99)))
+    runner: Any = SimpleNamespace(
+        drafter=proposer,
+        num_spec_tokens=8,
+        input_batch=SimpleNamespace(req_ids=["0"]),
+        requests={
+            "0": SimpleNamespace(
+                sampling_params=SimpleNamespace(max_tokens=60), output_token_ids=[]
+            )
+        },
+    )
+    worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
+    executor = SimpleNamespace(driver_worker=worker)
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor))
+    history = DraftHistory(10_000)
+    history.add(prompt_key((1, 2)), range(3, 30))
+    asked: list[DraftPlan] = []
+
+    def from_leader(plan: DraftPlan) -> DraftPlan:
+        asked.append(plan)
+        return DraftPlan(2, 0.05, 0.0)
+
+    source = DraftSource(llm, DraftRule(period=3), history, from_leader)
+    source.begin()
+    source.start("0", GenerationRequest(0, (1, 2, 3, 4), 1, opening=2))
+    lengths = []
+    for token in range(5, 11):
+        (draft,) = proposer.propose([[token]], [token], None)
+        source.end_step(0.01)
+        lengths.append(len(draft))
+    assert len(asked) == 2 and all(plan.steps == 0 for plan in asked), "by own seconds, none"
+    assert [length > 0 for length in lengths] == [False] * 3 + [True] * 2 + [False]
+    ledger, saved = source.end(capacity=4)
+    assert (ledger.steps, ledger.drafts, saved) == (6, 2, 0) and proposer.drafter is None
 
 
 def config_of(*flags: str) -> RLRunConfig:
@@ -126,8 +243,6 @@ OURS = ("--rollout-drafts", "history")
         (OURS, "cuda", "--rollout-drafts history"),
         (("--vllm-speculative-config", NGRAM), "npu", "--vllm-speculative-config"),
         ((*OURS, "--vllm-speculative-config", NGRAM), "cpu", "--rollout-drafts"),
-        ((*OURS, "--rollout-dp", "2"), "cpu", "--rollout-dp 2"),
-        ((*OURS, "--rl-routing-replay", "rollout"), "cpu", "--rl-routing-replay rollout"),
     ],
 )
 def test_drafts_are_refused_where_they_are_not_verified(
@@ -140,6 +255,7 @@ def test_drafts_are_refused_where_they_are_not_verified(
 def test_drafts_are_not_refused_elsewhere() -> None:
     check_drafts(config_of("--rollout-dp", "2", "--rl-routing-replay", "rollout"), "npu")
     check_drafts(config_of(*OURS, "--rollout-tp", "2", "--rollout-rebalance", "all"), "cpu")
+    check_drafts(config_of(*OURS, "--rollout-dp", "2", "--rl-routing-replay", "rollout"), "cpu")
     check_drafts(config_of("--vllm-speculative-config", NGRAM), "cpu")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import fnmatch
 import importlib.util
 import re
@@ -60,6 +61,23 @@ def test_reserved_options_are_those_of_the_installed_vllm() -> None:
     assert found is not None and len(found.members) > 200
     for pattern in " ".join(RESERVED.values()).split():
         assert pattern == "chat_template" or fnmatch.filter(found.members, pattern), pattern
+
+
+def test_vllm_on_cpu_has_no_asynchronous_scheduling() -> None:
+    """Its platform turns it off whatever is asked for, as the docs say; its source is read."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.submodule_search_locations is not None
+    (folder,) = spec.submodule_search_locations
+    tree = ast.parse(Path(folder, "platforms", "cpu.py").read_bytes())
+    (check,) = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name == "check_and_update_config"
+    ]
+    always = [ast.unparse(statement) for statement in check.body]
+    assert "scheduler_config.async_scheduling = False" in always
+    assert reserved_for("async_scheduling")
+    assert EngineDouble().arguments["async_scheduling"] is False
 
 
 def test_every_option_that_the_engine_wrapper_sets_is_reserved() -> None:

@@ -17,6 +17,7 @@ from mindspeed_rl.config import EngineTuningConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.engines.registry import engine_provider
+from mindspeed_rl.engines.vllm.cuda_backend import CudaBackend
 from mindspeed_rl.engines.vllm.host_backend import HostBackend
 from mindspeed_rl.engines.vllm.layout import VllmLayout
 from mindspeed_rl.engines.vllm.tuning import check_tuning, read_expert_map
@@ -164,7 +165,7 @@ def test_experts_are_random_for_engines_that_are_built_for_it(
         "unused", layout, 0, "bfloat16", 16, 1, 0, {}, EngineTuningConfig(), force_balance=True
     )
     platform: Any = SimpleNamespace(name="cuda")
-    backend = HostBackend(settings, platform)
+    backend = CudaBackend(settings, platform)
     assert os.environ.get(VARIABLE) == before
     with preserved_environment():  # as around every build
         backend.prepare()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mindspeed_rl.engines.vllm.patches.sampled_logprobs import without_ranks
-from mindspeed_rl.engines.vllm.requests import sampled_logprobs
+from mindspeed_rl.rollout.open_requests import sampled_logprobs
 
 
 def test_only_the_sampled_token_is_gathered() -> None:

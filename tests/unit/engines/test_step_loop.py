@@ -139,6 +139,19 @@ def test_batches_are_those_of_the_fullest_rank(monkeypatch: pytest.MonkeyPatch) 
     assert sync.finished()
 
 
+def test_drafts_are_no_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are the dummy tokens of a rank without requests, which are as many as a draft's."""
+    monkeypatch.setattr(dist, "all_reduce", lambda vector, group: None)
+    sync = StepSync()
+    group = SimpleNamespace(world_size=1, device="cpu", device_group=None)
+    reads = []
+    for rows, requests, drafted in ((23, 3, 20), (24, 3, 20), (9, 0, 0), (9, 1, 0)):
+        sync.offer(requests, drafted=drafted)
+        sync.reduce((rows,), 0, group)
+        reads.append(sync.reads_prompts)
+    assert reads == [False, True, False, True]
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_loop_that_is_left_goes_on_where_it_was(packed: bool) -> None:
     """Settling points cut a rollout; what is stepped and finished is that of one call."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -62,6 +64,52 @@ def test_a_sample_that_vllm_gave_up_is_named(reason: str | None) -> None:
         engine.generate(REQUESTS, SETTINGS, 3)
 
 
+class Speaker(EngineDouble):
+    """Ends the turns of a conversation with so many tokens, by sample and tokens before the turn.
+
+    Attributes:
+        lengths: of the turns.
+    """
+
+    lengths: Mapping[tuple[int, int], int]
+
+    def _steps(self, *about: Any, **more: Any) -> Iterator[list[Any]]:
+        while self._asked.prompts:
+            key, prompt = self._asked.prompts.popitem()
+            tokens = [7] * self.lengths[int(key), len(prompt)]
+            output = SimpleNamespace(
+                token_ids=tokens,
+                logprobs=SimpleNamespace(token_ids=tokens, logprobs=[-1.0] * len(tokens)),
+                finish_reason="stop",
+            )
+            yield [SimpleNamespace(request_id=key, finished=True, outputs=[output])]
+
+
+class SecondTurn:
+    """The second turn of a sample, which comes when its first has ended."""
+
+    num_awaited = 1
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self.waiting = [request]
+
+    def take(self, *, wait: bool) -> list[GenerationRequest]:
+        come, self.waiting, self.num_awaited = self.waiting, [], 0
+        return come
+
+
+def test_decode_batches_count_every_turn_of_a_conversation() -> None:
+    """Turns of 3 and 5 tokens of one sample, and one of 9, each a token less in decode steps."""
+    engine = Speaker()
+    engine.lengths = {(0, 1): 3, (0, 6): 5, (1, 2): 9}
+    update(engine, 0)
+    first = [GenerationRequest(1, (4, 4), 1), GenerationRequest(0, (4,), 2)]
+    later = SecondTurn(GenerationRequest(0, (4, 7, 7, 7, 8, 9), 3))
+    done = engine.generate(first, SETTINGS, 0, arrivals=later)
+    assert {i: len(c.token_ids) for i, c in done.items()} == {0: 5, 1: 9}
+    assert engine.stats.running == {3: 2, 2: 2, 1: 4}
+
+
 def test_no_cached_prefix_survives_an_update() -> None:
     """The answer to a prompt seen before an update is that of a fresh engine."""
     engine, fresh = engine_at(0), engine_at(1)
@@ -69,6 +117,23 @@ def test_no_cached_prefix_survives_an_update() -> None:
     update(engine, 1)
     assert answers(engine, 1) == answers(fresh, 1) != before
     assert engine.toy.num_resets == 2
+
+
+def test_no_paused_response_survives_an_update() -> None:
+    """Their blocks have keys and values of older weights; vLLM resets no cache with requests."""
+    engine = engine_at(0)
+
+    class Paused:
+        def drop_all(self) -> None:
+            engine.toy.running = False
+
+    engine._paused = cast(Any, Paused())
+    engine.toy.running = True
+    update(engine, 1)
+    assert engine.toy.num_resets == 2
+    engine.toy.running = True
+    engine.free_cache()
+    assert engine.toy.num_resets == 3
 
 
 def test_no_cached_prefix_survives_sleep_at_an_unchanged_version() -> None:

@@ -25,12 +25,13 @@ from mindspeed_rl.environments import (
     resolve_environment,
 )
 from mindspeed_rl.environments.builtin.calculator import Calculator, calculate
+from mindspeed_rl.environments.chat import TemplateRefusal, message_tokens, opening_tokens
 from mindspeed_rl.generation.multi_turn import Environments
 from mindspeed_rl.metrics.metric_set import Mean
 from mindspeed_rl.rewards import RewardError
-from mindspeed_rl.rl.resume import carryover_state, restored_carryover
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
 from mindspeed_rl.samples.packing import pack
+from mindspeed_rl.samples.saved_responses import carryover_state, restored_carryover
 
 HEARD = (60, 61)
 
@@ -322,6 +323,26 @@ def test_the_whole_conversation_is_what_the_template_renders(tokenizer: Any) -> 
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     parts = ids(tokenizer, "<|user|>7+8<|assistant|>") + ids(tokenizer, "calc(7+8)<|end|>")
     assert parts + answer_tokens(tokenizer, "15") == ids(tokenizer, text)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_messages_between_turns_are_what_the_template_renders(tokenizer: Any, cut: bool) -> None:
+    """Behind a turn that was cut the template's end of a turn comes first."""
+    opening = [{"role": "system", "content": "1+2"}, {"role": "user", "content": "7+8"}]
+    between = [{"role": "user", "content": "15"}, {"role": "system", "content": "calc"}]
+    messages = [*opening, {"role": "assistant", "content": "calc(7+8)"}, *between]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    turn = ids(tokenizer, "calc(7+8)" if cut else "calc(7+8)<|end|>")
+    rest = message_tokens(tokenizer, between, cut=cut)
+    assert opening_tokens(tokenizer, opening) + turn + rest == ids(tokenizer, text)
+    with pytest.raises(TemplateRefusal, match="unknown role tool"):
+        message_tokens(tokenizer, [{"role": "tool", "content": "15"}])
+
+
+def test_what_others_say_cannot_pass_for_the_models_turn(tokenizer: Any) -> None:
+    """The mark that stands for the turn while a template renders is found where it was put."""
+    tokens = message_tokens(tokenizer, [{"role": "user", "content": "a mindspeed-rl-turn b"}])
+    assert tokenizer.decode(list(tokens)) == "<|user|>a mindspeed-rl-turn b<|assistant|>"
 
 
 def test_environments_are_found_by_name_and_file(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rollout.stats import StepStats
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 
+PARTIAL = "--partial-rollout-tokens 3 --old-logprob recompute --rl-inference-logprobs-is-correction"
+
 
 def spread(run: TableRun, world: int, rank: int) -> tuple[EngineAssignment, RLPlan]:
     """How one rank of ``world`` engines deals, and its plan."""
@@ -50,6 +52,27 @@ def test_every_sample_has_one_engine_and_open_ones_keep_theirs(tmp_path: Path) -
         assert found == [[0, 1, 2], [3, 4, 5, 6]], "in order"
 
 
+def test_the_longest_expected_start_first_and_siblings_together(tmp_path: Path) -> None:
+    """Prompt 3 is known to be long, prompt 5 short; a prefix leaves less to generate."""
+    run = make_run(tmp_path)
+    for _ in range(2):  # of prompts that are known, lengths have a spread of their own
+        run.state.lengths.observe({3: [8, 8, 8], 4: [4, 4, 4], 5: [1, 1, 1]})
+    prompts = [run.parts.data.train[i] for i in (5, 4, 3, 4, 3)]
+    own, settings = run.parts.rollouts.assignment, run.parts.rollouts.settings(1.0)
+    expected = own.expected_lengths(prompts, settings, run.state.lengths)
+    assert own.start_order(range(5), expected) == [2, 4, 1, 3, 0]
+    capped = own.expected_lengths(prompts, settings, run.state.lengths, limits=[8, 8, 2, 8, 8])
+    assert own.start_order(range(5), capped) == [4, 1, 3, 2, 0]
+    nothing = own.expected_lengths(prompts, settings, None)
+    assert own.start_order(range(5), nothing) == [0, 1, 2, 3, 4], "in order"
+    partial = replace(own, partial_tokens=8)
+    prefixes: list[RolloutInfo | None] = [None] * 5
+    prefixes[2] = RolloutInfo(2, 3, 7, 7, False, 0, 0, math.nan)
+    grown = partial.expected_lengths(prompts, settings, run.state.lengths, prefixes)
+    assert partial.start_order(range(5), grown, prefixes) == [4, 1, 3, 0, 2], "one token is left"
+    assert replace(own, by_length=False).start_order(range(5), expected) == [0, 1, 2, 3, 4]
+
+
 def test_rules_are_those_of_every_rank(tmp_path: Path) -> None:
     run = make_run(
         tmp_path, "--rollout-rebalance waiting --rollout-rebalance-interval 7 "
@@ -69,8 +92,9 @@ def test_rules_are_those_of_every_rank(tmp_path: Path) -> None:
 def test_one_engine_has_nobody_to_give_to(tmp_path: Path) -> None:
     run = make_run(tmp_path, "--rollout-rebalance all")
     settings, own = run.parts.rollouts.settings(1.0), run.parts.rollouts.assignment
-    assert own.rebalancer(run.parts.data.train[:2], settings, None) is None
-    found = spread(run, 2, 1)[0].rebalancer(run.parts.data.train[:2], settings, None)
+    expected = own.expected_lengths(run.parts.data.train[:2], settings, None)
+    assert own.rebalancer(expected) is None
+    found = spread(run, 2, 1)[0].rebalancer(expected)
     assert found is not None and found.steps == 128
 
 
@@ -92,3 +116,7 @@ def test_metrics_of_a_rebalanced_rollout(tmp_path: Path) -> None:
     assert found["rollout/moved_samples"] == Total(2.0)
     assert found["rollout/moved_tokens"] == Total(70.0)
     assert found["throughput/settle_s"] == Max(0.5)
+    stats = StepStats(resumed=3, kept_cached_tokens=81)
+    found = make_run(tmp_path, PARTIAL).parts.rollouts.assignment.metrics(stats)
+    assert found["rollout/resumed_samples"] == Total(3.0)
+    assert found["rollout/kept_cached_tokens"] == Total(81.0)

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch import bootstrap
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -147,3 +148,25 @@ def test_hccl_waits_as_long_as_a_phase_may_take() -> None:
     own = {"HCCL_EXEC_TIMEOUT": "60"}
     bootstrap.set_defaults("npu", own, 5400.2)
     assert own["HCCL_EXEC_TIMEOUT"] == "60", "the doctor has a row for it"
+
+
+def test_a_process_without_a_launcher_is_the_only_rank() -> None:
+    environ = {"HOME": "/home/me"}
+    bootstrap.join_launcher("mindspeed_rl.train_rl", environ)
+    port = int(environ.pop("MASTER_PORT"))
+    assert 1024 <= port < 65536
+    assert environ == {
+        "HOME": "/home/me", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+    }  # fmt: skip
+
+
+def test_a_launcher_sets_all_variables_or_none() -> None:
+    launched = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "node0", "MASTER_PORT": "6000"}
+    environ = dict(launched)
+    bootstrap.join_launcher("mindspeed_rl.train_rl", environ)
+    assert environ == launched
+    del environ["MASTER_PORT"]
+    with pytest.raises(UsageError, match=r"MASTER_PORT not set.*torchrun --nproc-per-node"):
+        bootstrap.join_launcher("mindspeed_rl.train_rl", environ)
+    assert "MASTER_PORT" not in environ

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +17,9 @@ import torch.distributed as dist
 from support.jobs import free_port
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from mindspeed_rl.launch import watchdog
+from mindspeed_rl.core.flights import Call, Position
+from mindspeed_rl.core.ranks import rank_ranges
+from mindspeed_rl.launch import attempt, stop_request, watchdog
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.failure_store import (
     FailureStore,
@@ -31,7 +35,6 @@ from mindspeed_rl.launch.failures import (
     WatchdogSettings,
     is_lost_connection,
     lost_failure,
-    rank_ranges,
     report_usage_error,
     silent_ranks,
     whereabouts,
@@ -66,10 +69,13 @@ def test_the_first_failure_stands_for_all(stores: list[FailureStore]) -> None:
     assert [store.published() for store in stores] == [failure(1)] * 3
 
 
-def test_heartbeats_of_ranks_that_never_started_do_not_block(stores: list[FailureStore]) -> None:
+def test_heartbeats_of_ranks_that_never_started_do_not_block(
+    stores: list[FailureStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt, "_current", [5])
     stores[0].beat("train", 1.5)
     stores[0].beat("reshard", 0.5, leaving=True)
-    assert stores[1].beats(range(3)) == {0: Heartbeat(member(0), 2, "reshard", 0.5, True)}
+    assert stores[1].beats(range(3)) == {0: Heartbeat(member(0), 2, "reshard", 0.5, True, 5)}
 
 
 def test_silent_ranks_are_those_whose_count_stands_still() -> None:
@@ -127,6 +133,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     return clock
 
 
+STANDS = Position(
+    {"7": 12},
+    (Call("7", "world", (0, 1, 2), 12, "allreduce", "float32[4]", -1, "update.py:9", True, 3.5),),
+)
 LIMITS = WatchdogSettings(interval_s=1.0, silence_s=5.0, import_silence_s=90.0)
 
 
@@ -138,7 +148,7 @@ def phases(clock: FakeClock) -> PhaseClock:
 @pytest.fixture
 def heartbeats(stores: list[FailureStore], phases: PhaseClock) -> Heartbeats:
     """Those of the first of three ranks."""
-    return Heartbeats(stores[0], World(0, 3, 0, 3), phases, LIMITS)
+    return Heartbeats(stores[0], World(0, 3, 0, 3), phases, LIMITS, lambda: STANDS)
 
 
 def test_a_heartbeat_is_due_after_an_interval_or_in_another_phase(
@@ -178,6 +188,18 @@ def test_a_published_failure_and_a_silent_peer_end_a_rank(
     stores[2].publish(failure(2))
     clock.now = 8.0
     assert heartbeats.tick() == failure(2)
+
+
+def test_a_rank_that_is_asked_says_where_it_stands(
+    stores: list[FailureStore], clock: FakeClock, heartbeats: Heartbeats
+) -> None:
+    """With its next heartbeat, once; what was not asked for costs no message."""
+    assert heartbeats.tick() is None
+    assert stores[1].positions(range(3)) == {}
+    stores[2].ask()
+    clock.now = 1.5
+    assert heartbeats.tick() is None
+    assert stores[1].positions(range(3)) == {0: STANDS}
 
 
 @pytest.mark.parametrize("phase", ["start", JOIN, "build engine"])
@@ -263,6 +285,58 @@ def test_ranks_meet_under_another_launcher_before_they_join() -> None:
     mistake = Failure("usage", member(1), "start", "no such file", member(1))
     second.publish(mistake)
     assert first.published() == mistake and mistake.exit_code == 2
+
+
+@pytest.mark.usefixtures("store_address")
+def test_a_phase_is_published_when_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is killed in a short phase is reported in that one, not in the one before."""
+    beats: queue.SimpleQueue[str] = queue.SimpleQueue()
+    monkeypatch.setattr(Heartbeats, "tick", lambda self, **_: beats.put(self._phases.name))
+    patient = WatchdogSettings(poll_interval_s=600.0)
+    dog = watchdog.Watchdog(World(0, 1, 0, 1), PhaseLimits(600.0), "entry", patient)
+    dog._threads[0].start()
+    with dog.phase("train"):
+        assert beats.get(timeout=30.0) == "train"
+        with dog.phase("log"):
+            assert beats.get(timeout=30.0) == "log"
+    dog._left.set()
+    dog._phases.changed.set()
+    dog._threads[0].join(30.0)
+
+
+@pytest.mark.parametrize("cause", [False, True])
+@pytest.mark.usefixtures("store_address")
+def test_sigterm_asks_for_a_save_unless_a_neighbour_is_gone(
+    monkeypatch: pytest.MonkeyPatch, cause: bool
+) -> None:
+    """torchrun sends the same signal to the ranks that survive another one."""
+    ended: list[object] = []
+    settings = WatchdogSettings(saves_at_sigterm=True, cause_timeout_s=0.3)
+    dog = watchdog.Watchdog(World(0, 2, 0, 2), PhaseLimits(600.0), "entry", settings)
+    monkeypatch.setattr(dog, "_end", ended.append)
+    monkeypatch.setattr(dog, "_exit", lambda *_: pytest.fail("it must not leave"))
+    dog._store.beat("train", 0.0)
+    neighbour = FailureStore(connect(1, 5.0), member(1))
+    neighbour.beat("train", 0.0)
+    alive = threading.Event()
+
+    def beats() -> None:
+        while not alive.wait(0.02):
+            neighbour.beat("train", 0.0)
+
+    thread = threading.Thread(target=beats)
+    if not cause:
+        thread.start()
+    stop_request.withdraw()
+    try:
+        dog._end_on_signal(signal.SIGTERM)
+        assert stop_request.is_asked() is not cause and bool(ended) is cause
+        dog._end_on_signal(signal.SIGTERM)  # a queue and a launcher may both send it
+    finally:
+        stop_request.withdraw()
+        alive.set()
+        if not cause:
+            thread.join()
 
 
 @pytest.mark.usefixtures("store_address")

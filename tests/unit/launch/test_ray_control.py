@@ -13,16 +13,19 @@ from support.rl_run import make_run
 
 from mindspeed_rl.config.launch import LaunchConfig
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.launch.failures import WatchdogSettings
+from mindspeed_rl.launch.failures import Failure, Member, WatchdogSettings
 from mindspeed_rl.launch.ray import (
     Command,
     RankActor,
+    _NodeLostError,
     check_room,
     cluster_platform,
     forwarded,
     local_cpus,
+    nodes_left,
     open_store,
     rank_environments,
+    run_attempts,
 )
 from mindspeed_rl.rewards.ray_pool import RayRewardPool
 
@@ -34,7 +37,7 @@ def test_a_mistake_that_one_node_sees_is_published(
 ) -> None:
     """The others may already wait for it to join."""
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    port, published = open_store()
+    port, published = open_store("127.0.0.1")
     _, environment = rank_environments([[], []], 1, ("127.0.0.1", port))
     for name in environment:  # which the rank sets
         monkeypatch.setenv(name, "")
@@ -57,6 +60,93 @@ def test_without_ray_a_pool_in_it_names_the_extra(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(builtins, "__import__", no_ray)
     with pytest.raises(ValueError, match="--reward-pool ray"):
         RayRewardPool(settings("format"))
+
+
+def test_the_driver_starts_the_ranks_again_until_a_fault_repeats(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At steps 3, 5 and 5 again; without the flag the first failure is the last."""
+    rank, starts = Member(1, 0, 7), list[int]()
+
+    def run_ranks(ray: Any, config: Any, command: Command, restarts: int) -> Failure:
+        starts.append(restarts)
+        return Failure("error", rank, "train", "it broke", rank, (3, 5, 5)[restarts])
+
+    monkeypatch.setattr("mindspeed_rl.launch.ray.run_ranks", run_ranks)
+    config = make_run(tmp_path).config
+    command = Command("train_rl", (), str(tmp_path), WatchdogSettings())
+    assert run_attempts(None, config, command) is not None and starts == [0]
+    launch = replace(LAUNCH, max_restarts=9, restart_backoff_s=0.0)
+    starts.clear()
+    failure = run_attempts(None, replace(config, launch=launch), command)
+    assert failure is not None and failure.step == 5 and starts == [0, 1, 2]
+    told = capsys.readouterr().err
+    assert "restart 2 of 9 in 0 s: the job ended in step 5" in told and "no restart" in told
+
+
+class Cluster:
+    """Ray's view of its nodes, of which one is gone after some questions."""
+
+    def __init__(self, before: int, after: int, questions: int = 1) -> None:
+        self.counts = [before] * questions + [after]
+
+    def nodes(self) -> list[dict[str, Any]]:
+        alive = self.counts.pop(0) if len(self.counts) > 1 else self.counts[0]
+        node = {"Resources": {"CPU": 2.0, "NPU": 8.0}}
+        return [node | {"Alive": number < alive} for number in range(4)]
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 8.0}
+
+
+ELASTIC = replace(LAUNCH, ray_num_nodes=3, elastic_min_nodes=2, elastic_wait_s=0.0)
+
+
+def test_a_job_goes_on_with_the_nodes_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nodes_left(Cluster(3, 3), ELASTIC, "cpu", lambda count: "") == 3
+    assert nodes_left(Cluster(4, 4), ELASTIC, "cpu", lambda count: "") == 3, "it never has more"
+    assert nodes_left(Cluster(2, 2), ELASTIC, "cpu", lambda count: "") == 2
+    patient = replace(ELASTIC, elastic_wait_s=60.0)
+    assert nodes_left(Cluster(2, 3), patient, "cpu", lambda count: "") == 3, "one came back"
+    with pytest.raises(UsageError, match="--elastic-min-nodes 2: no 2"):
+        nodes_left(Cluster(2, 2), ELASTIC, "cpu", lambda count: f"no {count}")
+    monkeypatch.setattr("mindspeed_rl.launch.ray.START_LIMIT_S", 0.0)
+    with pytest.raises(UsageError, match="1 of at least 2 nodes are left"):
+        nodes_left(Cluster(1, 1), ELASTIC, "cpu", lambda count: "")
+
+
+def test_an_attempt_is_made_with_the_nodes_that_are_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where Ray learns of a lost node only while it waits for room."""
+    rank, asked = Member(1, 0, 7), list[tuple[int, int]]()
+
+    def run_ranks(ray: Any, config: Any, command: Command, restarts: int) -> Failure | None:
+        asked.append((restarts, config.launch.ray_num_nodes))
+        if len(asked) == 1:
+            return Failure("lost", rank, "train", "it is gone", rank, 3)
+        if len(asked) == 2:
+            raise _NodeLostError
+        return None
+
+    monkeypatch.setattr("mindspeed_rl.launch.ray.run_ranks", run_ranks)
+    problems: dict[int, str] = {}
+    monkeypatch.setattr(
+        "mindspeed_rl.launch.ray.smaller_problem",
+        lambda prog, arguments, per_node: lambda count: problems.get(count, ""),
+    )
+    launch = replace(ELASTIC, max_restarts=3, restart_backoff_s=0.0)
+    config = replace(make_run(tmp_path).config, launch=launch)
+    command = Command("train_rl", (), str(tmp_path), WatchdogSettings())
+    assert run_attempts(Cluster(3, 2, questions=1), config, command) is None
+    assert asked == [(0, 3), (1, 3), (1, 2)]
+    told = capsys.readouterr().err
+    assert "attempt 2 runs on 3 of 3 nodes, 6 ranks" in told
+    assert "attempt 2 runs on 2 of 3 nodes, 4 ranks" in told
+    problems[2] = "with 2 nodes (4 ranks) it cannot run: 3 does not divide 4"
+    with pytest.raises(UsageError, match=r"--elastic-min-nodes 2: with 2 nodes .*does not divide"):
+        run_attempts(Cluster(3, 3), config, command)
+    assert len(asked) == 3, "before anything starts"
 
 
 # -- placement ---------------------------------------------------------------------------------

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mindspeed_rl.core import agreement
-from mindspeed_rl.core.agreement import AgreementBounds, agreement_bounds
+from mindspeed_rl.core.agreement import AgreementBounds, agreement_bounds, unlike_precisions
 from mindspeed_rl.metrics.agreement import EngineAgreement, check_difference
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "mismatch.md"
@@ -28,6 +29,21 @@ def test_a_run_warns_before_it_ends() -> None:
     for mean in (0.21, math.inf, math.nan):
         with pytest.raises(RuntimeError, match=r"--rl-sync-check-tol 0\.2"):
             check_difference("here", mean, BOUNDS)
+
+
+def test_unlike_precisions_are_named_before_the_engine_is_blamed() -> None:
+    unlike = unlike_precisions(trainer_bf16=False, engine_bf16=True)
+    mixed = replace(BOUNDS, unlike=unlike)
+    with pytest.raises(RuntimeError, match="trainer computes in fp32 and the engine in bf16") as e:
+        check_difference("here", 0.21, mixed)
+    assert "something else" not in str(e.value) and "--rollout-dtype" in str(e.value)
+    assert "trainer computes in fp32" in check_difference("here", 0.06, mixed)
+    with pytest.raises(RuntimeError, match="computes something else"):
+        check_difference("here", 0.21, BOUNDS)
+    with pytest.raises(RuntimeError, match="not finite") as e:
+        check_difference("here", math.nan, mixed)
+    assert "fp32" not in str(e.value)
+    assert unlike_precisions(trainer_bf16=True, engine_bf16=True) == ""
 
 
 def test_later_steps_are_compared_with_the_first_five() -> None:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import sys
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.full_disk import largest_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mindspeed_rl.core.files import atomic_path, write_text_atomic
+from mindspeed_rl.launch.bootstrap import World
+from mindspeed_rl.launch.job import Job
 from mindspeed_rl.metrics.jsonl import JsonlWriter, encode_json, read_jsonl
 from mindspeed_rl.metrics.loggers import RunLogger, TensorBoardBackend
 from mindspeed_rl.metrics.progress import RunProgress
@@ -47,6 +51,40 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
         raise KeyError
     assert target.read_text() == "old"
     assert list(tmp_path.iterdir()) == [target]
+
+
+# ---- a full disk
+
+
+def test_records_wait_while_the_disk_is_full_and_lines_stay_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonlWriter(path)
+    writer.append(1, {"a": "x" * 80})
+    size = path.stat().st_size
+    with largest_file(size + 30):  # the second record fits in part
+        for step in (2, 3):
+            writer.append(step, {"a": "y" * 80})
+        assert path.stat().st_size == size and _steps(path) == [1]
+        with pytest.raises(OSError, match=r"metrics\.jsonl"):
+            writer.close()
+    assert len([r for r in caplog.records if "metrics.jsonl" in r.getMessage()]) == 1
+    writer.append(4, {"a": 0})
+    assert _steps(path) == [1, 2, 3, 4]
+    writer.close()
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mindspeed_rl.metrics.jsonl.MOST_WAITING", 2)
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    with largest_file(4):
+        for step in (1, 2):
+            writer.append(step, {})
+        with pytest.raises(OSError, match=r"metrics\.jsonl"):
+            writer.append(3, {})
 
 
 # ---- JSON
@@ -220,20 +258,59 @@ def _run_progress(stream: io.StringIO, is_writer: bool = True) -> str:
     return stream.getvalue()
 
 
-def test_plain_lines_without_a_terminal() -> None:
-    assert _run_progress(io.StringIO()).splitlines() == [
-        "GRPO 4/7 | reward 0.5 | tokens/s 1234 | elapsed 0:00:20 | left 0:00:30",
-        "GRPO 6/7 | reward 0.5 | tokens/s 1234 | elapsed 0:00:40 | left 0:00:10",
-        "GRPO 7/7 | reward 0.5 | tokens/s 1234 | elapsed 0:00:50 | left 0:00:00",
-    ]
+LINES = [
+    "GRPO 4/7 | reward 0.5 | tokens/s 1234 | elapsed 0:00:20 | left 0:00:30",
+    "GRPO 6/7 | reward 0.5 | tokens/s 1234 | elapsed 0:00:40 | left 0:00:10",
+    "GRPO 7/7 | reward 0.5 | tokens/s 1234 | elapsed 0:00:50 | left 0:00:00",
+]
 
 
-def test_bar_on_a_terminal() -> None:
-    last = _run_progress(_Terminal()).rstrip("\n").split("\r")[-1]
+def test_lines_with_the_time_of_day() -> None:
+    lines = _run_progress(io.StringIO()).splitlines()
+    assert [line.split(" ", 1)[1] for line in lines] == LINES
+    assert all(re.fullmatch(r"\d\d:\d\d:\d\d", line.split(" ", 1)[0]) for line in lines)
+
+
+def test_a_terminal_has_a_bar_below_the_lines() -> None:
+    shown = _run_progress(_Terminal())
+    assert all(line + "\n" in shown for line in LINES)
+    last = shown.rstrip("\n").split("\r")[-1]
     assert last.startswith("GRPO: 100%")
-    assert "7/7" in last and "reward 0.5 | tokens/s 1234" in last
+    assert "7/7" in last
+
+
+def test_what_is_printed_elsewhere_does_not_stick_to_the_bar() -> None:
+    stream, out = _Terminal(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)
+        patch.setattr(sys, "stdout", out)
+        progress = RunProgress(7, 2, "GRPO", True, 2)
+        job = Job(*[cast(Any, None)] * 2, World(0, 1, 0, 1), *[cast(Any, None)] * 3, 1)
+        before = len(stream.getvalue())
+        job.log_rank0("evaluation after step 3: 50 %")
+        progress.close()
+    assert out.getvalue() == "evaluation after step 3: 50 %\n"
+    assert stream.getvalue()[before:].startswith("\r"), "the bar is cleared and drawn again"
 
 
 @pytest.mark.parametrize("stream", [_Terminal, io.StringIO])
 def test_no_progress_from_other_ranks(stream: type[io.StringIO]) -> None:
     assert _run_progress(stream(), is_writer=False) == ""
+
+
+def test_curves_that_do_not_fit_on_the_disk_do_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its writer is a thread that ends with the error, which every later call meets."""
+    backend = TensorBoardBackend(tmp_path / "tensorboard")
+    backend.log(1, {"a": 1.0})
+    backend.close()
+    with largest_file(1):
+        for step in (2, 3, 4):
+            backend.log(step, {"a": float(step)})
+            backend.close()
+    backend.log(5, {"a": 5.0})
+    backend.close()
+    found = _tensorboard(tmp_path, "a")  # files of one second have no order among each other
+    assert sorted(step for step, _ in found) == [1, 5]
+    assert len([r for r in caplog.records if "tensorboard" in r.getMessage()]) == 1

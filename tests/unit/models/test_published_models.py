@@ -57,6 +57,10 @@ def _experts(num_layers: int, attention: Attention, moe: MoE) -> tuple[LayerSpec
 
 # family, layers, hidden and intermediate size, vocabulary, epsilon, rope, positions, tied
 SPECS = {
+    "qwen2.5-0.5b": ModelSpec(
+        "qwen2", _dense(24, _GROUPED(14, 2, 64, qkv_bias=True), 4864), 896, 4864, 151936, 1e-6,
+        _PLAIN, 32768, True, eos_token_ids=(151645,),
+    ),
     "qwen2.5-7b": ModelSpec(
         "qwen2", _dense(28, _GROUPED(28, 4, 128, qkv_bias=True), 18944), 3584, 18944, 152064, 1e-6,
         _PLAIN, 131072, False, eos_token_ids=(151643,),

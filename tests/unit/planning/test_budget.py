@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,14 +16,14 @@ from support.tiers import slow_but
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.dry_run import MACHINES
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.memory import LEAVING, MemoryOwner, OffloadMode
+from mindspeed_rl.core.memory import LEAVING, MemoryOwner, MemoryPhase, OffloadMode
 from mindspeed_rl.launch.job import npu_setup_of
 from mindspeed_rl.metrics.metric_set import Max
 from mindspeed_rl.planning.budget import device_bytes, machine_on, usable_bytes
 from mindspeed_rl.planning.findings import find_out
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.report import lines
-from mindspeed_rl.planning.suggestions import plan_of
+from mindspeed_rl.planning.suggestions import plan_of, suggest
 from mindspeed_rl.platforms.base import DeviceMemory
 from mindspeed_rl.platforms.cuda import CudaPlatform
 from mindspeed_rl.rl import build_engine
@@ -89,6 +90,21 @@ def test_the_choices_differ_with_the_device() -> None:
     found = {size: run_on("cuda", size, config)[0].offload for size in (10, 56, 62, 141)}
     assert list(found.values()) == sorted(found.values(), key=list(OffloadMode).index, reverse=True)
     assert set(found.values()) >= {OffloadMode.NONE, OffloadMode.ALL}
+
+
+def test_a_reference_that_computes_during_rollouts_stays_and_its_pass_counts() -> None:
+    flags = ("--rl-dry-run-machine", "h200", "--expert-model-parallel-size", "2")
+    single, tail = (config_of(*flags, "--reference-pass", c) for c in ("single", "tail"))
+    small = [run_on("cuda", 10, config)[0].offload for config in (single, tail)]
+    assert small == [OffloadMode.ALL, OffloadMode.OPTIMIZER]
+    prediction = run_on("cuda", 141, tail)[0]
+    table = prediction.rank_table(0)[MemoryPhase.ROLLOUT]
+    assert table[MemoryOwner.REFERENCE] > 0
+    states = 4 * 2048 * 2048 * 2 // 2  # of one sequence, bf16, which two ranks share
+    assert states < table.pop(MemoryOwner.ACTIVATIONS) < 64 * states
+    assert replace(prediction, config=single).rank_table(0)[MemoryPhase.ROLLOUT] == table
+    found = suggest(run_on("cuda", 10, tail)[0], (0,), GIB)
+    assert "--reference-pass single" in [suggestion.flags for suggestion in found]
 
 
 def test_the_machine_is_that_of_the_platform_the_run_is_on() -> None:

@@ -33,10 +33,16 @@ REFUSED = [
     ("a3", MOE, "--rl-routing-replay rollout --rollout-ep 4", "--rl-routing-replay rollout"),
     ("h200", MOE, "--rl-routing-replay rollout", "--rl-routing-replay rollout"),
     ("h200", DENSE, "--rollout-rebalance all", "--rollout-rebalance all"),
-    ("h200", DENSE, "--rollout-graph-mode full-decode", "--rollout-graph-mode"),
+    ("h200", DENSE, "--rollout-graph-mode piecewise", "--rollout-graph-mode piecewise"),
+    (
+        "h200",
+        MOE,
+        "--rollout-graph-mode full-decode --rollout-tp 2 --rollout-dp 2 --rollout-ep 4",
+        "--rollout-graph-mode full-decode with --rollout-dp 2",
+    ),
     ("cpu", MOE, "--rollout-multistream-moe", "--rollout-multistream-moe"),
     ("h200", MOE, "--rollout-dp-sync packed", "--rollout-dp-sync packed"),
-    ("h200", DENSE, "--vllm-enforce-eager false", "--vllm-enforce-eager false"),
+    ("h200", DENSE, "--vllm-enforce-eager false", "--vllm-enforce-eager: use"),
     ("h200", MOE, "--vllm-moe-backend auto", "--vllm-moe-backend"),
     ("a3", DENSE, "--vllm-enforce-eager true", "--vllm-enforce-eager"),
     (
@@ -66,6 +72,27 @@ REFUSED = [
     ),
     ("h200", DENSE, "--vllm-max-num-batched-tokens 15", "give at least 16"),
     ("h200", DENSE, "--swap-optimizer --use-distributed-optimizer", "--swap-optimizer"),
+    (
+        "a3",
+        MOE,
+        "--rollout-expert-placement trainer --rollout-ep 4",
+        "--rollout-expert-placement trainer",
+    ),
+    (
+        "h200",
+        MOE,
+        "--rollout-expert-placement trainer --rollout-ep 4 "
+        "--vllm-all2all-backend deepep_low_latency",
+        "--vllm-all2all-backend deepep_low_latency",
+    ),
+    ("h200", MOE, "--rollout-expert-placement balanced", "set --rollout-ep"),
+    ("h200", DENSE, "--rollout-expert-placement trainer", "set --rollout-ep"),
+    (
+        "h200",
+        MOE,
+        "--rollout-expert-placement trainer --rollout-ep 4 --reshard-path stream",
+        "--reshard-path",
+    ),
 ]
 
 

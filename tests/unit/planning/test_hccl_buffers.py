@@ -105,7 +105,7 @@ def test_a_start_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     # There is no checkpoint, only its config.json.
     monkeypatch.setattr(job, "check_model_flags", lambda *_, **__: None)
     monkeypatch.setattr(bootstrap, "prepare_environment", prepare)
-    monkeypatch.setattr(job.machine, "check_machine", lambda *_: None)
+    monkeypatch.setattr(job.machine, "check_machine", lambda *_, **__: None)
     monkeypatch.setattr(job, "bind_cores", lambda choice, *_: [f"cores: {choice}"])
     checked = job.plan_run(parsed("--npu-deterministic"), plan_of, WORLD)
     notes = job.prepare_rank(checked)

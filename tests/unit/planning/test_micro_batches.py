@@ -67,6 +67,29 @@ def test_a_dry_run_packs_as_the_run() -> None:
     assert padded.num_micro_batches == 256 and padded.real_share < 0.4
 
 
+def test_a_mean_of_responses_comes_with_a_third_of_the_longest_prompt() -> None:
+    config = config_of("--rl-dry-run-mean-response-length 150")
+    found = find_out(config, 8)
+    mean = 150 + config.prompts.max_prompt_length / 3
+    assert found.packing.mean_length == pytest.approx(mean, rel=0.02)
+    assert not any("gives yours" in line for line in lines(found))
+    assert any(
+        "third of the longest; --rl-dry-run-mean" in s for s in lines(find_out(config_of(""), 8))
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--rl-dry-run-mean-response-length 100000", "responses have at most"),
+        ("--rl-dry-run-mean-response-length 9 --rl-dry-run-mean-length 9", "give one of them"),
+    ],
+)
+def test_a_wrong_mean_of_responses_is_refused(flags: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        find_out(config_of(flags), 8)
+
+
 def test_a_mean_above_the_longest_is_refused() -> None:
     with pytest.raises(ValueError, match=r"--rl-dry-run-mean-length 1000: .* 999 tokens"):
         find_out(config_of("--rl-dry-run-mean-length 1000"), 8)

@@ -70,6 +70,14 @@ def test_responses_that_wait_for_a_place_in_the_engine_have_its_time() -> None:
     assert phase_limits(*run_of(turns), "npu").of("generate") == pytest.approx(1800 + 15 * 4000)
 
 
+def test_agents_have_their_time_limit_as_often_as_they_take_turns() -> None:
+    """Eight engines with 40 samples: 5 each, of which 2 agents run at once."""
+    flags = """--grpo-prompts-per-step 20 --grpo-group-size 2 --rollout-tp 1
+        --rollout-max-response-length 20 --rl-agent a.py:f --rl-agent-workers 2
+        --rl-agent-threads 1 --rl-agent-time-limit-s 70000"""
+    assert phase_limits(*run_of(flags), "npu").of("generate") == pytest.approx(1800 + 3 * 70000)
+
+
 def test_after_the_first_steps_a_phase_may_take_ten_times_the_longest() -> None:
     """A hang is not waited for as long as samples of the greatest length would take."""
     limits = phase_limits(*run_of(""), "npu")

@@ -111,21 +111,24 @@ def test_graphs_are_those_of_the_flags(flags: str, count: int) -> None:
     assert table[MemoryPhase.ROLLOUT].get(MemoryOwner.GRAPHS, 0) == count * (128 << 20)
 
 
-def test_a_save_gathers_the_optimizer_beside_the_gradients() -> None:
-    """The reference comes back only where it changes, and so is saved; nothing without --save."""
+def test_a_save_takes_what_it_copies() -> None:
+    """Of the host; the device has the models that are written, and needs nothing else."""
 
-    def tables(*flags: str) -> dict[MemoryPhase, dict[MemoryOwner, int]]:
-        return prediction_of(*RECOMPUTE, *flags, offload=OffloadMode.ALL).rank_table(RANK)
+    def prediction(*flags: str, machine: str = "h200") -> MemoryPrediction:
+        return prediction_of(*RECOMPUTE, *flags, machine=machine, offload=OffloadMode.ALL)
 
-    assert MemoryPhase.SAVE not in tables()
-    saved, updated = tables("--save", "DIR"), tables("--save", "DIR", "--ref-update-interval", "5")
-    assert saved[MemoryPhase.SAVE].keys() == {
-        *saved[MemoryPhase.TRAIN_IDLE],
-        MemoryOwner.SAVE_STAGING,
-    }
-    assert MemoryOwner.GRAD_BUFFERS in saved[MemoryPhase.SAVE]
-    assert updated[MemoryPhase.SAVE].keys() - saved[MemoryPhase.SAVE].keys() == {
+    assert MemoryPhase.SAVE not in prediction().rank_table(RANK)
+    saved = prediction("--save", "DIR")
+    updated = prediction("--save", "DIR", "--ref-update-interval", "5")
+    of_save, idle = (saved.rank_table(RANK)[p] for p in (MemoryPhase.SAVE, MemoryPhase.TRAIN_IDLE))
+    assert of_save == idle and MemoryOwner.GRAD_BUFFERS in of_save
+    assert updated.rank_table(RANK)[MemoryPhase.SAVE].keys() - of_save.keys() == {
         MemoryOwner.REFERENCE
     }
-    alone = tables("--save", "DIR", "--no-save-optim")
-    assert MemoryOwner.SAVE_STAGING not in alone[MemoryPhase.SAVE]
+    whole = prediction("--save", "DIR", "--async-save").save_host_bytes(RANK)
+    weights = prediction("--save", "DIR", "--async-save", "--no-save-optim").save_host_bytes(RANK)
+    assert weights < whole == pytest.approx(7 * weights, rel=1e-3)
+    assert 0 < saved.save_host_bytes(RANK) < whole
+    on_host = prediction("--save", "DIR", "--async-save", machine="cpu")
+    table = on_host.rank_table(RANK)[MemoryPhase.SAVE]
+    assert table[MemoryOwner.SAVE_STAGING] == on_host.save_host_bytes(RANK) == whole

@@ -20,7 +20,7 @@ from mindspeed_rl.engines.vllm.layout import VllmLayout
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.planning.activations import TrainingMemory, Workload, chunks_in_flight
 from mindspeed_rl.planning.engine_memory import EngineMemory
-from mindspeed_rl.planning.model_state import model_state, save_staging
+from mindspeed_rl.planning.model_state import model_state, save_host_bytes
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.suggestions import plan_of
 from mindspeed_rl.rl.build_models import batch_rules
@@ -102,26 +102,20 @@ def test_buffers_of_the_distributed_optimizer_by_hand(dp: int) -> None:
     assert state.optimizer == sum(_ALL) // dp * 12
 
 
-@pytest.mark.parametrize("dp", [1, 4])
-def test_what_a_save_gathers_by_hand(dp: int) -> None:
-    """In fp32: the bucket and a share of it; three shares, the bucket twice, all three wholes."""
-    aligned = sum(-(-size // 64) * 64 for size in _ALL)
-    bucket = -(-aligned // 128) * 128
-    found = save_staging(tiny(world=dp), 0, buckets=False)
-    assert found.device == 4 * (bucket + bucket // dp)
-    assert found.host == 4 * (3 * bucket // dp + 2 * bucket + 3 * sum(_ALL))
-    assert save_staging(tiny(world=dp), 0, buckets=True) == found, "smaller than a bucket"
+@pytest.mark.parametrize(("bf16", "item"), [(True, 2), (False, 4)])
+def test_what_a_save_takes_of_the_host_by_hand(bf16: bool, item: int) -> None:
+    """In the background the share of weights and states; else two tensors at a time."""
 
+    def taken(dp: int, **flags: bool) -> int:
+        settings = {"with_optimizer": True, "in_background": False, "on_host": False} | flags
+        return save_host_bytes(tiny(world=dp), 0, bf16=bf16, **settings)
 
-def test_buckets_bound_what_a_save_gathers_on_the_device() -> None:
-    """7.6e9 weights over 8 ranks: a bucket of 40e6 elements, and at most an embedding more."""
-    parallel = ParallelLayout.build(world=8, stages=even_stages(28, 1))
-    layout = MegatronLayout(spec_of("qwen2.5-7b"), parallel)
-    whole, cut = (save_staging(layout, 0, buckets=buckets) for buckets in (False, True))
-    assert whole.device == pytest.approx(4 * 7.6e9 * (1 + 1 / 8), rel=0.01)
-    embedding = -(-152_064 // 128) * 128 * 3584
-    assert cut.device == pytest.approx(4 * (40e6 + embedding) * (1 + 1 / 8), rel=1e-6)
-    assert cut.host < whole.host and cut.host > 4 * 3 * 7.6e9
+    share = sum(_ALL) / 4
+    assert taken(4, in_background=True) == pytest.approx(share * (item + 12), abs=16)
+    assert taken(4, in_background=True, with_optimizer=False) == pytest.approx(share * item, abs=4)
+    assert taken(1, in_background=True) == sum(_ALL) * (item + 12)
+    assert taken(1) == 2 * max(_ALL) * 4
+    assert taken(1, on_host=True) == 2 * max(_ALL) * 4 + sum(_ALL) * item
 
 
 def workload(*flags: str) -> Workload:

@@ -6,30 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.checked_runs import CLASSIFIER, configured, write_model
+from support.checked_runs import CLASSIFIER, plan_of_models
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner, MemoryPhase, OffloadMode
 from mindspeed_rl.planning.prediction import MemoryPrediction
-from mindspeed_rl.planning.run_plan import RLPlan, plan_rl
+from mindspeed_rl.planning.run_plan import RLPlan
 
 GAE = "--rl-advantage-estimator gae"
 
 
 def plan_of(folder: Path, flags: str, **changes: dict[str, Any]) -> tuple[RLRunConfig, RLPlan]:
-    """A run of 4 ranks; ``DIR/NAME`` in the flags is a model whose configuration is changed so."""
-    models = {"policy": {"tie_word_embeddings": True}, "scorer": CLASSIFIER, **changes}
-    for name, changed in models.items():
-        write_model(folder / name, **changed)
-    (folder / "rl.jsonl").touch()
-    words = (
-        f"--hf-checkpoint {folder}/policy --prompt-data {folder}/rl.jsonl --train-iters 4 "
-        "--max-prompt-length 16 --rollout-max-response-length 16 --platform cpu "
-        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --rollout-tp 2 "
-        f"--output-dir {folder}/out "
+    """A run with these models, or others in place of some."""
+    return plan_of_models(
+        folder, flags, {"policy": {"tie_word_embeddings": True}, "scorer": CLASSIFIER} | changes
     )
-    config = configured(RLRunConfig, words + flags.replace("DIR", str(folder)))
-    return config, plan_rl(config, 4)
 
 
 def test_a_critic_has_the_layout_of_the_policy_and_one_output(tmp_path: Path) -> None:

@@ -24,6 +24,19 @@ def test_it_is_bash(block: Block) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_chinese_pages_have_the_commands_of_the_english_ones() -> None:
+    """Every block of a Chinese page is one of its English page, comments aside; both are linked."""
+    chinese = [path for path in PAGES if path.stem.endswith("_zh")]
+    assert len(chinese) > 6
+    for path in chinese:
+        english = f"{path.stem.removesuffix('_zh')}.md"
+        known = {block.words for block in ALL if block.page in (english, "first_run.md")}
+        for block in ALL:
+            assert block.page != path.name or block.words in known, block.name
+        assert f"[English]({english})" in path.read_text(encoding="utf-8")
+        assert f"[中文]({path.name})" in (path.parent / english).read_text(encoding="utf-8")
+
+
 def test_data_and_python_in_pages_can_be_read() -> None:
     """Rows of data are JSON, one a line; Python compiles."""
     for path in PAGES:

@@ -43,9 +43,9 @@ def parameters(blocks: Iterable[Block]) -> list[Any]:
     ]
 
 
-def executed() -> list[Any]:
-    """Blocks that run as they stand, each text once; the README's before those of other pages."""
-    seen = {block.words: block for block in reversed(ALL) if block.run is Run.AS_IT_STANDS}
+def once(how: Run) -> list[Any]:
+    """Blocks that run like this, each text once; the README's before those of other pages."""
+    seen = {block.words: block for block in reversed(ALL) if block.run is how}
     return parameters(sorted(seen.values(), key=lambda block: block.name))
 
 
@@ -92,7 +92,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("block", executed())
+@pytest.mark.parametrize("block", once(Run.AS_IT_STANDS))
 def test_blocks_that_are_marked_run(
     block: Block,
     reader: dict[str, str],
@@ -113,16 +113,18 @@ def test_blocks_that_are_marked_run(
 def write_readers_things(block: Block, data: Path, folder: Path) -> None:
     """Under the names of the pages: configs of published models, weights where some are read."""
     write_checkout(data, folder)
-    configs = {"Qwen2.5-7B-Instruct": "qwen2.5-7b", "Qwen3-30B-A3B": "qwen3-30b-a3b",
+    configs = {"Qwen2.5-7B-Instruct": "qwen2.5-7b", "Qwen2.5-Math-7B-Instruct": "qwen2.5-7b",
+               "Qwen2.5-Coder-7B-Instruct": "qwen2.5-7b", "Qwen3-30B-A3B": "qwen3-30b-a3b",
                "Qwen3-235B-A22B": "qwen3-235b-a22b", "DeepSeek-R1-bf16": "deepseek-v3"}  # fmt: skip
     for name, config in configs.items():
         if "convert" not in block.text and "--doctor" not in block.text:  # not yet downloaded
             (folder / "models" / name).mkdir(parents=True)
             shutil.copy(PUBLISHED[config], folder / "models" / name / "config.json")
     (folder / "my").mkdir()
-    for name, text in python_files("extending.md").items():
-        if name.startswith("my/"):
-            (folder / name).write_text(text)
+    for page in ("extending.md", "agents.md"):
+        for name, text in python_files(page).items():
+            if name.startswith("my/"):
+                (folder / name).write_text(text)
     if "DeepSeek-R1" in block.text and "convert" in block.text:
         quantise(write_model("deepseek", folder / "bf16"), folder / "DeepSeek-R1")
         (folder / "models").mkdir()
@@ -133,7 +135,7 @@ def write_readers_things(block: Block, data: Path, folder: Path) -> None:
                  ["--ckpt-format", "torch_dist"])  # fmt: skip
 
 
-@pytest.mark.parametrize("block", parameters(b for b in ALL if b.run is Run.FILLED_IN))
+@pytest.mark.parametrize("block", once(Run.FILLED_IN))
 def test_all_other_blocks_run_with_what_is_the_readers_filled_in(
     block: Block,
     data: Path,

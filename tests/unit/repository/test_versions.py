@@ -21,6 +21,8 @@ CORE = ["datasets==5.2.0", "math-verify==0.9.0"]
 ASKED = {
     "cpu": ["megatron-core==0.16.1", *CORE],
     "cuda": ["megatron-core==0.16.1", "vllm==0.32.0", *CORE],
+    "cuda-torch211": ["megatron-core==0.16.1", "vllm==0.23.0", *CORE],
+    "cuda-trainer": ["megatron-core==0.16.1", *CORE],
     "npu": ["torch==2.10.0", "torch_npu==2.10.0.post4", "megatron-core==0.16.1",
             "vllm-ascend==0.23.0", "transformers==5.5.4", *CORE],
     "npu, later build": ["torch==2.10.0", "torch_npu==2.10.0.post4", "vllm-ascend==0.23.0.post1"],

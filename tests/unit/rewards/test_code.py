@@ -10,9 +10,10 @@ import psutil
 import pytest
 from support.rewards_support import children, make_pool, settings, wait_for
 
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.rewards import RewardRequest, WeightedReward
 from mindspeed_rl.rewards.builtin.code import CodeReward, extract_program, parse_tests
-from mindspeed_rl.rewards.sandbox import Restrictions, SandboxError, SandboxLimits, run_python
+from mindspeed_rl.rewards.sandbox import Restrictions
 from mindspeed_rl.rewards.scoring import score_sample
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
@@ -23,8 +24,13 @@ def code() -> CodeReward:
     return code_reward(time_limit_s=2.0, memory_gb=0.25, processes=8)
 
 
-def code_reward(**flags: Any) -> CodeReward:
-    return CodeReward(settings("code", **{f"code_{k}": v for k, v in flags.items()}).flags)
+ALL_OPEN = ("network", "files", "processes")
+
+
+def code_reward(allow_open: tuple[str, ...] = ALL_OPEN, **flags: Any) -> CodeReward:
+    """The reward, on a machine that may close nothing."""
+    named = {f"code_{k}": v for k, v in (flags | {"allow_open": allow_open}).items()}
+    return CodeReward(settings("code", **named).flags)
 
 
 def passes(code: CodeReward, program: str, tests: object = ("assert f() == 1",)) -> float:
@@ -84,7 +90,7 @@ def test_limits_hold_and_cost_the_test_only(code: CodeReward, program: str) -> N
 
 def test_what_a_program_starts_ends_with_it(code: CodeReward) -> None:
     """Also when it leaves its session; needs a process namespace."""
-    if "THE NETWORK IS OPEN" in code.notice or "no TCP" in code.notice:
+    if "no processes of its own" in code.notice:
         pytest.skip(f"namespaces are forbidden here: {code.notice}")
     program = (
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.execv('/bin/sleep', "
@@ -104,7 +110,7 @@ def test_what_is_said_to_be_closed_is_closed(code: CodeReward, tmp_path: Path) -
     attacks = {
         "no network": "import socket\n"
         "s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.connect(('192.0.2.1', 9))",
-        "files outside its folder are closed": f"open({str(secret)!r}).read()",
+        "files outside its folder closed": f"open({str(secret)!r}).read()",
     }
     for said, attack in attacks.items():
         assert passes(code, f"{attack}\ndef f(): return 1") == float(said not in code.notice)
@@ -115,27 +121,17 @@ def test_what_is_said_to_be_closed_is_closed(code: CodeReward, tmp_path: Path) -
     assert passes(code, f"{bomb}def f(): return 1") == float(not limited)
 
 
-def test_where_namespaces_are_forbidden_tcp_is_denied_instead(code: CodeReward) -> None:
-    """Landlock from ABI 4 on; elsewhere the notice says that the network is open."""
-    limits = SandboxLimits(5.0, 256 << 20, 8, 1 << 20)
-    restrictions = Restrictions(counted=False, namespaces=False, files=True, deny_tcp=True)
-    try:
-        plain = run_python(["-c", "print(1)"], "", {}, limits, restrictions)
-    except SandboxError as error:
-        pytest.skip(f"no landlock with TCP here: {error}")
-    assert (plain.exit_code, plain.stdout) == (0, "1\n")
-    attack = "import socket; socket.create_connection(('127.0.0.1', 9), 1)"
-    ended = run_python(["-c", attack], "", {}, limits, restrictions)
-    assert ended.exit_code == 1 and "PermissionError" in ended.stderr
-    assert "no TCP, but other protocols are open" in restrictions.describe()
-
-
-def test_isolation_can_be_required(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = Restrictions(counted=False, namespaces=False, files=False, deny_tcp=False)
+def test_what_stays_open_needs_consent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that closes nothing is refused, and says what a program could reach."""
+    nothing = Restrictions(counted=False, namespaces=False, files=False, calls=False)
     monkeypatch.setattr("mindspeed_rl.rewards.sandbox.probe", lambda limits: nothing)
-    with pytest.raises(ValueError, match="--reward-code-network require"):
-        code_reward(network="require")
-    assert "THE NETWORK IS OPEN" in code_reward().notice
+    wanted = "--reward-code-allow-open network files processes"
+    with pytest.raises(UsageError, match=f"every file of this user.*{wanted}"):
+        code_reward(allow_open=())
+    with pytest.raises(UsageError, match=f"files: every file.*{wanted}"):
+        code_reward(allow_open=("network", "processes"))
+    notice = code_reward().notice
+    assert "THE NETWORK IS OPEN; FILES ARE OPEN; PROCESSES ARE OPEN" in notice
 
 
 def test_bad_tests_and_a_broken_sandbox_are_errors_and_no_zero(
@@ -163,7 +159,7 @@ def test_programs_and_tests_are_read() -> None:
 
 
 def test_the_pool_reports_the_notice() -> None:
-    with make_pool("code") as pool:
+    with make_pool("code", code_allow_open=ALL_OPEN) as pool:
         assert pool.notices[0].startswith("reward 'code': programs run with ")
         sample = RewardRequest(0, "", "def f(): return 1", "", "stop", 1, {"tests": "assert f()"})
         assert [r.reward for r in pool.score([sample])] == [1.0]

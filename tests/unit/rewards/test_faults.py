@@ -26,6 +26,7 @@ from support.rewards_support import (
 
 from mindspeed_rl.core.cores import bind_process, release_process
 from mindspeed_rl.rewards import RewardRequest
+from mindspeed_rl.rewards.types import RewardError, RewardResult, RewardStatus
 from mindspeed_rl.rewards.worker_process import worker_environment
 
 
@@ -158,6 +159,30 @@ def test_a_dead_worker_costs_the_sample_that_killed_it(function: str, code: int)
             assert len(set(worker_pids(pool))) == 2 and all(map(is_running, worker_pids(pool)))
 
 
+KILLED = """
+import os, signal
+from pathlib import Path
+
+def score(request):
+    note = Path({note!r} + request.response)
+    if request.response == "always" or (request.response == "once" and not note.exists()):
+        note.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+"""
+
+
+def test_a_sample_whose_worker_was_killed_is_scored_once_more(tmp_path: Path) -> None:
+    """As by an operator, or the kernel for want of memory; a second time costs the sample."""
+    file = tmp_path / "killed.py"
+    file.write_text(KILLED.format(note=str(tmp_path / "note-")))
+    responses = ["good", "once", "good", "always", "good"]
+    with make_pool(f"{file}:score", max_error_rate=1.0) as pool:
+        results = pool.score(make_requests(*responses))
+    assert [r.reward for r in results] == [1.0, 1.0, 1.0, None, 1.0]
+    assert "exit code -9" in results[3].detail and results[3].status == "error"
+
+
 def test_workers_killed_at_rest_cost_no_sample() -> None:
     with make_pool(":length", workers=2) as pool:
         before = worker_pids(pool)
@@ -187,7 +212,7 @@ def test_timeouts_leak_nothing() -> None:
     A leak is a slope: the second half of the timeouts must not add to what the first half left.
     """
     this, children_before = psutil.Process(), children()
-    with make_pool(":hangs_on_bad", workers=4, timeout_s=0.02) as pool:
+    with make_pool(":hangs_on_bad", workers=4, timeout_s=0.02, max_timeout_rate=1.0) as pool:
         pool.score(make_requests("bad", "bad"))
         fds_before, used = this.num_fds(), []
         for _ in range(4):
@@ -198,6 +223,22 @@ def test_timeouts_leak_nothing() -> None:
         assert this.num_fds() == fds_before
         assert children() - children_before == set(worker_pids(pool))
         assert len(worker_pids(pool)) == 4
+
+
+def test_too_many_timeouts_end_the_run_with_their_flags() -> None:
+    """Judged over twenty samples or more, so that a few slow ones of a small batch end nothing."""
+
+    def results(first: int, *statuses: RewardStatus) -> list[RewardResult]:
+        return [RewardResult(first + i, 0.0, {}, s, "slow") for i, s in enumerate(statuses)]
+
+    with make_pool("format", max_timeout_rate=0.25) as pool:
+        pool.check_error_rate(results(0, *["timeout"] * 5))  # a quarter of twenty
+        pool.check_error_rate(results(5, *["ok"] * 15))
+        pool.check_error_rate(results(20, *["timeout"] * 10, *["ok"] * 30))
+        with pytest.raises(RewardError, match=r"--reward-max-timeout-rate 0\.25") as error:
+            pool.check_error_rate(results(60, *["ok"] * 4, *["timeout"] * 6))
+        assert "6 of 10" in str(error.value) and "sample 64:\nslow" in str(error.value)
+        assert "--reward-timeout-s" in str(error.value)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")

@@ -396,9 +396,9 @@ def test_what_a_function_raises_is_an_error_with_its_traceback(error: BaseExcept
 def test_a_flag_belongs_to_the_reward_with_the_longest_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(BUILT_IN_REWARDS, "code_network", "A reward that begins like another.")
-    assert [field.name for field in fields_of("code_network")] == []
+    monkeypatch.setitem(BUILT_IN_REWARDS, "code_allow_open", "A reward that begins like another.")
+    assert [field.name for field in fields_of("code_allow_open")] == []
     monkeypatch.setitem(BUILT_IN_REWARDS, "code_time", "A reward that begins like another.")
     assert [field.name for field in fields_of("code_time")] == ["reward_code_time_limit_s"]
     of_code = {field.name for field in fields_of("code")}
-    assert "reward_code_network" in of_code and "reward_code_time_limit_s" not in of_code
+    assert "reward_code_allow_open" in of_code and "reward_code_time_limit_s" not in of_code

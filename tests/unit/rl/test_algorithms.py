@@ -51,7 +51,8 @@ def expected(name: str) -> list[float]:
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_every_estimator_reaches_its_tokens(tmp_path: Path, name: str, per_update: int) -> None:
     """Statistics are of the whole step, however many optimizer steps it has."""
-    flags = f"--rl-advantage-estimator {name} --global-batch-size {per_update}"
+    teacher = f" --teacher-hf-checkpoint {tmp_path}" if name == "none" else ""
+    flags = f"--rl-advantage-estimator {name} --global-batch-size {per_update}{teacher}"
     run = make_run(tmp_path, flags, REWARDS)
     assert by_sample(run.batches(), "advantages") == same_in_each(expected(name))
     asked = run.engine.asked

@@ -16,6 +16,7 @@ import torch
 from support.rl_run import NUM_PROMPTS, PROMPTS, Characters, make_run
 from support.table_engine import TableEngine
 
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.rl import build, build_models
 from mindspeed_rl.rl.components import Components, RunState
 
@@ -58,7 +59,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     """Stand-ins for what a run is built of."""
     found = Engines()
     monkeypatch.setattr(build_models, "TrainEngine", found)
-    for name in ("kept_mtp", "load_weights", "load_value_model"):
+    for name in ("check_shapes", "kept_mtp", "load_weights", "load_value_model"):
         monkeypatch.setattr(build_models, name, nothing)
     for name in REPLACED:
         monkeypatch.setattr(build, name, nothing)
@@ -147,6 +148,31 @@ def test_the_data_is_checked_once_per_node(
     job = make_run(tmp_path, FLAGS).parts.job
     build.build_components(replace(job, world=replace(job.world, local_rank=local_rank)))
     assert checked == ([PROMPTS] if local_rank == 0 else [])
+
+
+@pytest.mark.parametrize(
+    ("epochs", "prompts", "steps"), [(1.0, 64, 4), (2.5, 64, 10), (1.0, 65, 5), (0.01, 64, 1)]
+)
+def test_epochs_are_counted_in_steps(
+    tmp_path: Path, epochs: float, prompts: int, steps: int
+) -> None:
+    """The steps are those of the whole run: of its schedule, its saves and its checks."""
+    job = make_run(tmp_path, FLAGS).parts.job
+    config = job.config
+    config = replace(
+        config,
+        rl=replace(config.rl, grpo_prompts_per_step=16),
+        train=replace(config.train, train_iters=0),
+        prompts=replace(config.prompts, epochs=epochs),
+        critic=replace(config.critic, critic_warmup_steps=0),
+    )
+    counted = build.with_counted_steps(replace(job, config=config), prompts).config
+    assert counted.train.train_iters == steps
+    late = replace(config, critic=replace(config.critic, critic_warmup_steps=steps))
+    with pytest.raises(UsageError, match=f"--critic-warmup-steps {steps}: the run has .* {steps}"):
+        build.with_counted_steps(replace(job, config=late), prompts)
+    given = replace(job, config=replace(late, prompts=replace(late.prompts, epochs=0.0)))
+    assert build.with_counted_steps(given, prompts) is given
 
 
 def test_ranks_with_other_prompts_are_refused() -> None:

@@ -76,6 +76,8 @@ def test_several_data_sets_and_their_weights_reach_the_run(base_model: Path) -> 
         assert [prompt.text for prompt in held_out[""]] == ["5", "6"]
         with pytest.raises(UsageError, match=r"--eval-prompt-data .* 2 of 2 prompts"):
             check_data(config, PromptData(tokenizer, prompts, held_out))
+        allowed = parse(RLRunConfig, [*argv, "--eval-may-overlap", "--prompt-data", *given], "test")
+        check_data(allowed.config, PromptData(tokenizer, prompts, held_out))
 
 
 def test_rewards_that_a_row_names_must_be_those_of_the_run(base_model: Path) -> None:

@@ -16,13 +16,15 @@ from hypothesis import strategies as st
 from support.rl_run import TableRewards, TableRun, make_run, response, value
 from support.table_engine import response_of
 
+from mindspeed_rl.checkpoint.record_tensors import separated, with_tensors, write_tensors
 from mindspeed_rl.metrics.metric_set import Mean
 from mindspeed_rl.rl.advantages import shaped_rewards
 from mindspeed_rl.rl.dynamic_sampling import FilledStep, Group, fill_step
-from mindspeed_rl.rl.report import sample_metrics
-from mindspeed_rl.rl.resume import carryover_state, restore_carryover, restored_carryover
+from mindspeed_rl.rl.resume import restore_carryover
 from mindspeed_rl.samples.columns import response_columns
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
+from mindspeed_rl.samples.sample_metrics import sample_metrics
+from mindspeed_rl.samples.saved_responses import carryover_state, restored_carryover
 from mindspeed_rl.samples.store import ResponseTensors
 
 FILTER = "--grpo-filter-groups-with-same-reward"
@@ -109,17 +111,46 @@ def test_nothing_is_lost_or_doubled(
         assert len(result.groups) == num_groups
 
 
-def test_the_surplus_survives_a_checkpoint() -> None:
-    """Through JSON, bit by bit, an abstention included."""
+def through_checkpoint(state: Any, folder: Path) -> Any:
+    """The state as a checkpoint gives it back."""
+    plain, tensors = separated(state)
+    write_tensors(folder, tensors)
+    return with_tensors(folder, json.loads(json.dumps(plain)))
+
+
+def test_the_surplus_survives_a_checkpoint(tmp_path: Path) -> None:
+    """Through the record and its file of tensors, bit by bit, an abstention included."""
     groups = [group_of(7, (0.1, NAN))]
     ids = (4, 1)
     given = [response(ids, [-1.5, -0.1 * i]) for i in range(2)]
-    text = json.dumps(carryover_state(groups, given))
-    ((first, second),), found = restored_carryover(json.loads(text), 8, COLUMNS, num_groups=2)
+    state = through_checkpoint(carryover_state(groups, given), tmp_path)
+    ((first, second),), found = restored_carryover(state, 8, COLUMNS, num_groups=2)
     assert_equal(found, given)
     assert replace(first, key=SampleKey(2, 0)) == groups[0][0]
     assert (first.key, second.key) == (SampleKey(8, 0), SampleKey(8, 1))
     assert math.isnan(second.reward) and (first.group, second.group) == (0, 1)
+
+
+def test_an_older_checkpoint_has_the_tokens_as_numbers() -> None:
+    given = [response((4, 1), (-1.5, -0.25)), response((7,), (-0.1,))]
+    samples = [replace(group_of(7, (0.5,))[0], sample_id=i) for i in range(2)]
+    state = carryover_state([samples], given)
+    groups = [
+        [
+            {**fields, "columns": {n: v.tolist() for n, v in given[i].items()}}
+            for i, fields in enumerate(group)
+        ]
+        for group in state["samples"]
+    ]
+    for fields in groups[0]:
+        del fields["num_tokens"]
+    new, old = (
+        restored_carryover(s, 8, COLUMNS, 2) for s in (state, json.loads(json.dumps(groups)))
+    )
+    assert new[0] == old[0] and [s.num_tokens for s in old[0][0]] == [2, 1]
+    assert_equal(new[1], given)
+    assert_equal(old[1], given)
+    assert restored_carryover([], 8, COLUMNS, 2) == ([], [])
 
 
 @pytest.mark.parametrize(("engines", "held"), [(3, [2, 0, 2]), (2, [0, 1, 0])])
@@ -127,7 +158,7 @@ def test_engines_of_the_same_number_hold_what_they_held(engines: int, held: list
     """Placement prefers the holder, so a resumed run would else train on other ranks."""
     group = [replace(group_of(7, (0.5,))[0], sample_id=i, group=g) for i, g in enumerate((2, 0, 2))]
     given = [response((4,), (-1.5,))] * 3
-    state = json.loads(json.dumps(carryover_state([group], given)))
+    state = carryover_state([group], given)
     ((*restored,),), _ = restored_carryover(state, 8, COLUMNS, engines, saved_groups=3)
     assert [s.group for s in restored] == held
 
@@ -139,7 +170,7 @@ def test_a_resumed_run_keeps_the_surplus_that_it_has_a_share_in(tmp_path: Path) 
     run.generate()
     kept = [s for group in run.state.carried_groups for s in group]
     before = run.said(kept)
-    state = json.loads(json.dumps(carryover_state(run.state.carried_groups, before)))
+    state = through_checkpoint(carryover_state(run.state.carried_groups, before), tmp_path)
     again = make_run(tmp_path, f"{FILTER} --rl-resample-factor 2 --old-logprob rollout")
     extra = {"carryover": state, "num_groups": 1, "num_partial": 0}
     again.state.step = 1

@@ -166,5 +166,6 @@ def test_requests_that_may_move_are_expected_to_end_at_their_cap(tmp_path: Path)
     history.observe({0: [2], 1: [8]})
     prompts = [run.parts.data.train[i] for i in (0, 1)]
     for limits, wanted in (((), 8), ((8, 6), 6)):
-        found = assignment.rebalancer(prompts, settings, history, limits=limits)
+        expected = assignment.expected_lengths(prompts, settings, history, limits=limits)
+        found = assignment.rebalancer(expected)
         assert found is not None and found.expected(1, 5) == pytest.approx(wanted)

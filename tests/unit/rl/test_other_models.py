@@ -14,10 +14,10 @@ from support.rl_run import TableRun, TableScorer, make_run
 from support.table_engine import VOCAB, first_table, response_of
 
 from mindspeed_rl.core.memory import MemoryOwner
-from mindspeed_rl.rl.report import sample_metrics
 from mindspeed_rl.rl.reward_model import add_model_scores
 from mindspeed_rl.rl.rollouts import RolloutBatch
 from mindspeed_rl.rl.update import refresh_reference
+from mindspeed_rl.samples.sample_metrics import sample_metrics
 
 REWARDS: dict[int, float | None] = {0: 1.0, 1: 0.0, 2: None, 3: 1.0, 4: 0.5, 5: 0.0}
 TABLE = torch.linspace(-1.0, 2.0, VOCAB)

@@ -14,15 +14,17 @@ import torch
 from support.rl_run import TableRewards, TableRun, make_run, response, value
 from support.table_engine import STOP, TableEngine
 
-from mindspeed_rl.checkpoint.resume import CheckpointRecord, begin, commit, read_record
+from mindspeed_rl.checkpoint.record_tensors import FILE, separated, with_tensors, write_tensors
+from mindspeed_rl.checkpoint.resume import CheckpointRecord, begin, commit, marks_of, read_record
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.metrics.metric_set import MetricSet
 from mindspeed_rl.rl.logprobs import check_on_policy
-from mindspeed_rl.rl.resume import carryover_state, restore_carryover, restored_carryover
+from mindspeed_rl.rl.resume import restore_carryover
 from mindspeed_rl.rl.rollouts import RolloutBatch, generate_rollouts
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
 from mindspeed_rl.samples.columns import experts_column, response_columns
 from mindspeed_rl.samples.rollout_info import RolloutInfo
+from mindspeed_rl.samples.saved_responses import carryover_state, restored_carryover
 
 TOKENS = 3
 LIMIT = 8  # of a response, in make_run
@@ -210,9 +212,13 @@ def test_a_checkpoint_takes_the_open_responses_along(tmp_path: Path) -> None:
         "num_groups": 1,
         "num_partial": len(first.state.partial_groups),
     }
-    begin(tmp_path, 2, needed_bytes=0)
-    record = CheckpointRecord(2, 2, {}, {}, "AdamW", has_rng=True, extra=saved)
-    extra = read_record(commit(tmp_path, record)).extra
+    partial = begin(tmp_path, 2, needed_bytes=0)
+    plain, tensors = separated(saved)
+    write_tensors(partial, tensors)
+    record = CheckpointRecord(2, 2, {}, {}, "AdamW", has_rng=True, extra=plain)
+    path = commit(tmp_path, record)
+    assert marks_of(path)[FILE].xxh3, "the tokens have a checksum like all files"
+    extra = with_tensors(path, read_record(path).extra)
     again.state.sampler.load_state_dict(first.state.sampler.state_dict())
     again.state.version = first.state.version
     with torch.no_grad():

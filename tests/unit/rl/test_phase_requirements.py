@@ -43,6 +43,7 @@ def test_evaluation_is_refused_while_the_trainer_has_the_device(tmp_path: Path) 
 def test_an_update_waits_for_its_optimizer_state() -> None:
     """The switch lets it come beside the first passes."""
     arrived: list[bool] = []
+    updated: list[bool] = []
 
     def step() -> tuple[bool, float, None]:
         assert arrived, "the state is still on its way"
@@ -52,6 +53,8 @@ def test_an_update_waits_for_its_optimizer_state() -> None:
         platform=SimpleNamespace(wait_for_copies=lambda: arrived.append(True)),
         schedule=SimpleNamespace(advance=lambda: 1e-3, num_updates=1),
         optimizer=SimpleNamespace(param_groups=[{}], step=step),
+        observer=SimpleNamespace(updated=lambda: updated.append(True)),
     )
     assert TrainEngine.step(cast(Any, engine)).grad_norm == 0.5
+    assert updated == [True]
     assert engine.optimizer.param_groups == [{"lr": 1e-3}]

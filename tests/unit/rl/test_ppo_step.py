@@ -15,7 +15,9 @@ from support.rl_run import COUNTS, REWARDS, TableCritic, TableRun, by_sample, ma
 from support.table_engine import VOCAB, response_of
 
 from mindspeed_rl.core.memory import CRITIC_OWNERS
+from mindspeed_rl.metrics.metric_set import MetricSet
 from mindspeed_rl.rl.batches import StepBatches
+from mindspeed_rl.samples.store import PlacedSamples
 
 GAE = "--rl-advantage-estimator gae --gae-lambda 0.5 --rl-gamma 0.9 "
 TABLE = torch.linspace(-0.5, 0.8, VOCAB)
@@ -125,7 +127,8 @@ def test_a_step_without_batches_leaves_the_critic(tmp_path: Path) -> None:
     run = make(tmp_path)
     run.to_rollout()
     run.to_train()
-    metrics = run.update(StepBatches([], cast(Any, None)))
+    nowhere = PlacedSamples([], [], [], cast(Any, None), MetricSet())
+    metrics = run.update(StepBatches([], nowhere))
     assert run.critic.gradients == []
     assert value(metrics, "optimizer/skipped") == 1.0
     assert "value/loss" in metrics and "value/lr" in metrics

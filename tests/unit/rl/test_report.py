@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,10 +16,11 @@ import pytest
 from support.rl_run import Answers, answering_run, make_run, state_at
 
 from mindspeed_rl.generation.evaluate import Evaluation, evaluate, is_right
-from mindspeed_rl.metrics.constant_rewards import ConstantRewards
+from mindspeed_rl.metrics.agreement import check_mismatch
+from mindspeed_rl.metrics.constant_rewards import ConstantRewards, MissingRewards
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.rl.components import Components, RunState
-from mindspeed_rl.rl.report import RunReporter, check_mismatch, order_lines
+from mindspeed_rl.rl.report import RunReporter, order_lines
 from mindspeed_rl.rl.rollouts import generate_rollouts
 from mindspeed_rl.samples.store import PlacedSamples
 
@@ -107,6 +107,66 @@ def test_sampled_evaluations_have_seeds_and_a_temperature_of_their_own(tmp_path:
     assert temperatures == [run.config.rl.rl_default_temperature] * 2 + [0.0, 0.6] * 2
     assert len(trained) == 2 * 4 and len(of_evaluations) >= 2 * 8
     assert not trained & of_evaluations
+
+
+def test_an_evaluation_in_the_rollouts_of_a_step_has_the_same_results(tmp_path: Path) -> None:
+    """One call of the engine has all requests, each with the seed that it has alone.
+
+    Of the four answers the longest has 26 tokens: the evaluation's two passes over two sets take
+    as many steps each, and none beside the step's own responses, as the engine has 16 places.
+    """
+    flags = "--rl-eval-samples 1 --rl-eval-temperature 0.7"
+    records, seeds, results = [], [], []
+    for more in ("", " --rl-eval-in-rollouts"):
+        folder = tmp_path / f"run{len(more)}"
+        run = answering_run(folder, ROWS, ["math", "format"], flags + more)
+        run.data.held_out["hard"] = cast(Any, run.data.train[2:])
+        engine, state = cast(Answers, run.rollouts.engine), state_at(1)
+        report = RunReporter(run, state)
+        shared = report.evaluate_if_due(0)
+        assert (shared is None) == (not more)
+        rollouts = generate_rollouts(run, state, shared)
+        report.end_evaluation(shared)
+        assert report.evaluate_if_due(0) is None, "it has been"
+        (record,) = metrics_of(folder)
+        records.append(record)
+        results.append([(s.prompt_index, s.reward, s.num_tokens) for s in rollouts.samples])
+        calls = engine.asked
+        degree = {r.seed: r.temperature or s.temperature for asked, s in calls for r in asked
+                  if r.temperature != 0.0}  # fmt: skip
+        seeds.append((degree, {r.seed for asked, _ in calls for r in asked}))
+        assert [len(asked) for asked, _ in calls] == ([16] if more else [4, 4, 2, 2, 4])
+    alone, together = records
+    longest = max(len(text) + (why == "stop") for text, why, _ in ROWS)
+    steps = {name: together.pop(name) for name in ("eval/steps_alone", "eval/steps_added")}
+    assert steps == {"eval/steps_alone": 2 * longest + 2 * 2, "eval/steps_added": 0}
+    timed = {name for name in alone if name.endswith("time_s")}
+    assert len(timed) == 2
+    assert {k: v for k, v in alone.items() if k not in timed} == together
+    assert results[0] == results[1] and seeds[0][1] == seeds[1][1]
+    sampled = {seed for seed, degree in seeds[1][0].items() if degree == 0.7}
+    assert sampled == {seed for seed, degree in seeds[0][0].items() if degree == 0.7}
+    assert sampled
+
+
+def test_an_evaluation_runs_alone_where_the_step_generates_nothing(tmp_path: Path) -> None:
+    run = answering_run(tmp_path, ROWS, ["math"], "--rl-eval-in-rollouts")
+    report = RunReporter(run, state_at())
+    shared = report.evaluate_if_due(0)
+    assert shared is not None
+    report.end_evaluation(shared)
+    (record,) = metrics_of(tmp_path)
+    assert record["eval/accuracy_lenient"] == 3 / 4 and "eval/steps_alone" not in record
+    assert len(cast(Answers, run.rollouts.engine).asked) == 1
+
+
+def test_partial_rollouts_cut_no_evaluation(tmp_path: Path) -> None:
+    run = answering_run(
+        tmp_path, ROWS, ["math"], "--partial-rollout-tokens 1 --old-logprob rollout"
+    )
+    evaluated(run, 3)
+    ((requests, settings),) = cast(Answers, run.rollouts.engine).asked
+    assert {r.max_tokens for r in requests} == {None} and settings.max_response_tokens == 48
 
 
 def test_the_first_verdict_that_scored_a_sample_counts() -> None:
@@ -207,16 +267,16 @@ def test_a_run_warns_of_rewards_that_never_differ(
     assert capsys.readouterr().out.count("warning: step 2: rewards: in each of the last 2") == 1
 
 
-def test_the_probe_goes_on_with_the_samples_of_verified_steps(tmp_path: Path) -> None:
+def test_the_probe_goes_on_with_the_samples_of_every_step(tmp_path: Path) -> None:
     """Weights derived wrongly after a proof show in what the engine computes."""
-    run = answering_run(tmp_path, ROWS, flags="--reshard-verify-interval 2")
+    run = answering_run(tmp_path, ROWS, flags="--reshard-verify-interval 0")
     state = state_at()
     report = RunReporter(run, state)
     mismatch = {"mismatch/max_abs_logprob": Max(0.1), "mismatch/mean_abs_logprob": Mean(0.1, 1.0)}
     for step in (2, 3):
         state.step = step
         rollouts = generate_rollouts(run, state)
-        with pytest.raises(RuntimeError, match="step 3: mean") if step == 3 else nullcontext():
+        with pytest.raises(RuntimeError, match=f"step {step}: mean"):
             report.log_step(rollouts, MetricSet(mismatch), NOWHERE)
     mismatch["mismatch/mean_abs_logprob"] = Mean(0.0, 0.0)  # nothing could be compared
     state.step = 5
@@ -303,9 +363,85 @@ def test_rewards_that_never_differ_are_told_once() -> None:
     assert not any(ConstantRewards(0).see(1.0, 1.0) for _ in range(3))
 
 
+def test_lost_rewards_are_told_in_their_first_step() -> None:
+    """Once for each sort, from half of the samples on."""
+    watch = MissingRewards()
+    shares = [(0.0, 0.0), (0.49, 0.25), (0.5, 0.0), (1.0, 0.75), (1.0, 1.0)]
+    told = [watch.see(*step) for step in shares]
+    assert [len(lines) for lines in told] == [0, 0, 1, 1, 0]
+    assert "50% of the rewards hit --reward-timeout-s" in told[2][0]
+    assert "75% of the samples have no reward" in told[3][0]
+
+
+@pytest.mark.parametrize(("reward", "learns"), [("abstains", False), ("format", True)])
+def test_a_run_that_could_not_learn_says_so_at_its_end(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    reward: str,
+    learns: bool,
+) -> None:
+    """Also where it was resumed in between."""
+    monkeypatch.setattr("mindspeed_rl.rl.report._checksum", lambda policy: 0.0)
+    monkeypatch.setattr("mindspeed_rl.rl.report.export_policy", lambda *_: None)
+    monkeypatch.setattr("mindspeed_rl.metrics.curves.plot_run", lambda *_: None)
+    run = answering_run(tmp_path, ROWS, [reward], flags=f"--load {tmp_path}")
+    state = state_at()
+    report = RunReporter(run, state)
+    log(run, state, report, 1, 0.0)
+    told = capsys.readouterr().out
+    assert ("warning: step 1: rewards: 100% of the samples have no reward" in told) is not learns
+    report = RunReporter(run, state, 1, json.loads(json.dumps(report.state_dict())))
+    run.data.held_out.clear()
+    report.finish(run.models)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert ("could not learn from its rewards" in last) is not learns
+
+
 def test_an_order_by_length_says_where_it_begins(tmp_path: Path) -> None:
     """Four steps of two prompts are no second epoch of eight prompts."""
     plain, ordered = (make_run(tmp_path, f).config for f in ("", "--prompt-order by-length"))
     assert order_lines(plain, 7) == []
     (begins,), (never,) = order_lines(ordered, 7), order_lines(ordered, 8)
     assert "--train-iters" in never and "--train-iters" not in begins
+
+
+@pytest.mark.parametrize("more", ["", "--rl-eval-in-rollouts"])
+def test_responses_of_evaluations_are_dumped(tmp_path: Path, more: str) -> None:
+    """Of the same two prompts in every pass, of every set; a resumed run makes the last again."""
+    run = answering_run(
+        tmp_path, ROWS, ["math"], f"--rl-eval-samples 2 --log-rollouts 2 --eval-interval 2 {more}"
+    )
+    run.data.held_out["hard"] = cast(Any, run.data.train[2:])
+    state = state_at()
+    report = RunReporter(run, state)
+
+    def evaluate_after(step: int) -> None:
+        shared = report.evaluate_if_due(step)
+        state.step = step + 1
+        if shared is not None:
+            generate_rollouts(run, state, shared)
+            report.end_evaluation(shared)
+
+    def dumped() -> list[dict[str, Any]]:
+        return [
+            json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()
+        ]
+
+    evaluate_after(0)
+    rows = [(r["step"], r["set"], r["kind"], r["sample_id"], r["group"]) for r in dumped()]
+    assert rows == [
+        *((0, "eval", "greedy", i, i) for i in (0, 2)),
+        *((0, "eval", "sampled", i, i // 2) for i in (0, 1, 4, 5)),
+        *((0, "hard", "greedy", i, i) for i in (0, 1)),
+        *((0, "hard", "sampled", i, i // 2) for i in (0, 1, 2, 3)),
+    ]
+    first, second = dumped()[:2]
+    assert first["response"] == "42\x01" and first["reward"] == 1.0 and first["length"] == 3
+    assert first["parts"] == {"math": 1.0} and second["reward"] == 0.0
+    assert (first["prompt"], first["answer"], first["finish_reason"]) == ("q0", "42", "stop")
+    saved = json.loads(json.dumps(report.state_dict()))  # before the evaluation of its step
+    evaluate_after(2)
+    assert len(dumped()) == 24
+    report = RunReporter(run, state, 2, saved)
+    assert {r["step"] for r in dumped()} == {0}

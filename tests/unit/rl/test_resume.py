@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import torch
 from support.rl_run import NUM_PROMPTS, REWARDS, TableRun, make_run
 from support.table_engine import first_table
 
+from mindspeed_rl.checkpoint.save_clock import save_is_due
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.rl.report import RunReporter
-from mindspeed_rl.rl.resume import carryover_state, save_if_due, start
+from mindspeed_rl.rl.resume import save_if_due, start
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.rollout_info import RolloutInfo
+from mindspeed_rl.samples.saved_responses import carryover_state
 from mindspeed_rl.trainer import run_checkpoint
 from mindspeed_rl.trainer.checkpoint import LoadedState
 
@@ -37,7 +41,7 @@ def test_a_checkpoint_is_due_at_every_interval_and_at_the_end(
     tmp_path: Path, flags: str, due: list[int]
 ) -> None:
     options = make_run(tmp_path, flags).config.checkpoint
-    assert [n for n in range(1, 6) if run_checkpoint.save_is_due(options, 5, n)] == due
+    assert [n for n in range(1, 6) if save_is_due(options, 5, n)] == due
 
 
 def resumed(run: TableRun) -> RunReporter:
@@ -54,11 +58,11 @@ def test_a_resumed_run_has_the_state_of_the_uninterrupted_one(
     """
     saved: dict[str, Any] = {}
 
-    def save(job: Any, engine: Any, step: int, extra: Any, companions: Any) -> None:
+    def save(job: Any, engine: Any, step: int, extra: Any, *_: Any) -> None:
         saved.update(step=step, extra=json.loads(json.dumps(extra)))
         saved["table"] = engine.table.detach().clone()
 
-    def load(job: Any, engine: Any, companions: Any) -> LoadedState:
+    def load(job: Any, engine: Any, companions: Any, before: Any) -> LoadedState:
         if not saved:
             return LoadedState(0, {})
         engine.table = saved["table"].requires_grad_()
@@ -94,7 +98,7 @@ def test_a_run_that_is_resumed_within_an_epoch_by_length_draws_the_same_prompts(
     report = RunReporter(run.parts, run.state)
     saved: list[LoadedState] = []
 
-    def save(job: Any, engine: Any, step: int, extra: Any, companions: Any) -> None:
+    def save(job: Any, engine: Any, step: int, extra: Any, *_: Any) -> None:
         saved.append(LoadedState(step, json.loads(json.dumps(extra))))
 
     monkeypatch.setattr(run_checkpoint, "save", save)
@@ -130,6 +134,27 @@ def checkpoint_of(run: TableRun, **changes: Any) -> LoadedState:
     return LoadedState(1, extra | changes)
 
 
+def test_a_record_that_is_not_finite_is_neither_saved_nor_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coefficient of NaN; a reward of NaN is that of a response that goes on."""
+    flags = "--rl-kl-target 0.1 --grpo-kl-beta 0.2 --save x --save-interval 1 --train-iters 9"
+    run = make_run(tmp_path, flags, REWARDS)
+    run.state.step, run.state.kl_beta = 1, math.nan
+    monkeypatch.setattr(run_checkpoint, "save", lambda *_: pytest.fail("it was saved"))
+    with pytest.raises(FloatingPointError, match=r"step 1 is not saved.* kl_beta is nan"):
+        save_if_due(run.parts, run.state, RunReporter(run.parts, run.state))
+    for change, wrong in (({"kl_beta": math.inf}, True), ({"report_note": 1.0}, False)):
+        again = make_run(tmp_path, flags, REWARDS)
+        loaded = checkpoint_of(again, **change)
+        monkeypatch.setattr(run_checkpoint, "load", lambda *_, found=loaded: found)
+        if wrong:
+            with pytest.raises(UsageError, match="record of step 1 kl_beta is inf"):
+                start(again.parts)
+        else:
+            assert resumed(again).start == 1
+
+
 def test_a_constant_coefficient_is_that_of_the_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +180,31 @@ def test_changed_data_starts_a_new_epoch_where_it_is_allowed(
     run = make_run(tmp_path, "--allow-changed-data")
     assert resumed(run).start == 1 and run.state.version == 3
     assert not run.state.carried_groups and run.state.sampler.state_dict()["epoch"] == 1
+
+
+def test_a_replay_starts_before_its_step_on_the_prompts_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, f"--save {tmp_path} --replay 3 {tmp_path}")
+    asked: list[int] = []
+    loaded = LoadedState(0, {})
+
+    def load(job: Any, engine: Any, companions: Any, before: int) -> LoadedState:
+        asked.append(before)
+        return loaded
+
+    monkeypatch.setattr(run_checkpoint, "load", load)
+    with pytest.raises(UsageError, match=r"--replay 3: .* has no checkpoint of an earlier step"):
+        start(run.parts)
+    other = PromptSampler(NUM_PROMPTS, seed=1, fingerprint="old").state_dict()
+    loaded = checkpoint_of(run, sampler=other)
+    with pytest.raises(UsageError, match=r"--replay 3: the prompts .*--prompt-data"):
+        start(run.parts)
+    loaded = checkpoint_of(run)
+    assert resumed(run).start == 1 and asked == [3, 3, 3]
+    first = make_run(tmp_path, f"--replay 1 {tmp_path}")
+    loaded = LoadedState(0, {})
+    assert resumed(first).start == 0, "step 1 starts from --hf-checkpoint"
 
 
 @pytest.mark.parametrize("filters", [True, False])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.full_disk import largest_file
 
-from mindspeed_rl.rl import saved_drafts
-from mindspeed_rl.rl.saved_drafts import FILE, restore_drafts, save_drafts
+from mindspeed_rl.rollout import saved_drafts
 from mindspeed_rl.rollout.draft_history import DraftHistory, prompt_key
+from mindspeed_rl.rollout.saved_drafts import FILE, restore_drafts, save_drafts
 
 WORDS = {"a": 0, "b": 1}
 
@@ -61,8 +63,13 @@ def test_a_folder_without_the_file_begins_anew(tmp_path: Path) -> None:
     assert len(run.rollouts.drafts) == 0 and run.lines == []
 
 
-@pytest.mark.parametrize("case", ["cut", "larger", "other tokenizer"])
-def test_a_file_that_does_not_fit_is_dropped_with_a_line(tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [("cut", "corrupt"), ("larger", "limit of 10"), ("other tokenizer", "another tokenizer")],
+)
+def test_a_file_that_does_not_fit_is_dropped_with_a_line(
+    tmp_path: Path, case: str, reason: str
+) -> None:
     save_drafts(run_with(filled()), str(tmp_path))
     if case == "cut":
         path = tmp_path / FILE
@@ -71,4 +78,18 @@ def test_a_file_that_does_not_fit_is_dropped_with_a_line(tmp_path: Path, case: s
     words = {"b": 0, "a": 1} if case == "other tokenizer" else WORDS
     run = run_with(history, words=words)
     restore_drafts(run, str(tmp_path))
-    assert len(history) == 0 and len(run.lines) == 1 and FILE in run.lines[0]
+    assert len(history) == 0
+    (line,) = run.lines
+    assert FILE in line and reason in line
+
+
+def test_a_full_disk_is_told_with_the_flag(tmp_path: Path) -> None:
+    save_drafts(run_with(filled()), str(tmp_path))
+    before = (tmp_path / FILE).read_bytes()
+    with (
+        largest_file(16),
+        pytest.raises(OSError, match=r"--save .*drafts\.bin.* make room") as told,
+    ):
+        save_drafts(run_with(filled()), str(tmp_path))
+    assert told.value.errno == errno.EFBIG
+    assert (tmp_path / FILE).read_bytes() == before and len(list(tmp_path.iterdir())) == 1

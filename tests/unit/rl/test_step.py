@@ -14,16 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 from support.rl_run import COUNTS, PROMPTS, TableRun, by_sample, make_run, response, value
+from support.scoring import Batch
 from support.table_engine import STOP, VOCAB, first_table, response_of
 
 from mindspeed_rl.algorithms.types import Denominators
 from mindspeed_rl.colocation.scheduler import Phase
 from mindspeed_rl.metrics.metric_set import Mean
 from mindspeed_rl.rewards import RewardRequest
-from mindspeed_rl.rl.report import sample_metrics
 from mindspeed_rl.rl.sync import check_engine
 from mindspeed_rl.rl.update import FIRST_RATIO, RATIO
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
+from mindspeed_rl.samples.sample_metrics import sample_metrics
 
 REWARDS: dict[int, float | None] = dict(enumerate((1.0, 0.0, 0.0, 1.0, 1.0, 0.0)))
 # (1/3) / (standard deviation of (1, 0, 0) + 1e-4)
@@ -112,13 +113,13 @@ def test_finished_samples_are_scored_while_others_are_generated(
 ) -> None:
     """Every step of the engine hands over what it finished, and the rewards begin with it."""
     run = make_run(tmp_path, rewards=REWARDS)
-    at_step, add = list[int](), run.pool.add
+    at_step, add = list[int](), Batch.add
 
-    def noted(request: RewardRequest) -> None:
+    def noted(batch: Batch, request: RewardRequest) -> None:
         at_step.append(len(run.engine.steps))
-        add(request)
+        add(batch, request)
 
-    monkeypatch.setattr(run.pool, "add", noted)
+    monkeypatch.setattr(Batch, "add", noted)
     run.generate()
     steps = run.engine.steps
     assert len(steps) == 4 and sum(len(done) > 0 for done in steps) > 1, steps

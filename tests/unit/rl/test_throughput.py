@@ -13,8 +13,8 @@ from mindspeed_rl.models.flops import training_flops
 from mindspeed_rl.rl.throughput import passes, step_throughput
 
 SECONDS = {
-    "time/step_s": 8.0, "time/generate_s": 2.0, "time/reward_s": 0.5, "time/wait_s": 1.5,
-    "time/train_s": 3.0, "time/update_s": 2.5,
+    "time/step_s": 8.0, "time/generate_s": 2.0, "time/tail_s": 0.25, "time/reward_s": 0.5,
+    "time/wait_s": 1.25, "time/train_s": 3.0, "time/update_s": 2.5,
 }  # fmt: skip
 
 

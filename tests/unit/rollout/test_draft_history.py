@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 
 import pytest
@@ -70,6 +72,7 @@ def test_a_file_restores_everything() -> None:
     [
         lambda data: b"",
         lambda data: b"[1]\n",
+        lambda data: b"[" * 100_000 + b"\n",
         lambda data: b"\xff\xfe" + data,
         lambda data: data[:-1],
         lambda data: data + b"\0",
@@ -82,6 +85,17 @@ def test_a_spoiled_file_is_dropped(spoil: object) -> None:
     history = DraftHistory(LIMIT)
     assert history.load(spoil(filled().to_bytes("tokens")), "tokens")
     assert len(history) == 0
+
+
+@pytest.mark.parametrize("length", [5, 20, 25, 43])
+def test_a_file_whose_records_are_cut_is_dropped_whole(length: int) -> None:
+    """Its header was made for what is there: within a key, within a length, within tokens."""
+    header, _, body = filled().to_bytes("tokens").partition(b"\n")
+    digest = hashlib.blake2b(body[:length], digest_size=16).hexdigest()
+    fields = json.loads(header) | {"bytes": length, "digest": digest}
+    history = DraftHistory(LIMIT)
+    reason = history.load(json.dumps(fields).encode() + b"\n" + body[:length], "tokens")
+    assert reason == "it is corrupt" and len(history) == history.num_bytes == 0
 
 
 def test_a_file_of_another_tokenizer_or_above_the_limit_is_dropped() -> None:

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from mindspeed_rl.core.types import TrainSample
 from mindspeed_rl.planning.micro_batches import PackingRules, real_share
-from mindspeed_rl.samples.packing import context_index, pack, padding_mask
+from mindspeed_rl.samples.packing import (
+    context_index,
+    pack,
+    padding_mask,
+    sequence_of_tokens,
+    split_context,
+)
 
 lengths_lists = st.lists(st.integers(2, 30), max_size=20)
 
@@ -216,3 +222,24 @@ def test_padding_is_what_no_sample_has(samples: list[TrainSample], tail: int, cp
         found = padding_mask(row, cp, rank)
         mine = [expected[i] for i in index]
         assert (found.tolist() if found is not None else [False] * len(mine)) == mine
+
+
+@given(sample_lists(), st.integers(0, 5), st.sampled_from([1, 2]))
+@settings(deadline=None)
+def test_every_token_knows_its_sequence(samples: list[TrainSample], tail: int, cp: int) -> None:
+    """The ids of a sample tell whose they are, and at which place."""
+    multiple = 2 * cp if cp > 1 else 1
+    total = sum(-(-s.length // multiple) * multiple for s in samples)
+    row = pack(samples, total + tail * multiple, multiple)
+    found = []
+    for rank in range(cp):
+        part = split_context(row, cp, rank)
+        owners = sequence_of_tokens(part, cp, rank)
+        assert owners.shape == part.positions.shape
+        for owner, place, token in zip(
+            owners.tolist(), part.positions.tolist(), part.token_ids.tolist(), strict=True
+        ):
+            if owner >= 0:
+                assert token == samples[owner].token_ids[place]
+                found.append((owner, place))
+    assert sorted(found) == [(i, n) for i, s in enumerate(samples) for n in range(s.length)]

@@ -20,8 +20,8 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.types import Completion, Prompt, Rollout
 from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.engines.vllm.patches.routed_experts import ExpertRecorder
-from mindspeed_rl.engines.vllm.requests import OpenRequests
 from mindspeed_rl.engines.vllm_ascend.routed_experts import ReturnedExperts
+from mindspeed_rl.rollout.open_requests import OpenRequests
 from mindspeed_rl.rollout.requests import GenerationRequest
 from mindspeed_rl.samples.columns import experts_column, response_columns
 from mindspeed_rl.samples.device_cache import TensorCache
@@ -34,7 +34,7 @@ EXPERT_LAYERS = (1, 3)
 
 
 def expert(position: int, layer: int, slot: int, who: int) -> int:
-    """A number that says of whom it is."""
+    """A number that says of whom it is; the token at a position is the position."""
     return (16 * who + 4 * position + 2 * (layer == 3) + slot) % 256
 
 
@@ -65,16 +65,23 @@ class Engine:
         self.capturer = Capturer()
         self.recorder._capturer = self.capturer
 
-    def step(self, **scheduled: tuple[int, int]) -> None:
-        """Each request computes so many tokens from a position on."""
+    def step(self, wrong: int = 0, **scheduled: tuple[int, int]) -> None:
+        """Each request computes so many tokens from a position on.
+
+        The last ``wrong`` ones are of drafts that are not kept.
+        """
         self.capturer.rows = [
-            (ord(name), first + i)
+            (ord(name) + 5 * (i >= count - wrong), first + i)
             for name, (first, count) in scheduled.items()
             for i in range(count)
         ]
+        token_ids = torch.arange(100).repeat(len(scheduled), 1)
+        for row, (first, count) in zip(token_ids, scheduled.values(), strict=True):
+            row[first + count - wrong :] = 99
         runner = SimpleNamespace(
             input_batch=SimpleNamespace(
                 req_ids=list(scheduled),
+                token_ids_cpu=token_ids.numpy(),
                 num_computed_tokens_cpu=torch.tensor([f for f, _ in scheduled.values()]).numpy(),
             )
         )
@@ -83,6 +90,12 @@ class Engine:
             num_scheduled_tokens=counts, total_num_scheduled_tokens=sum(counts.values())
         )
         self.recorder.note(runner, output)
+
+
+def taken(engine: Engine, name: str, first: int, count: int) -> bytes:
+    """The experts of a response of so many tokens, the first of which a position predicted."""
+    output = SimpleNamespace(token_ids=list(range(first + 1, first + 1 + count)))
+    return engine.recorder.take(name, output, first, count)
 
 
 def wanted(name: str, first: int, count: int) -> bytes:
@@ -101,13 +114,13 @@ def test_rows_belong_to_the_requests_of_a_step() -> None:
     engine.step(b=(5, 1), a=(3, 1), c=(0, 2))
     engine.step()
     engine.step(a=(4, 1))
-    assert engine.recorder.take("a", None, 2, 3) == wanted("a", 2, 3)
-    assert engine.recorder.take("b", None, 4, 2) == wanted("b", 4, 2)
+    assert taken(engine, "a", 2, 3) == wanted("a", 2, 3)
+    assert taken(engine, "b", 4, 2) == wanted("b", 4, 2)
     with pytest.raises(RuntimeError, match="request a"):
-        engine.recorder.take("a", None, 2, 3)
+        taken(engine, "a", 2, 3)
     engine.recorder.clear()
     with pytest.raises(RuntimeError, match="request c"):
-        engine.recorder.take("c", None, 1, 1)
+        taken(engine, "c", 1, 1)
 
 
 def test_a_request_that_was_put_off_is_computed_again() -> None:
@@ -118,7 +131,26 @@ def test_a_request_that_was_put_off_is_computed_again() -> None:
     with mock.patch(f"{__name__}.ord", lambda name: 3, create=True):
         engine.step(a=(1, 2))  # its first block was still there
     engine.step(a=(3, 2))
-    assert engine.recorder.take("a", None, 1, 4) == wanted("a", 1, 4)
+    assert taken(engine, "a", 1, 4) == wanted("a", 1, 4)
+
+
+def test_tokens_of_a_draft_that_are_not_kept_have_no_experts() -> None:
+    """Their places are computed again from the tokens that the response has."""
+    engine = Engine()
+    engine.step(a=(0, 3))
+    engine.step(wrong=2, a=(3, 4))
+    engine.step(wrong=1, a=(5, 2))
+    engine.step(wrong=3, a=(4, 4))  # after the request was put off
+    engine.step(a=(6, 2))
+    assert taken(engine, "a", 2, 6) == wanted("a", 2, 6)
+
+
+def test_experts_of_wrong_tokens_alone_are_told() -> None:
+    engine = Engine()
+    engine.step(a=(0, 3))
+    engine.step(wrong=1, a=(3, 2))
+    with pytest.raises(RuntimeError, match=r"request a .*\[2\]"):
+        taken(engine, "a", 2, 3)
 
 
 def test_a_token_without_experts_is_told() -> None:
@@ -126,7 +158,7 @@ def test_a_token_without_experts_is_told() -> None:
     engine.step(a=(0, 2))
     engine.step(a=(3, 1))
     with pytest.raises(RuntimeError, match=r"request a .*\[1\]"):
-        engine.recorder.take("a", None, 1, 3)
+        taken(engine, "a", 1, 3)
 
 
 class Port:
@@ -143,11 +175,13 @@ class Port:
         """No random numbers."""
 
 
-def finished(sample_id: int, num_tokens: int) -> Any:
+def finished(sample_id: int, first: int, num_tokens: int) -> Any:
+    """The token at a position is the position."""
+    token_ids = list(range(first, first + num_tokens))
     said = SimpleNamespace(
         finish_reason="length",
-        token_ids=list(range(num_tokens)),
-        logprobs=SimpleNamespace(token_ids=list(range(num_tokens)), logprobs=[-1.0] * num_tokens),
+        token_ids=token_ids,
+        logprobs=SimpleNamespace(token_ids=token_ids, logprobs=[-1.0] * num_tokens),
     )
     return SimpleNamespace(request_id=str(sample_id), outputs=[said], finished=True)
 
@@ -160,11 +194,11 @@ def test_completions_have_the_experts_of_the_places_that_predict_them() -> None:
     open_requests.add(requests)
     engine.step(a=(0, 3), b=(0, 1))
     engine.step(a=(3, 1))
-    done = open_requests.finish({0: finished(0, 2), 1: finished(1, 1)}, version=5)
+    done = open_requests.finish({0: finished(0, 3, 2), 1: finished(1, 1, 1)}, version=5)
     assert done[0].experts == wanted("a", 2, 2) and done[1].experts == wanted("b", 0, 1)
     plain = OpenRequests(Port(), 8)
     plain.add([requests[1]])
-    assert plain.finish({1: finished(1, 1)}, version=5)[1].experts is None
+    assert plain.finish({1: finished(1, 1, 1)}, version=5)[1].experts is None
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])

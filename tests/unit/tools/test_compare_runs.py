@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from compare_runs import measures_machine
+
+from mindspeed_rl.metrics.equality import computed, measures_machine
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -67,6 +68,7 @@ def test_a_run_that_stopped_early_differs_and_an_empty_folder_is_none(tmp_path: 
         ("memory/train_used_bytes", True), ("reshard/gb_per_s", True), ("eval/hard/time_s", True),
         ("x/wait_ms", True), ("reshard/bytes_sent", False), ("reward/mean", False),
         ("optimizer/grad_norm", False), ("rollout/steps", False), ("sampling/rounds", False),
+        ("rollout/draft_tokens", True), ("rollout/steps_per_token", True),
         ("mismatch/max_abs_logprob", False), ("eval/accuracy", False), ("step", False),
     ],
 )  # fmt: skip
@@ -74,3 +76,10 @@ def test_what_measures_the_machine_is_recognised_by_unit_and_chapter(
     name: str, of_the_machine: bool
 ) -> None:
     assert measures_machine(name) is of_the_machine
+
+
+def test_names_of_numbers_that_are_not_finite_are_compared_like_others() -> None:
+    row = {"step": 2, "rollout/draft_tokens": None, "kl": None}
+    assert computed(row | {"nonfinite": ["rollout/draft_tokens"]}) == {"step": 2, "kl": None}
+    both = ["kl", "rollout/draft_tokens"]
+    assert computed(row | {"nonfinite": both}) == {"step": 2, "kl": None, "nonfinite": ["kl"]}

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from datasets import Dataset
 from prepare_data import BOXED, main, prepare
 
 from mindspeed_rl.core.errors import UsageError
@@ -122,3 +123,90 @@ def test_the_command_writes_what_a_run_reads_and_the_math_reward_scores(
         assert main([*argv, "--heldout", refused]) == 2
         printed = capsys.readouterr().err
         assert f"--heldout {refused}" in printed and printed.count("\n") == 1
+
+
+# ---- any data set, by the names of its columns
+
+OWN = [
+    {"q": f"How many are {i} and 1?", "meta": {"gold": f"It is so. A: {i + 1}"}, "level": i % 2}
+    for i in range(6)
+]  # fmt: skip
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".json", ".parquet", "saved"])
+def test_any_data_set_by_its_columns(kind: str, tmp_path: Path) -> None:
+    """The template has values of columns; other braces, of LaTeX say, are text."""
+    source = tmp_path / "own"
+    if kind == "saved":
+        Dataset.from_list(OWN).save_to_disk(source)
+    else:
+        source = write(tmp_path, "own", OWN, kind)
+    argv = ["--input", str(source), "--output", str(tmp_path / "out")]
+    argv += ["--question-key", "nothing", "q", "--answer-key", "meta.gold"]
+    argv += ["--answer-regex", r"A: (\d+)", "--keep", "level", "--system", "Be brief."]
+    argv += ["--template", "Level {level}. {question} \\boxed{} {0}"]
+    assert main(argv) == 0
+    rows = rows_of(tmp_path / "out" / "train.jsonl")
+    assert [row["answer"] for row in rows] == ["1", "2", "3", "4", "5", "6"]
+    assert rows[3] == {
+        "prompt": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Level 1. How many are 3 and 1? \\boxed{} {0}"},
+        ],
+        "answer": "4", "source": "own", "level": 1,
+    }  # fmt: skip
+
+
+def test_values_of_csv_stay_text(tmp_path: Path) -> None:
+    file = tmp_path / "codes.csv"
+    file.write_text("question,answer\nCode of Ann?,007\nCode of Bo?,1e3\n")
+    argv = ["--input", str(file), "--output", str(tmp_path), "--ask-boxed"]
+    assert main(argv) == 0
+    rows = rows_of(tmp_path / "train.jsonl")
+    assert [row["answer"] for row in rows] == ["007", "1e3"]
+    assert rows[0]["prompt"][0]["content"] == f"Code of Ann?\n{BOXED}"
+
+
+def test_weights_take_what_there_is_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 3 to 1 and 12 and 8 rows: 12 of the first, 4 of the second."""
+    for name, count in (("a", 12), ("b", 8)):
+        rows = [{"question": f"{name}{i}", "answer": i} for i in range(count)]
+        write(tmp_path, name, rows, ".jsonl")
+    argv = ["--input", "3", str(tmp_path / "a.jsonl"), "1", str(tmp_path / "b.jsonl")]
+    assert main([*argv, "--output", str(tmp_path / "out"), "--heldout", "2"]) == 0
+    assert "20 rows, 0 repeated, 0 questions with several answers left out, 4 by the weights" in (
+        capsys.readouterr().out
+    )
+    rows = rows_of(tmp_path / "out" / "train.jsonl") + rows_of(tmp_path / "out" / "heldout.jsonl")
+    assert sorted(row["source"] for row in rows) == ["a"] * 12 + ["b"] * 4
+    assert len({row["prompt"][0]["content"] for row in rows}) == 16
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--answer-key", "gold"], "own.jsonl:1: no text in gold; the columns are"),
+        (["--answer-regex", "("], "--answer-regex '('"),
+        (["--answer-regex", "x"], "put the answer into a group"),
+        (["--answer-regex", "(zzz)"], "own.jsonl:1: --answer-regex '(zzz)' finds nothing"),
+        (["--template", "{context}"], "no text in context"),
+        (["--template", "@/nonexistent/file"], "--template @/nonexistent/file"),
+        (["--keep", "answer"], "--keep answer: the output has its own"),
+        (["--dataset", "gsm8k"], "no text in question"),
+    ],
+)
+def test_what_does_not_fit_is_told_in_a_line(
+    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, "own", OWN, ".jsonl")
+    argv = ["--input", str(file), "--output", str(tmp_path / "out"), "--question-key", "q"]
+    assert main([*argv, "--answer-key", "meta.gold", *flags]) == 2
+    printed = capsys.readouterr().err
+    assert said in printed and printed.count("\n") == 1
+    assert not (tmp_path / "out").exists()

@@ -8,6 +8,7 @@ each row of a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,36 @@ import torch
 from mindspeed_rl.core.patching import Patch, apply_patch
 
 _RECORDER = "mindspeed_rl_expert_recorder"
+
+
+@dataclass(frozen=True, slots=True)
+class _ComputedRows:
+    """What a step computed of a request.
+
+    Attributes:
+        start: Position in the sequence of the first row.
+        tokens: Token of each row, drafted ones included.
+        experts: [rows, layers, k].
+    """
+
+    start: int
+    tokens: list[int]
+    experts: torch.Tensor
+
+    def of(self, response: Sequence[int], first: int) -> torch.Tensor:
+        """Return the rows before the first that is of a draft which the response does not have.
+
+        Args:
+            response: Tokens of the response.
+            first: Position of its first token.
+        """
+        count = max(0, first - self.start)  # rows of the prompt
+        own = response[max(0, self.start - first) :]
+        for token, sampled in zip(self.tokens[count:], own, strict=False):
+            if token != sampled:
+                break
+            count += 1
+        return self.experts[:count]
 
 
 class ExpertRecorder:
@@ -31,8 +62,7 @@ class ExpertRecorder:
     def __init__(self, layers: Sequence[int]) -> None:
         self._layers = list(layers)
         self._capturer: Any = None
-        #: Name of a request -> for every step, first position and experts [n, layers, k].
-        self._parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        self._parts: dict[str, list[_ComputedRows]] = {}
 
     def attach(self, llm: Any) -> None:
         """Attach the recorder to the routers of a built engine.
@@ -68,7 +98,9 @@ class ExpertRecorder:
         for index, name in enumerate(batch.req_ids):
             count = scheduled.num_scheduled_tokens[name]
             first = int(batch.num_computed_tokens_cpu[index])
-            self._parts.setdefault(name, []).append((first, rows[row : row + count]))
+            tokens = batch.token_ids_cpu[index, first : first + count].tolist()
+            part = _ComputedRows(first, tokens, rows[row : row + count])
+            self._parts.setdefault(name, []).append(part)
             row += count
         assert row == total, f"{total} tokens were scheduled, {row} are of known requests"
 
@@ -81,9 +113,10 @@ class ExpertRecorder:
         parts = self._parts.pop(name, [])
         if not parts:
             raise RuntimeError(f"routed experts: the engine has computed nothing of request {name}")
-        found = parts[0][1].new_zeros((count, *parts[0][1].shape[1:]))
+        found = parts[0].experts.new_zeros((count, *parts[0].experts.shape[1:]))
         known = torch.zeros(count, dtype=torch.bool)
-        for start, rows in reversed(parts):  # the first computation predicted the token
+        for part in reversed(parts):  # the first computation predicted the token
+            rows, start = part.of(output.token_ids, first + 1), part.start
             skipped = max(0, first - start)
             at, end = start + skipped - first, min(count, start + len(rows) - first)
             if at < end:

@@ -35,17 +35,18 @@ class StepSync:
 
     def __init__(self) -> None:
         self.stats = StepStats()
-        self._unfinished = self._awaited = 0
+        self._unfinished = self._awaited = self._drafted = 0
         self._sums: torch.Tensor | None = None
 
-    def offer(self, unfinished: int, awaited: int = 0) -> None:
+    def offer(self, unfinished: int, awaited: int = 0, drafted: int = 0) -> None:
         """Set what this rank adds to the one reduction of the next step.
 
         Args:
             unfinished: Its requests.
             awaited: Requests that may come; with the first they keep the ranks stepping.
+            drafted: Drafted tokens that the step verifies beside a token of each request.
         """
-        self._unfinished, self._awaited = unfinished, awaited
+        self._unfinished, self._awaited, self._drafted = unfinished, awaited, drafted
         self._sums = None
 
     def reduce(self, rows: Sequence[int], rank: int, group: Any) -> torch.Tensor:
@@ -64,7 +65,8 @@ class StepSync:
         vector = torch.zeros(len(rows) * size + 2, dtype=torch.int32)
         vector[torch.arange(len(rows)) * size + rank] = torch.tensor(rows, dtype=torch.int32)
         vector[-2] = self._unfinished + self._awaited
-        vector[-1] = rows[0] > max(self._unfinished, 1)
+        # A rank without requests steps with as many dummy tokens as its drafts may have.
+        vector[-1] = self._unfinished > 0 and rows[0] > self._unfinished + self._drafted
         vector = vector.to(device)
         # Passed by position, because MindSpeed wraps all_reduce and looks at its first argument.
         dist.all_reduce(vector, group=group.device_group)

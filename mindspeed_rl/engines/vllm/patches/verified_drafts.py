@@ -91,6 +91,8 @@ def _verified(original: Callable[..., Any]) -> Callable[..., Any]:
         from vllm.v1.outputs import LogprobsTensors, SamplerOutput
         from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 
+        if not any(metadata.num_draft_tokens):  # one row of each request, as without drafts
+            return self.sampler(logits=logits, sampling_metadata=sampling_metadata)
         counts = [drafted + 1 for drafted in metadata.num_draft_tokens]
         output = self.sampler(logits=logits, sampling_metadata=per_row(sampling_metadata, counts))
         rows = torch.tensor(counts, device=logits.device)

@@ -1,0 +1,93 @@
+"""Low-rank adapters: the flags, which weights have one, and the scale."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mindspeed_rl.core.flag import Needs, flag
+
+RANK_FLAG = "--lora-rank"
+#: Linear layers that may have an adapter, by the names that Hugging Face models give them.
+LINEAR_LAYERS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj"),
+    *("gate_proj", "up_proj", "down_proj"),
+)
+ALL_LINEAR = "all-linear"
+#: Names of megatron-core's layers, which MindSpeed-LLM takes, and the layers that they are.
+FUSED_LAYERS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+    ALL_LINEAR: LINEAR_LAYERS,
+}
+_WITH_ADAPTERS = Needs(RANK_FLAG)
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """Low-rank adapters (LoRA).
+
+    Every chosen weight W is replaced by W + s B A, with A of --lora-rank rows and B of as many
+    columns. Only A and B are trained, saved and have gradients and optimizer states; the weights of
+    --hf-checkpoint stay as they are. The engine and the exported model have the sum.
+
+    --lora-rank 32 --lora-alpha 64 --lr 1e-5
+    """
+
+    lora_rank: int = flag(
+        0,
+        "Rank of the adapters; 0: all weights are trained.",
+        minimum=0,
+        names=(RANK_FLAG, "--lora-r"),
+    )
+    lora_alpha: float = flag(
+        32.0,
+        "Numerator of the scale s of the adapters: s is alpha / rank.",
+        above=0.0,
+        needs=_WITH_ADAPTERS,
+    )
+    lora_target: tuple[str, ...] = flag(
+        (ALL_LINEAR,),
+        "Linear layers with an adapter, in every layer and in every expert. all-linear: all of "
+        "those that can have one. linear_qkv, linear_proj, linear_fc1 and linear_fc2 are the same "
+        "layers by the names of megatron-core.",
+        choices=(*LINEAR_LAYERS, *FUSED_LAYERS),
+        nargs="+",
+        names=("--lora-target", "--lora-target-modules"),
+        needs=_WITH_ADAPTERS,
+    )
+    lora_rslora: bool = flag(
+        False,
+        "Rank-stabilised LoRA: the scale s is alpha / sqrt(rank) (Kalajdzievski 2023, "
+        "arXiv:2312.03732).",
+        needs=_WITH_ADAPTERS,
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the policy has adapters."""
+        return self.lora_rank > 0
+
+    @property
+    def scale(self) -> float:
+        """The factor s of B A (Hu et al. 2021, arXiv:2106.09685)."""
+        below = math.sqrt(self.lora_rank) if self.lora_rslora else self.lora_rank
+        return self.lora_alpha / below
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the linear layers with an adapter, each once, in a fixed order."""
+        chosen = {n for name in self.lora_target for n in FUSED_LAYERS.get(name, (name,))}
+        return tuple(name for name in LINEAR_LAYERS if name in chosen)
+
+    def covers(self, hf_name: str) -> bool:
+        """Whether the HF tensor of this name is a weight with an adapter."""
+        module, dot, kind = hf_name.rpartition(".")
+        return dot + kind == _WEIGHT and module.rpartition(".")[2] in self.layers
+
+
+#: All weights are trained.
+NO_ADAPTERS = LoraSettings()

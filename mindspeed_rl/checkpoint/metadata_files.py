@@ -1,0 +1,110 @@
+"""Reads the metadata of a checkpoint in megatron-core's distributed format without trusting it.
+
+megatron-core and torch unpickle the index of tensors (``.metadata``) with everything that it names,
+so a file of a stranger could run any code. Here only the classes of such an index are taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+from dataclasses import is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+INDEX, COMMON, FORMAT_FILE = ".metadata", "common.pt", "metadata.json"
+_FORMAT_KEYS = {
+    *("sharded_backend", "sharded_backend_version"),
+    *("common_backend", "common_backend_version"),
+}
+_CLASSES = "torch.distributed.checkpoint."
+_NAMES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Return element types, sizes, and torch's plain classes of an index.
+
+        Raises:
+            pickle.UnpicklingError: The file names something else.
+        """
+        if (module, name) in _NAMES:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module.startswith(_CLASSES) and "." not in name:
+            found = super().find_class(module, name)
+            plain = is_dataclass(found) or (isinstance(found, type) and issubclass(found, Enum))
+            if plain and found.__module__.startswith(_CLASSES):
+                return found
+        raise pickle.UnpicklingError(
+            f"it names {module}.{name}, which no index of tensors needs and which could run code"
+        )
+
+
+def read_index(path: Path) -> Any:
+    """Read an index of tensors (``torch.distributed.checkpoint.metadata.Metadata``). Local.
+
+    Raises:
+        ValueError: The file is damaged, or names something that does not belong into an index.
+        FileNotFoundError: There is no such file.
+    """
+    try:
+        with path.open("rb") as file:
+            index = _IndexUnpickler(file).load()
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # a damaged pickle may end in any
+        raise ValueError(f"{path.name} is no index of tensors ({error})") from error
+    for part in ("state_dict_metadata", "storage_data"):
+        if not isinstance(getattr(index, part, None), dict):
+            raise ValueError(f"{path.name} is no index of tensors (without {part})")
+    for place in index.storage_data.values():
+        name = getattr(place, "relative_path", None)
+        if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+            raise ValueError(f"{path.name} names {name!r}, which is no file of its folder")
+    return index
+
+
+def problem_of_metadata(folder: Path) -> str:
+    """Describe what is wrong with the metadata of a folder of tensors; empty: nothing. Local.
+
+    What the index says is in the tensor files is not read.
+    """
+    try:
+        kind = json.loads((folder / FORMAT_FILE).read_text(encoding="utf-8"))
+        if not isinstance(kind, dict) or not set(kind) <= _FORMAT_KEYS or not kind:
+            return f"{FORMAT_FILE} is no description of a format"
+        if kind.get("sharded_backend") != "torch_dist":
+            return f"{FORMAT_FILE} names the format {kind.get('sharded_backend')!r}"
+        index = read_index(folder / INDEX)
+        with torch.serialization.safe_globals([argparse.Namespace]):  # plain values by their names
+            torch.load(folder / COMMON, map_location="cpu", weights_only=True)
+        files = {str(info.relative_path) for info in index.storage_data.values()}
+    except FileNotFoundError as error:
+        return f"{Path(str(error.filename)).name} is missing"
+    except Exception as error:  # a damaged file may end in any
+        return f"metadata cannot be read: {error}".partition("\n")[0]
+    lost = sorted(name for name in files if not (folder / name).is_file())
+    return f"{lost[0]}, which {INDEX} names, is missing" if lost else ""
+
+
+def has_arguments(folder: Path) -> bool:
+    """Whether a folder has arguments of a run, as Megatron-LM and MindSpeed-LLM save them. Local.
+
+    Nothing is unpickled: the file names the class of arguments or does not.
+    """
+    if any(folder.glob("mp_rank_*")):
+        return True
+    try:
+        return b"argparse" in (folder / COMMON).read_bytes()
+    except OSError:
+        return False

@@ -1,0 +1,102 @@
+"""Turns the configuration of a run into that of the replay of one of its steps."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass, replace
+
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.flag import flag_names
+
+
+def as_replay(config: RLRunConfig) -> RLRunConfig:
+    """Return the configuration of the replay of a run; the same where none is asked for.
+
+    It keeps everything that the numbers of a step depend on.
+
+    Raises:
+        UsageError: The flags of the replay are malformed, or do not fit others.
+    """
+    if not config.replay.active:
+        return config
+    _check_replay(config)
+    checkpoint, prompts = config.checkpoint, config.prompts
+    if config.replay.step > 1:
+        folder = checkpoint.save or checkpoint.load
+        if not folder:
+            raise UsageError(
+                f"{_typed(config)}: neither --save nor --load says where the checkpoints of the "
+                "run are; add the --save of the run"
+            )
+        checkpoint = replace(checkpoint, load=folder, finetune=False)
+    return replace(
+        config,
+        checkpoint=replace(
+            checkpoint, save="", save_interval=0, export_hf="", allow_changed_data=False
+        ),
+        logging=replace(
+            config.logging,
+            output_dir=str(config.replay.folder),
+            overwrite_output_dir=True,
+            tensorboard_dir="",
+        ),
+        prompts=replace(
+            prompts,
+            eval_prompt_data="",
+            rl_eval_data=(),
+            eval_interval=0,
+            rl_prompts_per_eval=0,
+            rl_eval_samples=0,
+            rl_eval_temperature=1.0,
+            rl_eval_in_rollouts=False,
+        ),
+        critic=replace(config.critic, critic_export_hf=""),
+        trackers=type(config.trackers)(),
+    )
+
+
+def _typed(config: RLRunConfig) -> str:
+    return f"--replay {' '.join(config.replay.replay)}"
+
+
+def _check_replay(config: RLRunConfig) -> None:
+    typed, values = _typed(config), config.replay.replay
+    if len(values) != 2 or not values[0].isdecimal() or int(values[0]) < 1:
+        raise UsageError(
+            f"{typed}: give two values, the number of a step, from 1 on, and the --output-dir of "
+            "the run that it belongs to"
+        )
+    last = config.train.train_iters
+    if last and config.replay.step > last:  # with --epochs steps are counted later
+        raise UsageError(
+            f"{typed}: the run ends with step {last} (--train-iters); give a step up to that one"
+        )
+    for other, given in (
+        ("--rl-benchmark-lengths", config.benchmark.active),
+        ("--rl-selftest", config.rl.rl_selftest != "none"),
+    ):
+        if given:
+            raise UsageError(f"{typed}: not with {other}, which is no run; remove one of the two")
+
+
+# Sections that the numbers of a step do not depend on, or that a replay sets itself.
+_NOT_RECORDED = (
+    *("replay", "checkpoint", "logging", "prompts", "dry_run", "launch", "trackers", "profiler"),
+    "benchmark",
+)
+
+
+def recorded_flags(config: RLRunConfig) -> dict[str, str]:
+    """Return the flags that are not at their default and may change the numbers of a step."""
+    options = config.engine_options.items()
+    found = {f"--vllm-{name.replace('_', '-')}": str(value) for name, value in options}
+    for section in fields(config):
+        flags = getattr(config, section.name)
+        if section.name in _NOT_RECORDED or not is_dataclass(flags):
+            continue
+        for one in fields(flags):
+            value = getattr(flags, one.name)
+            if value != one.default:
+                text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                found[flag_names(one)[0]] = text
+    return found

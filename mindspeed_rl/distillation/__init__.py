@@ -1,0 +1,1 @@
+"""On-policy distillation: teachers score the tokens that the policy has sampled."""

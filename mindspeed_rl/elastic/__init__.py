@@ -1,0 +1,1 @@
+"""Jobs that go on with fewer nodes."""

@@ -1,0 +1,1 @@
+"""Which rank of an engine has which experts."""

@@ -1,0 +1,1 @@
+"""Checks that flags fit each other, before anything is loaded."""

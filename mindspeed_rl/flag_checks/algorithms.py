@@ -1,0 +1,256 @@
+"""Checks that the flags of advantages, losses, KL and correction fit each other."""
+
+from __future__ import annotations
+
+from mindspeed_rl.algorithms.advantages import ESTIMATORS
+from mindspeed_rl.algorithms.distillation import TEACHER_FLAG
+from mindspeed_rl.algorithms.kl import KL_ESTIMATORS, STRAIGHT_THROUGH
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.needs import check_needs
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.flag_checks.partners import check_partner
+
+
+def check_algorithms(config: RLRunConfig) -> None:
+    """Refuse combinations that contradict each other or leave a flag without effect.
+
+    Raises:
+        UsageError: The message names the flags, their values, what is allowed and the fix.
+    """
+    check_needs(config)
+    _check_group(config)
+    _check_kl(config)
+    _check_sampling(config)
+    _check_reward_model(config)
+    _check_teachers(config)
+    _check_adapters(config)
+    _check_routing(config)
+    check_partner(config)
+    _check_order(config)
+    _check_caps(config)
+    _check_reference_pass(config)
+    warmup, last = config.critic.critic_warmup_steps, config.train.train_iters
+    if warmup and warmup >= last and not config.prompts.epochs:  # else when prompts are counted
+        raise UsageError(
+            f"--critic-warmup-steps {warmup}: the run has --train-iters {last}, so the policy "
+            "would never be trained; lower it"
+        )
+    if config.correction.active and config.rl.old_logprob == "rollout":
+        raise UsageError(
+            "--old-logprob rollout puts the engine's log-probs into the ratio, which corrects the "
+            "mismatch already; with --rl-inference-logprobs-is-correction or --rl-rejection use "
+            "--old-logprob on-policy or recompute"
+        )
+
+
+def _check_teachers(config: RLRunConfig) -> None:
+    """Refuse a run that nothing teaches, and a loss that chooses tokens before teachers count."""
+    teachers, estimator = config.distillation.teachers, config.advantages.rl_advantage_estimator
+    if not teachers and estimator == "none":
+        raise UsageError(
+            f"--rl-advantage-estimator none: nothing would be learned without {TEACHER_FLAG}; name "
+            "a teacher, or choose another estimator"
+        )
+    loss = config.policy_loss
+    if teachers and loss.loss.selects:
+        raise UsageError(
+            f"--rl-policy-loss {loss.rl_policy_loss}: chooses tokens by the advantages of rewards, "
+            f"to which {TEACHER_FLAG} adds later; use ppo"
+        )
+
+
+def _check_adapters(config: RLRunConfig) -> None:
+    """Refuse with adapters what copies, keeps apart or records the weights of the policy."""
+    for used, given in (
+        (
+            config.rl.ref_update_interval > 0,
+            f"--ref-update-interval {config.rl.ref_update_interval}: the reference is the base, "
+            "which never changes",
+        ),
+        (
+            config.rl.reference_pass == "tail",
+            "--reference-pass tail: the reference is the policy, which is away during rollouts",
+        ),
+        (config.replay.active, "--replay: it compares whole weights"),
+    ):
+        if config.lora.is_on and used:
+            raise UsageError(
+                f"--lora-rank {config.lora.lora_rank}: not with {given}; remove one of the two"
+            )
+
+
+def _check_routing(config: RLRunConfig) -> None:
+    choice = config.rl.rl_routing_replay
+    if choice == "trainer" and config.rl.old_logprob == "rollout":
+        raise UsageError(
+            "--rl-routing-replay trainer records the experts in the pass of the old log-probs, "
+            "which --old-logprob rollout leaves out; use on-policy or recompute, or "
+            "--rl-routing-replay rollout"
+        )
+    if choice != "rollout":
+        return
+    factor, partial = config.sampling.rl_resample_factor, config.balance.partial_rollout_tokens
+    for used, given in (
+        (factor > 1, f"--rl-resample-factor {factor:g}"),
+        (partial > 0, f"--partial-rollout-tokens {partial}"),
+        (config.balance.rollout_rebalance == "all", "--rollout-rebalance all"),
+        (bool(config.partner), config.partner),
+    ):
+        if used:
+            raise UsageError(
+                f"--rl-routing-replay rollout: not with {given}: the experts of a response are "
+                "known where one engine samples all of it for the step it is trained in; remove "
+                "one of the two, or use --rl-routing-replay trainer"
+            )
+
+
+def _check_group(config: RLRunConfig) -> None:
+    size, needed = config.rl.grpo_group_size, config.advantages.estimator.min_group_size
+    if size < needed:
+        alone = [name for name, choice in ESTIMATORS.items() if choice.min_group_size == 1]
+        raise UsageError(
+            f"--grpo-group-size {size}: must be at least {needed} with --rl-advantage-estimator "
+            f"{config.advantages.rl_advantage_estimator}: a reward is relative to the others of "
+            f"its prompt; one sample is enough for {', '.join(alone)}"
+        )
+
+
+def _check_kl(config: RLRunConfig) -> None:
+    kl = config.kl
+    if kl.rl_kl_in_reward and KL_ESTIMATORS[kl.rl_kl_estimator].in_loss_only:
+        raise UsageError(
+            f"--rl-kl-estimator {kl.rl_kl_estimator} differs from "
+            f"{kl.rl_kl_estimator.removesuffix(STRAIGHT_THROUGH)} in its gradient alone, and a "
+            f"reward has none; with --rl-kl-in-reward leave the {STRAIGHT_THROUGH} out"
+        )
+
+
+def _check_reward_model(config: RLRunConfig) -> None:
+    """Refuse flags that need rewards during sampling; a reward model scores after it."""
+    if not config.rewards.reward_model_hf_checkpoint:
+        return
+    for flag, given in (
+        (
+            "--grpo-filter-groups-with-same-reward",
+            config.sampling.grpo_filter_groups_with_same_reward,
+        ),
+        (
+            f"--rl-advantage-estimator {config.advantages.rl_advantage_estimator}",
+            config.advantages.estimator.needs_greedy,
+        ),
+    ):
+        if given:
+            raise UsageError(
+                f"{flag} needs rewards while the engine samples, and the reward model of "
+                "--reward-model-hf-checkpoint scores afterwards; remove one of the two"
+            )
+
+
+def _check_sampling(config: RLRunConfig) -> None:
+    flags, limit = config.sampling, config.rollout.rollout_max_response_length
+    if flags.grpo_filter_groups_with_same_reward and config.rl.grpo_group_size < 2:
+        raise UsageError(
+            "--grpo-filter-groups-with-same-reward: with --grpo-group-size 1 every group has equal "
+            "rewards; raise it to at least 2, or remove the flag"
+        )
+    if flags.rl_overlong_buffer > limit:
+        raise UsageError(
+            f"--rl-overlong-buffer {flags.rl_overlong_buffer} is longer than "
+            f"--rollout-max-response-length {limit}; lower it"
+        )
+    weighted = config.correction.weighted
+    knows_the_sampler = config.rl.old_logprob == "rollout" or (
+        config.rl.old_logprob == "recompute" and weighted
+    )
+    carried = config.balance.partial_rollout_tokens
+    if carried and not knows_the_sampler:
+        raise UsageError(
+            f"--partial-rollout-tokens {carried} carries tokens of older weights into the next "
+            f"step, which --old-logprob {config.rl.old_logprob} does not weigh; allowed: "
+            "--old-logprob rollout, or recompute with --rl-inference-logprobs-is-correction"
+        )
+    filtered = flags.grpo_filter_groups_with_same_reward
+    if flags.rl_resample_factor > 1 and not (filtered or carried):
+        raise UsageError(
+            f"--rl-resample-factor {flags.rl_resample_factor:g} has no effect without "
+            "--grpo-filter-groups-with-same-reward or --partial-rollout-tokens; add one of them, "
+            "or remove the flag"
+        )
+    if flags.rl_resample_factor > 1 and not knows_the_sampler:
+        raise UsageError(
+            f"--rl-resample-factor {flags.rl_resample_factor:g} carries samples of older weights "
+            f"into the next step, which --old-logprob {config.rl.old_logprob} does not weigh; "
+            "allowed: --old-logprob rollout, or recompute with "
+            "--rl-inference-logprobs-is-correction"
+        )
+
+
+def _check_order(config: RLRunConfig) -> None:
+    prompts = config.rl.grpo_prompts_per_step
+    if config.balance.prompt_order == "by-length" and prompts == 1:
+        raise UsageError(
+            "--prompt-order by-length brings prompts of similar length together in a step, and "
+            "--grpo-prompts-per-step 1 has one; raise it, or remove the order"
+        )
+
+
+def _check_caps(config: RLRunConfig) -> None:
+    """Refuse caps on responses that never cut, never grow, or meet another way to cut."""
+    flags, limit = config.balance, config.rollout.rollout_max_response_length
+    factor, floor = flags.response_length_cap_factor, flags.response_length_cap_floor
+    if not factor:
+        return
+    if factor <= 1:
+        raise UsageError(
+            f"--response-length-cap-factor {factor:g}: a response that a cap cuts raises the next "
+            "cap by the factor, so that longer ones can be learned; allowed: above 1, or 0 for no "
+            "caps"
+        )
+    if floor >= limit:
+        raise UsageError(
+            f"--response-length-cap-floor {floor}: with --rollout-max-response-length {limit} no "
+            "cap would cut anything; lower it, or remove --response-length-cap-factor"
+        )
+    partial, partner = flags.partial_rollout_tokens, config.partner
+    for used, given in (
+        (partial, f"--partial-rollout-tokens {partial}, which continues what was cut"),
+        (partner, f"{partner}, whose turns share one limit"),
+    ):
+        if used:
+            raise UsageError(
+                f"--response-length-cap-factor {factor:g}: not with {given}; remove one of the two"
+            )
+
+
+def _check_reference_pass(config: RLRunConfig) -> None:
+    """Refuse a pass of the reference in the tail of rollouts where there is no such tail."""
+    if config.rl.reference_pass != "tail":
+        return
+    sampling, balance = config.sampling, config.balance
+    for used, given in (
+        (config.memory.rl_offload == "all", "--rl-offload all: the reference is away then"),
+        (
+            balance.rollout_rebalance != "off",
+            f"--rollout-rebalance {balance.rollout_rebalance}: an engine that is done gets "
+            "requests of others",
+        ),
+        (
+            balance.partial_rollout_tokens > 0,
+            f"--partial-rollout-tokens {balance.partial_rollout_tokens}: the next step continues "
+            "responses, with another policy",
+        ),
+        (
+            sampling.grpo_filter_groups_with_same_reward,
+            "--grpo-filter-groups-with-same-reward: most of the work would be for groups that are "
+            "not trained on, and a step has several tails",
+        ),
+        (
+            bool(config.partner),
+            f"{config.partner}: only one rank of an engine knows its conversations",
+        ),
+    ):
+        if used:
+            raise UsageError(
+                f"--reference-pass tail: not with {given}; use --reference-pass single or packed, "
+                "or remove the other flag"
+            )

@@ -1,0 +1,96 @@
+"""A store of torch that listens where it was told to, and not on every interface.
+
+``TCPStore`` takes a host to connect to; what it opens itself listens on all interfaces. Whoever
+reaches a store can redirect the connections of a job, so it listens as narrowly as the job allows:
+
+    python -m mindspeed_rl.launch.bound_store TORCHRUN ARGUMENTS
+
+is torchrun with such a store.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import runpy
+import socket
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+_LOCAL_NAMES = ("localhost", "localhost.localdomain")
+
+
+def bind_address(host: str) -> str:
+    """Return the address to listen on for those who connect to ``host``; empty: on all.
+
+    Names but that of this machine's loopback are resolved by every node for itself, maybe to
+    different addresses of the same machine.
+    """
+    if host in _LOCAL_NAMES:
+        return "127.0.0.1"
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return ""
+
+
+def bound_socket(host: str, port: int) -> socket.socket | None:
+    """Return a socket that is bound for ``host``; ``None`` where it has to be on all interfaces.
+
+    An address that no interface of this machine has, as behind a translated one, is such a case.
+
+    Raises:
+        OSError: The port is taken.
+    """
+    address = bind_address(host)
+    if not address:
+        return None
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+    except OSError as error:
+        listener.close()
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return None
+    return listener
+
+
+class BoundStore(TCPStore):
+    """``TCPStore`` whose server listens on the address of ``host`` alone, where it is one."""
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        *others: Any,
+        **named: Any,
+    ) -> None:
+        if is_master and named.get("master_listen_fd") is None:
+            try:
+                listener = bound_socket(host_name, port)
+            except OSError as error:
+                raise dist.DistNetworkError(
+                    f"the store cannot listen on {host_name}:{port}: {error}"
+                ) from error
+            if listener is not None:
+                port = listener.getsockname()[1]
+                named["master_listen_fd"] = listener.detach()
+                host_name = "127.0.0.1" if host_name in _LOCAL_NAMES else host_name
+        super().__init__(host_name, port, world_size, is_master, *others, **named)
+
+
+def main() -> None:
+    """Run torchrun, whose modules take the store from ``torch.distributed``."""
+    dist.TCPStore = BoundStore  # type: ignore[attr-defined]
+    runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

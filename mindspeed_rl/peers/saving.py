@@ -1,0 +1,56 @@
+"""Decides on all ranks together when a run saves or ends, and which checkpoints it keeps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mindspeed_rl.checkpoint.retention import keep
+from mindspeed_rl.checkpoint.save_clock import Due, SaveClock, Votes, due_after, votes_are_taken
+from mindspeed_rl.launch import stop_request
+from mindspeed_rl.metrics.loggers import RunLogger
+from mindspeed_rl.parallel.small_collectives import all_reduce_sum
+
+if TYPE_CHECKING:
+    from mindspeed_rl.launch.job import Job
+    from mindspeed_rl.planning.run_plan import RunPlan
+
+
+def decide(job: Job[Any, RunPlan], clock: SaveClock, step: int) -> Due:
+    """Decide what happens after ``step``, the same on all ranks.
+
+    Collective: the world, where flags ask for saves by time or signal; else local. The step ends
+    here for ``clock``.
+    """
+    options = job.config.checkpoint
+    clock.end_step()
+    votes = Votes()
+    if votes_are_taken(options):
+        mine = clock.votes(options, asked=stop_request.is_asked(), keeps_time=job.world.rank == 0)
+        votes = Votes(*all_reduce_sum(torch.tensor(mine)).tolist())
+    return due_after(options, job.config.train.train_iters, step, votes)
+
+
+def stopped_line(job: Job[Any, RunPlan], step: int, reason: str) -> str:
+    """Return the line of a run that ends before its last step."""
+    return (
+        f"stopped after step {step} of {job.config.train.train_iters}: {reason}; its checkpoint "
+        f"is in {job.config.checkpoint.save}, and --load continues there"
+    )
+
+
+def keep_checkpoints(job: Job[Any, RunPlan], logger: RunLogger) -> None:
+    """Remove the checkpoints that the flags do not keep. Local; rank 0 does it."""
+    if job.world.rank != 0:
+        return
+    options = job.config.checkpoint
+    kept = keep(options, logger.watched_values)
+    if kept.removed:
+        steps = ", ".join(map(str, kept.removed))
+        job.log_rank0(f"removed the checkpoints of steps {steps} (--save-total-limit)")
+    if kept.missing:
+        job.log_rank0(
+            f"warning: --save-best-metric {kept.missing}: no step with a checkpoint has logged it, "
+            "so that none is known as the best; its names are those of metrics.jsonl"
+        )

@@ -1,0 +1,56 @@
+"""Chooses the engine's key/value cache where ``--rollout-kv-cache-gb`` leaves it open."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.core.layout import round_up
+from mindspeed_rl.core.memory import FIXED_MODES, MemoryPhase, OffloadMode
+from mindspeed_rl.planning.prediction import MemoryPrediction
+from mindspeed_rl.planning.run_plan import RLPlan
+
+_GIB = 2**30
+_FILLED = 0.95  # of a device, as far as a cache is chosen: predictions are that good
+
+
+def with_cache_size(
+    prediction: MemoryPrediction, usable: int, *, shared: bool = False
+) -> tuple[RLRunConfig, list[str]]:
+    """Return the configuration of a run with the size of its cache, and a line about it. Pure.
+
+    The cache holds all sequences of the rank at their longest, or as many as fit beside what else
+    is on the device while the engine samples, at least one. ``--rl-offload auto`` is taken as the
+    mode that moves most, because it is chosen afterwards, for the cache found here.
+
+    Args:
+        prediction: Prediction of the run; its offload mode does not matter.
+        usable: Bytes of a device that predictions may fill.
+        shared: The device is the host, whose memory others want as well: the cache takes half of
+            what is left.
+    """
+    config, plan = prediction.config, prediction.plan
+    assert isinstance(config, RLRunConfig) and isinstance(plan, RLPlan)
+    if config.rollout.rollout_kv_cache_gb:
+        return config, []
+    asked = OffloadMode(config.memory.rl_offload)
+    mode = FIXED_MODES[-1] if asked is OffloadMode.AUTO else asked
+    ranks = prediction.representatives()
+    taken = replace(prediction, offload=mode).peaks(ranks)[MemoryPhase.ROLLOUT]
+    left = max(0, int(_FILLED * usable) - taken) // (2 if shared else 1)
+    engine = prediction.engine
+    block = engine.sizes.block_tokens
+    # A block more: drafts reach beyond the last token, and an engine keeps one for itself.
+    sequence = engine.token_bytes() * (round_up(plan.max_model_len, block) + block)
+    groups = plan.engine.num_replicas * plan.engine.dp
+    sequences = min(-(-plan.batch.samples // groups), engine.sizes.sequences)
+    fitting = max(1, min(sequences, left // sequence))
+    size = fitting * sequence
+    line = (
+        f"--rollout-kv-cache-gb is {size / _GIB:.3g}: {fitting} of {sequences} sequences of a rank "
+        f"at full length at once ({plan.max_model_len} tokens)"
+    )
+    if fitting < sequences:
+        line += "; the others wait, or run beside them while they are shorter"
+    rollout = replace(config.rollout, rollout_kv_cache_gb=size / _GIB)
+    return replace(config, rollout=rollout), [line]

@@ -1,0 +1,1 @@
+"""The arithmetic that proves that two copies of the weights have the same bits."""

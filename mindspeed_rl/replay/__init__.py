@@ -1,0 +1,1 @@
+"""A step of an earlier run again, and where its numbers first differ."""

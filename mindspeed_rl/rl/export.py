@@ -1,0 +1,149 @@
+"""Exports trained models as Hugging Face checkpoints."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_rl.adapters.peft_files import write_adapters
+from mindspeed_rl.checkpoint.hf import read_tensor, weight_files
+from mindspeed_rl.checkpoint.hf_writer import HfWriter
+from mindspeed_rl.checkpoint.interval_exports import due_target, keep_newest
+from mindspeed_rl.checkpoint.names import mtp_tensors
+from mindspeed_rl.checkpoint.writers import export_writers
+from mindspeed_rl.config.outputs import export_target
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.export_names import adapter_folder
+from mindspeed_rl.launch.start_up import start_stage
+from mindspeed_rl.models.registry import CLASSIFIER, weight_table
+from mindspeed_rl.models.spec import ModelSpec, read_hf_config
+from mindspeed_rl.weights.stream import TensorStream
+from mindspeed_rl.weights.transports import AllToAllTransport
+
+if TYPE_CHECKING:
+    from mindspeed_rl.config import RLRunConfig
+    from mindspeed_rl.launch.job import Job
+    from mindspeed_rl.metrics.timers import PhaseTimer
+    from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
+    from mindspeed_rl.trainer.train_engine import TrainEngine
+
+_EXPORT_BUCKET_BYTES = 512 << 20
+
+
+def export_critic(job: Job[RLRunConfig, RLPlan], critic: TrainEngine, step: int) -> None:
+    """Write the critic to the folder of ``--critic-export-hf``. Collective: the world."""
+    options = job.config.critic
+    export_policy(job, critic, options.critic_export_hf, step, options.critic_hf_checkpoint)
+
+
+def export_if_due(
+    job: Job[Any, RunPlan], engine: TrainEngine, step: int, timer: PhaseTimer
+) -> None:
+    """Write the model after ``step`` where ``--export-hf-interval`` asks for it. Collective: world.
+
+    Older exports beyond ``--export-hf-limit`` are removed afterwards. The time counts for no step.
+    """
+    config = job.config
+    options, last = config.checkpoint, export_target(config)
+    target = due_target(options, last, step, config.train.train_iters)
+    if target is None:
+        return
+    with timer.excluded(), job.watchdog.phase("export"):
+        writers = export_policy(job, engine, str(target), step)
+        if job.world.rank in writers:
+            keep_newest(last, options.export_hf_limit, step)
+    job.log_rank0(f"HF checkpoint after step {step}: {target}")
+
+
+@start_stage("export")
+def export_policy(
+    job: Job[Any, RunPlan], engine: TrainEngine, target: str, step: int, checkpoint: str = ""
+) -> range:
+    """Write the model after ``step`` as a Hugging Face checkpoint. Collective: the world.
+
+    ``checkpoint`` is the source of config.json; empty means ``--hf-checkpoint``. The tokenizer is
+    the run's. Adapters are merged in, and written by themselves in a folder next to ``target``.
+    Tensors travel to the writer in rounds and are written as they arrive. Rank 0 writes;
+    nodes that do not share its file system write their own copy, so that the next job finds it.
+
+    Returns:
+        The ranks that wrote.
+    """
+    rank, platform = job.world.rank, job.platform
+    writers = export_writers(Path(target), rank, job.world.size, job.world.local_size)
+    keep_mtp = job.config.checkpoint.keep_mtp and not engine.spec.value_head
+    dtype = torch.bfloat16 if job.config.train.bf16 else torch.float32
+    stream = TensorStream(
+        engine.layout,
+        writers,
+        rank=rank,
+        ranks_per_node=job.world.local_size,
+        transport=AllToAllTransport(job.world.size, platform.device, None),
+        dtype=dtype,
+        bucket_bytes=_EXPORT_BUCKET_BYTES,
+    )
+    with ExitStack() as stack:
+        writer = None
+        if rank in writers:
+            checkpoint = checkpoint or job.config.model.hf_checkpoint
+            keys = config_keys(engine.spec, checkpoint, keep_mtp)
+            tokenizer = job.config.model.tokenizer_directory
+            opened = HfWriter(
+                target, checkpoint, dtype, step=step, tokenizer=tokenizer, config_keys=keys
+            )
+            writer = stack.enter_context(opened)
+        stream.run(engine.merged_parameters(), writer.add if writer else None)
+        if writer and keep_mtp:
+            for name, file in kept_mtp(job).items():
+                writer.add(name, read_tensor(file, name))
+    if engine.adapters is not None:
+        write_adapters(
+            engine.adapters,
+            adapter_folder(target),
+            job.config.model.hf_checkpoint,
+            writes=rank in writers,
+        )
+    dist.barrier()
+    return writers
+
+
+def kept_mtp(job: Job[Any, RunPlan]) -> dict[str, Path]:
+    """Return the tensors that ``--keep-mtp`` copies unchanged into every export, with their files.
+
+    Raises:
+        UsageError: The checkpoint has no multi-token-prediction layers.
+    """
+    if not job.config.checkpoint.keep_mtp:
+        return {}
+    checkpoint = job.config.model.hf_checkpoint
+    files = weight_files(checkpoint)
+    found = mtp_tensors(job.plan.spec, files)
+    if not found:
+        raise UsageError(
+            f"--keep-mtp: {checkpoint} has no multi-token-prediction layers; remove the flag, or "
+            "give a checkpoint that has them (num_nextn_predict_layers in config.json, and "
+            "weights behind the last layer)"
+        )
+    return {name: files[name] for name in found}
+
+
+def config_keys(spec: ModelSpec, checkpoint: str, keep_mtp: bool) -> dict[str, Any]:
+    """Return the keys of the export's config.json that may differ from the checkpoint's.
+
+    Those of a value head turn a causal model's config into a classifier's.
+    """
+    keys: dict[str, Any] = dict(weight_table(spec.family).config_keys)
+    if spec.num_mtp_layers and not keep_mtp:
+        keys["num_nextn_predict_layers"] = 0
+    if spec.value_head:
+        names = read_hf_config(checkpoint)["architectures"]
+        keys |= {
+            "architectures": [name.replace("ForCausalLM", CLASSIFIER) for name in names],
+            "id2label": {"0": "value"},
+            "label2id": {"value": 0},
+        }
+    return keys

@@ -1,0 +1,54 @@
+"""Names of other RL stacks: what an unknown flag is called here."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl.command_line.arguments import own_flags, parse
+from mindspeed_rl.compat import synonyms as module
+from mindspeed_rl.compat.foreign_flags import foreign_flags
+from mindspeed_rl.compat.synonyms import synonyms
+from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.core.errors import UsageError
+
+OWN = {name for _, flags in own_flags(RLRunConfig) for flag in flags for name in flag.spellings}
+
+
+def test_answers_name_flags_that_exist() -> None:
+    named = {flag for answer in synonyms().values() for flag in re.findall(r"--[a-z-]+", answer)}
+    assert len(named) > 30
+    assert named <= OWN
+
+
+def test_no_name_has_two_answers() -> None:
+    names = set(synonyms())
+    assert not names & (OWN | set(foreign_flags()))
+    file = Path(module.__file__).with_suffix(".toml")
+    rows = tomllib.loads(file.read_text())["synonyms"]
+    assert len(names) == sum(len(words.split()) for _, words in rows)
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("--learning-rate 1e-6", "--learning-rate of other stacks; it is --lr here"),
+        ("--num_generations=8", "--num-generations of other stacks; it is --grpo-group-size here"),
+        ("--lora-dropout 0.1", "adapters have no dropout"),
+        ("--use-lora", "--use-lora of other stacks; it is --lora-rank here"),
+        ("--learning-rat 1e-6", "unknown flag --learning-rat; "),
+    ],
+)
+def test_the_message_of_an_unknown_flag(typed: str, told: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(told)):
+        parse(RLRunConfig, typed.split(), "mindspeed_rl.train_rl")
+
+
+def test_an_entry_names_only_flags_that_it_has() -> None:
+    with pytest.raises(UsageError) as told:
+        parse(PretrainRunConfig, ["--num-generations", "8", "--tp", "2"], "mindspeed_rl.pretrain")
+    assert "--grpo-group-size" not in str(told.value)
+    assert "it is --tensor-model-parallel-size here" in str(told.value)

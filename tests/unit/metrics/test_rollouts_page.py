@@ -1,0 +1,130 @@
+"""The page of a run's responses: complete, bounded, and safe against what models write."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rollouts_page import main
+
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.metrics import rollouts_page
+from mindspeed_rl.metrics.rollouts_page import kept_steps, write_page
+
+
+def row(step: int, **changes: Any) -> dict[str, Any]:
+    base = {
+        "step": step, "reward": 0.5, "sample_id": 3, "group": 1, "prompt": "q", "prompt_text": "q:",
+        "response": "a", "answer": "b", "length": 1, "finish_reason": "stop", "parts": {"math": 1},
+        "advantage": -1.5, "pieces": ["a"], "mismatch": [1e-5], "response_ids": [1, 2, 3],
+    }  # fmt: skip
+    return base | changes
+
+
+def write(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
+    (folder / name).write_text("".join(json.dumps(r) + "\n" for r in rows))
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    text = page.read_text()
+    begin = text.index(">", text.index('id="data"')) + 1
+    found: dict[str, Any] = json.loads(text[begin : text.index("</script>", begin)])
+    return found
+
+
+def test_the_page_has_training_and_evaluations_without_token_ids(tmp_path: Path) -> None:
+    write(tmp_path, "rollouts.jsonl", [row(1), row(2, reward=None)])
+    write(tmp_path, "evaluations.jsonl", [row(0, set="gsm8k", kind="greedy")])
+    flags = {"--hf-checkpoint": "/models/Qwen2.5-7B", "--rl-advantage-estimator": "rloo"}
+    (tmp_path / "config.json").write_text(json.dumps({"flags": flags, "started": "2026-01-02"}))
+    found = data_of(write_page(tmp_path))
+    assert found["title"] == "models/Qwen2.5-7B, rloo: rollouts"
+    assert found["about"].endswith("started 2026-01-02")
+    assert [(r["step"], r.get("set"), r["reward"]) for r in found["rows"]] == [
+        *((1, None, 0.5), (2, None, None), (0, "gsm8k", 0.5))
+    ]
+    assert "response_ids" not in found["rows"][0] and found["rows"][0]["mismatch"] == [1e-5]
+
+
+@pytest.mark.parametrize(
+    "text", ["</script><script>alert(1)</script>", "<!--<script>", "/*DATA*/", "\ud800", "\u2028"]
+)
+def test_no_response_leaves_its_place(tmp_path: Path, text: str) -> None:
+    write(tmp_path, "rollouts.jsonl", [row(1, response=text)])
+    page = write_page(tmp_path)
+    (found,) = data_of(page)["rows"]
+    assert found["response"] == text.replace("\ud800", "?")
+    assert page.read_text().count("<script") == 2
+
+
+def test_a_page_of_a_long_run_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollouts_page, "MOST_BYTES", 40_000)
+    write(tmp_path, "rollouts.jsonl", [row(s, response="x" * 900) for s in range(1, 201)])
+    page = write_page(tmp_path, tmp_path / "other.html")
+    found = data_of(page)
+    steps = [r["step"] for r in found["rows"]]
+    assert steps[-1] == 200 and len({b - a for a, b in pairwise(steps)}) == 1
+    assert 20 < len(steps) < 40 and f"{len(steps)} of 200 responses" in found["about"]
+    assert page.stat().st_size < 40_000 + 25_000
+
+
+@given(
+    st.dictionaries(st.integers(0, 10**6), st.integers(1, 10**6), min_size=1), st.integers(1, 10**7)
+)
+def test_the_last_step_is_always_there(sizes: dict[int, int], most: int) -> None:
+    kept = kept_steps(sizes, most)
+    assert max(sizes) in kept and kept <= set(sizes)
+    assert len(kept) == 1 or sum(sizes[s] for s in kept) <= most
+    if sum(sizes.values()) <= most:
+        assert kept == set(sizes)
+
+
+def test_long_texts_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollouts_page, "MOST_CHARACTERS", 10)
+    turns = [{"by": "model", "text": "y" * 12}]
+    write(tmp_path, "rollouts.jsonl", [row(1, response="x" * 25, turns=turns)])
+    (found,) = data_of(write_page(tmp_path))["rows"]
+    assert found["response"] == "x" * 10 + " [... 15 characters more]"
+    assert found["turns"][0]["text"] == "y" * 10 + " [... 2 characters more]"
+
+
+def test_a_run_without_responses_has_a_page_that_says_so(tmp_path: Path) -> None:
+    assert data_of(write_page(tmp_path))["rows"] == []
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rollouts.jsonl").write_text("{\n")
+    with pytest.raises(UsageError, match=r"rollouts\.jsonl, line 1: not JSON"):
+        write_page(tmp_path)
+
+
+def test_the_command_names_what_it_wrote_and_what_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, "rollouts.jsonl", [row(1)])
+    assert main([str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path}/page.html\n"
+    assert main([str(tmp_path / "nowhere")]) == 2
+    assert "no such folder; give the --output-dir of a run" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
+def test_a_browser_shows_the_filtered_rows(tmp_path: Path) -> None:
+    rows = [row(s, reward=s / 10, prompt=f"question {s}", group=s) for s in range(1, 10)]
+    write(tmp_path, "rollouts.jsonl", rows)
+    page = write_page(tmp_path)
+    command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    address = f"file://{page}#step0=3&reward1=0.7&order=low&at=4"
+    done = subprocess.run([*command, address], capture_output=True, text=True, timeout=120)
+    body = done.stdout[done.stdout.index("<main>") : done.stdout.index('id="data"')]
+    assert "5 of 9 responses" in body and "question 3" in body and "question 8" not in body
+    assert body.index("question 3") < body.index("question 7")
+    assert body.count("question 5") == 2, "in the list and opened"
+    assert "log p" not in body and "Largest |difference| 1.00e-5" in body
