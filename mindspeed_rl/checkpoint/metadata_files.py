@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
+from contextlib import AbstractContextManager
 from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -86,7 +88,7 @@ def problem_of_metadata(folder: Path) -> str:
         if kind.get("sharded_backend") != "torch_dist":
             return f"{FORMAT_FILE} names the format {kind.get('sharded_backend')!r}"
         index = read_index(folder / INDEX)
-        with torch.serialization.safe_globals([argparse.Namespace]):  # plain values by their names
+        with known_arguments():
             torch.load(folder / COMMON, map_location="cpu", weights_only=True)
         files = {str(info.relative_path) for info in index.storage_data.values()}
     except FileNotFoundError as error:
@@ -95,6 +97,17 @@ def problem_of_metadata(folder: Path) -> str:
         return f"metadata cannot be read: {error}".partition("\n")[0]
     lost = sorted(name for name in files if not (folder / name).is_file())
     return f"{lost[0]}, which {INDEX} names, is missing" if lost else ""
+
+
+def known_arguments() -> AbstractContextManager[None]:
+    """Let ``torch.load`` build, in this block, a run's arguments as Megatron-LM saves them.
+
+    These are plain values by their names, some of them megatron-core's enumerations.
+    """
+    from megatron.core.transformer import enums  # slow to import; few need it
+
+    kinds = [k for k in vars(enums).values() if isinstance(k, type) and issubclass(k, Enum)]
+    return torch.serialization.safe_globals([argparse.Namespace, SimpleNamespace, *kinds])
 
 
 def has_arguments(folder: Path) -> bool:

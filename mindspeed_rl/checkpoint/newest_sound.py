@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mindspeed_rl.checkpoint import resume
 from mindspeed_rl.checkpoint.checksums import FileMark, compare, share_of_files
-from mindspeed_rl.checkpoint.metadata_files import problem_of_metadata
+from mindspeed_rl.checkpoint.metadata_files import known_arguments, problem_of_metadata
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.parallel.small_collectives import gather_objects
 
@@ -99,12 +99,14 @@ def threads_for(num_bytes: int) -> int:
 def plain_objects_only() -> Iterator[None]:
     """Make ``torch.load`` refuse, in this block, to build objects that could run code.
 
-    Libraries ask for more than they need. What this project saves are tensors and plain types.
+    Libraries ask for more than they need. What this project saves are tensors and plain types; a
+    converted checkpoint has the arguments of a run beside them.
     """
     before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
     os.environ[_FORCE] = "1"
     try:
-        yield
+        with known_arguments():
+            yield
     finally:
         del os.environ[_FORCE]
         os.environ.update({name: value for name, value in before.items() if value is not None})

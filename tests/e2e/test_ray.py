@@ -105,6 +105,14 @@ def wait_until_gone(marker: str) -> None:
         time.sleep(0.2)
 
 
+def nodes_of_drivers(address: str) -> set[str]:
+    """Return the nodes to which the drivers of a cluster are connected."""
+    from ray._raylet import GcsClient  # type: ignore[import-not-found]
+
+    jobs = GcsClient(address=address).get_all_job_info().values()
+    return {job.driver_address.node_id.hex() for job in jobs}
+
+
 def is_agent(pid: int) -> bool:
     """Ray's own agents of a node hold nothing and notice the end of a killed driver late."""
     try:
@@ -141,13 +149,17 @@ def test_a_rank_that_fails_ends_the_run_with_its_cause(
 
 
 def test_a_job_goes_on_without_a_node_that_is_lost(folder: Path) -> None:
-    """Its ranks are killed with the node; the next attempt has one rank."""
+    """Its ranks are killed with the node; the next attempt has one rank.
+
+    The driver joins any of the three nodes, and the one that is lost is another.
+    """
     pytest.importorskip("ray", reason="ray is not installed: pip install '.[ray]'")
     from ray.cluster_utils import Cluster
 
     node: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
-    second = cluster.add_node(**node)
+    head = node | {"include_dashboard": False, "num_cpus": 0}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    nodes = [cluster.add_node(**node) for _ in range(2)]
     own = flags("elastic")
     at = own.index("--pipeline-model-parallel-size")
     command = [
@@ -164,7 +176,9 @@ def test_a_job_goes_on_without_a_node_that_is_lost(folder: Path) -> None:
         while "fault planted" not in log.read_text():
             assert driver.poll() is None, log.read_text()
             time.sleep(0.2)
-        cluster.remove_node(second, allow_graceful=False)
+        drivers = nodes_of_drivers(cluster.address)
+        lost = next(node for node in nodes if node.node_id not in drivers)
+        cluster.remove_node(lost, allow_graceful=False)
         assert driver.wait(LIMIT_S) == 0, log.read_text()
     finally:
         driver.kill()

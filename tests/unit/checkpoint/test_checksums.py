@@ -172,6 +172,26 @@ def test_an_index_is_read_without_running_what_it_names(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+def test_the_arguments_of_a_run_are_read_and_other_objects_are_not(tmp_path: Path) -> None:
+    """As Megatron-LM saves them beside the tensors; its own loader reads them in the same block."""
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+    from megatron.core.transformer.enums import AttnBackend
+
+    folder = write_folder(tmp_path / "iter_0000001", index_of("__0_0.distcp"))
+    (folder / "__0_0.distcp").write_bytes(b"0123456789")
+    args = argparse.Namespace(attention_backend=AttnBackend.fused, params_dtype=torch.bfloat16)
+    torch.save({"iteration": 7, "args": args}, folder / "common.pt")
+    assert metadata_files.problem_of_metadata(folder) == ""
+    with newest_sound.plain_objects_only():
+        found = TorchCommonLoadStrategy().load_common(folder)
+    assert found["args"] == args
+    torch.save({"args": Runs(tmp_path / "ran")}, folder / "common.pt")
+    assert "metadata cannot be read" in metadata_files.problem_of_metadata(folder)
+    with newest_sound.plain_objects_only(), pytest.raises(pickle.UnpicklingError):
+        TorchCommonLoadStrategy().load_common(folder)
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize("file", ["../other/__0_0.distcp", "/etc/passwd", ".."])
 def test_an_index_names_files_of_its_own_folder_only(tmp_path: Path, file: str) -> None:
     folder = write_folder(tmp_path / "iter_0000001", index_of(file))
