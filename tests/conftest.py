@@ -42,7 +42,9 @@ LONG_FILES = tuple(
     f"{folder}/test_{name}.py"
     for folder, names in (
         ("e2e", "score quickstart resume restart unequal_settings replay ray learning"),
+        ("e2e", "lora device_check distillation elastic peer_copies"),
         ("distributed", "checkpoint_layouts bench selftest silent_errors families checkpoint"),
+        ("distributed", "reshard adapters hybrid_context"),
         ("e2e", "reference_pass balanced_experts user_mistakes all_models export"),
     )
     for name in names.split()
