@@ -78,6 +78,8 @@ def _memory(found: Findings) -> Iterator[str]:
         f"memory, {name}; machine {machine.name}; offload during rollouts: "
         f"{prediction.offload.value} ({found.offload_reason})"
     )
+    if prediction.order:
+        yield prediction.order.line()
     yield from found.cache_lines
     yield (
         f"assumed: fused kernels, expert imbalance {prediction.imbalance:g}, "
@@ -141,6 +143,8 @@ def _volume(found: Findings) -> Iterator[str]:
         sizes = (t.receive_bytes, t.send_bytes, t.copy_bytes, t.inter_node_receive_bytes)
         rows.append([str(t.rank), *(f"{s / 1e9:.3f}" for s in sizes), str(t.num_senders)])
     yield from (f"  {line}" for line in aligned(rows))
+    if found.handover:
+        yield from found.handover.lines(found.seconds.whole.seconds if found.seconds else None)
 
 
 def _seconds(found: Findings) -> Iterator[str]:
@@ -203,6 +207,7 @@ def as_json(found: Findings) -> dict[str, Any]:
         "assumptions": {
             "offload": prediction.offload.value,
             "offload_reason": found.offload_reason,
+            "offload_order": asdict(prediction.order) if prediction.order else None,
             "expert_imbalance": prediction.imbalance,
             "swap_optimizer": bool(prediction.swap_parts),
             **_execution(prediction),
@@ -224,6 +229,7 @@ def as_json(found: Findings) -> dict[str, Any]:
         "budget_bytes": found.budget_bytes,
         "fits": found.fits,
         "weight_update": [asdict(traffic) for traffic in found.volume],
+        "handover": found.handover.as_json() if found.handover else None,
         "suggestions": [
             {"flags": s.flags, "peak_bytes": s.peak.num_bytes} for s in found.suggestions
         ],

@@ -17,6 +17,7 @@ _TWO_RANKS = "tests/distributed/test_parity.py::test_selection_equals_full_softm
 _TRAINING = "tests/distributed/test_training.py::"
 _HEAD = "tests/unit/trainer/test_head_gradient.py::"
 _CHECKSUMS = "tests/simulated/test_checksums.py::"
+_HANDOVER = "tests/simulated/test_handover.py::test_gather_and_sync_are_at_the_floor_of_both"
 _PHASES = "tests/unit/colocation/test_scheduler.py::"
 
 
@@ -67,6 +68,18 @@ def _matrices_alone(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _not_from_itself(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda transfers, read, write: 0 if read is write else original(transfers, read, write)
+
+
+def _without_waiting(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(self: Any) -> None:
+        platform = self._platform
+        platform.wait_for_copies = lambda: None
+        try:
+            original(self)
+        finally:
+            del platform.wait_for_copies
+
+    return changed
 
 
 def _any_version(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,6 +138,12 @@ WEIGHTS = (
           lambda original: lambda self, layer, expert: range(self.spec.num_experts),
           _RUNS + "[False-moved]",
           "Experts that are placed by their load would be sent as if they were in order."),
+    Fault("one-expert-of-a-run-is-counted", "mindspeed_rl.handover.joint:_runs",
+          gives(lambda runs: [(name, 1) for name, _ in runs]), _HANDOVER,
+          "A dry run would promise a weight update of a fraction of its bytes."),
+    Fault("padding-of-the-vocabulary-is-needed", "mindspeed_rl.handover.buffers:buffers_of",
+          gives(lambda buffers: [replace(buffer, filler=0) for buffer in buffers]), _HANDOVER,
+          "The floor would contain bytes that nobody needs."),
     Fault("all-take-the-first-turn", "mindspeed_rl.weights.schedule:turn_of",
           returns(0), _TURNS,
           "A round would carry what all turns together may, and exceed the staging memory."),
@@ -193,6 +212,15 @@ WEIGHTS = (
           "tests/unit/rl/test_rollback.py::"
           "test_the_weights_of_a_checkpoint_are_proven_in_full",
           "After a load an engine could keep rows of the weights before it."),
+    Fault("memory-is-freed-before-its-copy-is-done",
+          "mindspeed_rl.colocation.storage_group:StorageGroup.release", _without_waiting,
+          _PHASES + "test_nothing_is_read_or_given_back_before_its_copy_is_done",
+          "The optimizer would go on with what the weight sync wrote over its state."),
+    Fault("late-memory-never-leaves",
+          "mindspeed_rl.colocation.scheduler:DeviceScheduler._sync_to_rollout",
+          gives(lambda actions: [a for a in actions if a.name != "offload optimizer"]),
+          _PHASES + "test_the_optimizer_leaves_beside_the_sync_where_it_is_late",
+          "The engine's cache would be allocated beside the optimizer state."),
     Fault("syncs-are-not-proven", "mindspeed_rl.weights.sync:WeightSync._prove",
           skipped, _PHASES + "test_weights_that_differ_are_never_generated_from",
           "The engine would sample from weights that differ from the trainer's."),
