@@ -167,7 +167,7 @@ def update_traffic(
 ) -> list[RankTraffic]:
     """Count what a weight update moves on some ranks. Pure; a second for 671e9 weights."""
     item = 2 if config.rollout.engine_is_bf16(config.train) else 4
-    relay = config.rollout.reshard_relay == "auto" and plan.parallel.world > ranks_per_node
+    relay = config.rollout.relays(plan.parallel.world, ranks_per_node)
     source, target = plan.megatron, plan.rollout_layout
     bytes_of = element_bytes_of(source, item)
     overlaps = Overlaps(source, target, ranks_per_node, relay)

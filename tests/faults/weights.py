@@ -145,7 +145,7 @@ WEIGHTS = (
           "tests/simulated/test_checkpoint_round_trip.py::test_a_checkpoint_comes_back_bit_for_bit",
           "Small differences of router biases decide which experts compute."),
     Fault("plans-of-ranks-not-compared",
-          "mindspeed_rl.weights.executor:Resharder._compare_plans",
+          "mindspeed_rl.weights.executor:Resharder.compare_plans",
           skipped,
           "tests/simulated/test_plan_agreement.py::"
           "test_ranks_with_another_plan_are_named_on_all_ranks[0-precision]",

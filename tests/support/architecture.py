@@ -50,6 +50,7 @@ ROOMS: Mapping[str, Room] = {
     "metrics": Room(("core", "config", "parallel", "platforms"), TORCH_DISTRIBUTED),
     "proof": Room(("core",), TORCH),
     "weights": Room(("core", "models", "parallel", "metrics", "proof"), TORCH_DISTRIBUTED),
+    "deltas": Room(("core", "metrics", "weights"), TORCH),
     "expert_placement": Room(("core", "models", "weights")),
     "rollout": Room(
         ("core", "config", "models", "parallel", "platforms", "metrics", "weights"),
@@ -122,6 +123,7 @@ ROOMS: Mapping[str, Room] = {
             *("rollout", "engines", "planning", "algorithms", "samples", "data", "rewards"),
             *("environments", "colocation", "checkpoint", "trainer", "launch", "generation"),
             *("adapters", "peers", "distillation", "expert_placement", "flag_checks"),
+            "deltas",
         ),
         TORCH_DISTRIBUTED,
     ),
