@@ -169,7 +169,7 @@ def decode(head: Head, code: torch.Tensor, words: torch.Tensor) -> None:
         return
     bits = (code[:, None] >> _powers(8, code.device)).bitwise_and_(1).flatten()
     sections = head.sections()
-    parts = list(torch.split(bits[: sum(sections)], sections))
+    parts = list(torch.split(bits[: sum(sections)], list(sections)))
     far_shift, shift = divmod(head.shifts, 32)
     where = _positions(_counts(parts[3], head.changed), parts[0], shift)
     distance = torch.ones_like(where)

@@ -130,7 +130,8 @@ class DeltaExchange:
         self._pending = self._start(sends, self._incoming, torch.int32)
 
     def _most_bytes(self, message: _Message) -> int:
-        return sum(t.num_elements for t in message.transfers) * self._dtype.itemsize + 4
+        size = sum(t.num_elements for t in message.transfers) * self._dtype.itemsize
+        return size + 4 * max(1, len(message.pieces))  # each is aligned
 
     def _pack(self, message: _Message, read: Params, memory: torch.Tensor, start: int) -> int:
         """Write a message into the memory that travels and return where it ends."""

@@ -89,7 +89,7 @@ class DeltaResharder:
         self._version = NO_VERSION
         self._peers: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
         self._dense = True
-        self._counts = DeltaCounts()
+        self.counts = DeltaCounts()
 
     @property
     def kept_bytes(self) -> int:
@@ -133,7 +133,7 @@ class DeltaResharder:
             RuntimeError: Some ranks have another plan, or a message was damaged.
         """
         traffic = self._resharder.traffic
-        self._counts = DeltaCounts(traffic.send_bytes, traffic.receive_bytes)
+        self.counts = DeltaCounts(traffic.send_bytes, traffic.receive_bytes)
         if self._dense:
             self._resharder.run(read, write)
         else:
@@ -145,7 +145,7 @@ class DeltaResharder:
     ) -> None:
         resharder, (coded_to, coded_from) = self._resharder, self._peers
         resharder.compare_plans()
-        self._counts = DeltaCounts()
+        self.counts = DeltaCounts()
         on_the_way: DeltaExchange | None = None
         for part in resharder.rounds:
             exchange = DeltaExchange(
@@ -156,7 +156,7 @@ class DeltaResharder:
                 self._sent.params,
                 coded_to=coded_to,
                 coded_from=coded_from,
-                counts=self._counts,
+                counts=self.counts,
             )
             exchange.post(read)
             copy_within(part.copies, read, write)
@@ -174,7 +174,7 @@ class DeltaResharder:
     @property
     def traffic(self) -> RankTraffic:
         """The bytes that this rank moved in the latest sync."""
-        counts = self._counts
+        counts = self.counts
         return replace(
             self._resharder.traffic,
             send_bytes=counts.sent_bytes,
@@ -183,7 +183,7 @@ class DeltaResharder:
 
     def metrics(self) -> MetricSet:
         """Return the metrics of the latest sync on this rank."""
-        counts, all_bytes = self._counts, float(self._resharder.traffic.send_bytes)
+        counts, all_bytes = self.counts, float(self._resharder.traffic.send_bytes)
         return MetricSet(
             {
                 "reshard/changed_share": Mean(float(counts.changed), float(counts.words)),
