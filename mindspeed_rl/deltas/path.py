@@ -68,6 +68,10 @@ class DeltaResharder:
         device: Device that keeps what was sent.
         log: Function that shows a line once, called on all ranks.
 
+    Attributes:
+        sent: Copies of what was sent in the latest sync.
+        counts: What the latest sync moved.
+
     Raises:
         UsageError: The reshard relays messages within nodes.
     """
@@ -85,7 +89,7 @@ class DeltaResharder:
                 "keeps a copy; give --reshard-relay off"
             )
         self._resharder, self._rank, self._log = resharder, rank, log
-        self._sent = SentWeights(resharder, device)
+        self.sent = SentWeights(resharder, device)
         self._version = NO_VERSION
         self._peers: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
         self._dense = True
@@ -94,7 +98,7 @@ class DeltaResharder:
     @property
     def kept_bytes(self) -> int:
         """Bytes of the copies of what was sent."""
-        return self._sent.num_bytes
+        return self.sent.num_bytes
 
     def agree(self, held: Sequence[int], keeps_bits: bool, why_all: str) -> None:
         """Decide which pairs of ranks move only what changed. Collective: the transport's ranks.
@@ -138,7 +142,7 @@ class DeltaResharder:
             self._resharder.run(read, write)
         else:
             self._run_rounds(read, write)
-        self._sent.update(read)
+        self.sent.update(read)
 
     def _run_rounds(
         self, read: Mapping[str, torch.Tensor], write: Mapping[str, torch.Tensor]
@@ -153,7 +157,7 @@ class DeltaResharder:
                 wire_dtype(part.dtype, resharder.dtype),
                 resharder.transport,
                 write,
-                self._sent.params,
+                self.sent.params,
                 coded_to=coded_to,
                 coded_from=coded_from,
                 counts=self.counts,
