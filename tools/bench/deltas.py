@@ -73,10 +73,10 @@ class Figures:
         self.entropy_bytes += float((counts * (len(new) / counts).log2()).sum()) / 8
         words, cuts = old.clone(), pieces_of(len(new))
         start_s = time.process_time()
-        pairs = zip(old.split(cuts), new.split(cuts), strict=True)
+        pairs = zip(torch.split(old, cuts), torch.split(new, cuts), strict=True)
         codes = [encode(before, after) for before, after in pairs]
         middle_s = time.process_time()
-        for (head, code), part in zip(codes, words.split(cuts), strict=True):
+        for (head, code), part in zip(codes, torch.split(words, cuts), strict=True):
             decode(head, code, part)
         self.encode_s += middle_s - start_s
         self.decode_s += time.process_time() - middle_s
@@ -119,7 +119,8 @@ def weights_of_steps(args: argparse.Namespace, rate: float) -> Iterator[dict[str
         if step:
             tokens = torch.randint(args.vocabulary, (args.batch, args.length + 1))
             logits = model(tokens[:, :-1]).flatten(0, 1)
-            torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten()).backward()
+            loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
+            loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
