@@ -90,6 +90,16 @@ class RolloutConfig:
         choices=("auto", "off"),
         needs=Needs("--reshard-path", ("direct",)),
     )
+    reshard_deltas: str = flag(
+        "off",
+        "Send only the words of weights that changed since the latest update, where sender and "
+        "engine hold the same version of them, coded without loss. Engines must keep their "
+        "weights (--rollout-sleep kv), and every rank keeps a copy of what it sent: on its device, "
+        "or on the host, from where it is read at every update. --reshard-relay auto then means "
+        "off. It pays with bfloat16 weights and learning rates of RL, over slow links.",
+        choices=("off", "device", "host"),
+        needs=Needs("--reshard-path", ("direct",)),
+    )
     reshard_verify_interval: int = flag(
         20,
         "Weight updates from one proof that all bits of engine and trainer are equal to the next: "
@@ -111,6 +121,20 @@ class RolloutConfig:
         "the mean grows to three times that of the first five compared steps.",
         minimum=0.0,
     )
+
+    def relays(self, world: int, ranks_per_node: int) -> bool:
+        """Whether a weight update relays messages within nodes."""
+        may = self.reshard_relay == "auto" and self.reshard_deltas == "off"
+        return may and world > ranks_per_node
+
+    def keeps_sent(self, *, on_host: bool) -> bool:
+        """Whether copies of what was sent are in the memory of devices, here the host's or not."""
+        return self.reshard_deltas == "device" or (on_host and self.reshard_deltas == "host")
+
+    @property
+    def staging_mb(self) -> float:
+        """Most MiB of a weight update on a rank besides weights and copies of what was sent."""
+        return self.reshard_bucket_mb * (1 if self.reshard_deltas == "off" else 2)
 
     def engine_is_bf16(self, train: TrainConfig) -> bool:
         """Return whether the engine computes in bfloat16; otherwise it computes in float32."""

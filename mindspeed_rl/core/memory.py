@@ -21,6 +21,7 @@ class MemoryOwner(enum.StrEnum):
     ACTIVATIONS = "activations"  # kept by forward for backward, and the workspace of both
     LOGITS = "logits"  # of one chunk of tokens and one vocabulary shard, in fp32
     RESHARD_STAGING = "reshard_staging"
+    SENT_WEIGHTS = "sent_weights"  # copies that the next update is compared with
     ENGINE_WEIGHTS = "engine_weights"
     KV_CACHE = "kv_cache"
     SAMPLES = "samples"  # tokens and log-probs of this step's and of carried-over responses

@@ -94,7 +94,7 @@ def update_traffic(
     ranks_per_node: int,
 ) -> list[RankTraffic]:
     """Count what a weight update moves on some ranks. Pure; a second for 671e9 weights."""
-    relay = config.rollout.reshard_relay == "auto" and source.parallel.world > ranks_per_node
+    relay = config.rollout.relays(source.parallel.world, ranks_per_node)
     bytes_of = element_bytes_of(source, _engine_item(config))
     overlaps = Overlaps(source, target, ranks_per_node, relay)
     plans = (

@@ -116,6 +116,8 @@ class MemoryPrediction:
                 tables[MemoryPhase.TRAIN] |= weights
                 for phase in tables.keys() & {MemoryPhase.SAVE, MemoryPhase.EXPORT}:
                     tables[phase] |= weights
+            for phase in tables.keys() - {MemoryPhase.LOAD}:
+                tables[phase] |= self._sent_weights(rank)
         groups = {MemoryOwner.COMMUNICATORS: sum(self.group_bytes(rank).values())}
         return {p: {o: b for o, b in (t | groups).items() if b} for p, t in tables.items()}
 
@@ -398,9 +400,17 @@ class MemoryPrediction:
         """Whether the engine's weights are freed while the trainer trains."""
         return self.offload.sleeps_deeply(self._rl[0].memory.rollout_sleep)
 
+    def _sent_weights(self, rank: int) -> Table:
+        """Return the most bytes that copies of what an update sent can take."""
+        rollout, train = self._rl[0].rollout, self.config.train
+        item = 2 if rollout.engine_is_bf16(train) else 4
+        size = self._state(rank, self.plan.megatron).plain_parameters * item // (4 - 2 * train.bf16)
+        kept = rollout.keeps_sent(on_host=self.machine.platform == "cpu")
+        return {MemoryOwner.SENT_WEIGHTS: size * kept}
+
     def _staging(self, rank: int) -> Table:
         """Return the staging bytes of a weight update; a small model needs a single round."""
-        bucket = int(self._rl[0].rollout.reshard_bucket_mb * _MIB)
+        bucket = int(self._rl[0].rollout.staging_mb * _MIB)
         parameters = self._state(rank, self.plan.megatron).parameters
         both = 2 * (self.engine.weights(rank) + parameters)
         return {MemoryOwner.RESHARD_STAGING: min(bucket, both)}

@@ -36,6 +36,7 @@ from mindspeed_rl.core.layout import EngineLayout, ParallelLayout, round_up
 from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.expert_placement.near_trainer import placed_near_trainer
 from mindspeed_rl.flag_checks.algorithms import check_algorithms
+from mindspeed_rl.flag_checks.deltas import check_deltas
 from mindspeed_rl.flag_checks.reference_pass import check_reference_pass
 from mindspeed_rl.models.hf_files import check_tokenizer_files, find_weights
 from mindspeed_rl.models.registry import spec_from_hf_config, value_spec_from_hf_config
@@ -280,6 +281,7 @@ def _check_rl_flags(config: RLRunConfig, world: int, files: bool) -> None:
     """Check what flags alone say, and with ``files`` the files that they name."""
     engine_provider().check_options(config.engine_options)
     check_algorithms(config)
+    check_deltas(config)
     _check_sampling(config)
     if files:
         if not config.benchmark.active:

@@ -99,7 +99,8 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
     engine = build_rollout_engine(job, drafts)
     cache = TensorCache(job.platform.device)
     store = build_sample_store(job, data.train, cache)
-    ledger = open_ledger(job, sharing, engine, cache)
+    sync = build_weight_sync(job, models.policy)
+    ledger = open_ledger(job, sharing, engine, cache, sync)
     phase = partial(named_phase, timer, job.watchdog)
     scheduler = DeviceScheduler(engine, phase, watched(sharing, ledger))
     run = Components(
@@ -112,7 +113,7 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
         ),
         samples=store,
         scheduler=scheduler,
-        weight_sync=build_weight_sync(job, models.policy),
+        weight_sync=sync,
         telemetry=Telemetry(
             timer=timer,
             profiler=profiler,

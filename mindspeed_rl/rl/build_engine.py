@@ -23,6 +23,7 @@ from mindspeed_rl.core.graph_sizes import (
     read_history,
 )
 from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
+from mindspeed_rl.deltas.path import DeltaResharder, delta_path
 from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.launch.failures import BUILD_ENGINE
 from mindspeed_rl.launch.job import Job
@@ -150,8 +151,9 @@ def open_ledger(
     sharing: ColocationPlan,
     engine: InferenceEngine,
     cache: TensorCache,
+    sync: WeightSync,
 ) -> MemoryLedger:
-    """Open the memory ledger of trainer, engine and samples. Collective: the world."""
+    """Open the memory ledger of trainer, engine, samples and weight sync. Collective: the world."""
     options, rank = job.config.memory, job.world.rank
     prediction, _ = predict_run(job)
     owners: dict[str, Callable[[], int]] = {
@@ -164,6 +166,8 @@ def open_ledger(
         engine.cache_bytes if engine.state is EngineState.AWAKE else 0
     )
     owners[MemoryOwner.SAMPLES.value] = lambda: cache.num_bytes
+    if job.config.rollout.keeps_sent(on_host=job.platform.shares_host_memory):
+        owners[MemoryOwner.SENT_WEIGHTS.value] = lambda: sync.kept_bytes
     return MemoryLedger(
         owners,
         job.platform.memory,
@@ -345,5 +349,9 @@ def build_weight_path(job: Job[RLRunConfig, RLPlan], dtype: torch.dtype) -> Weig
     }
     if options.reshard_path == "stream":
         return stream_path(TensorStream(plan.megatron, range(world.size), **common))
-    relay = options.reshard_relay == "auto" and world.size > world.local_size
-    return reshard_path(Resharder(plan.megatron, plan.rollout_layout, relay=relay, **common))
+    relay = options.relays(world.size, world.local_size)
+    resharder = Resharder(plan.megatron, plan.rollout_layout, relay=relay, **common)
+    if options.reshard_deltas == "off":
+        return reshard_path(resharder)
+    keeps = job.platform.device if options.reshard_deltas == "device" else torch.device("cpu")
+    return delta_path(DeltaResharder(resharder, world.rank, keeps, job.log_rank0))

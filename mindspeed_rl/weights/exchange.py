@@ -102,8 +102,8 @@ class Exchange:
         sends = self._messages(part.sends, outgoing, lambda t: source_views(read, t))
         receives = self._messages(part.receives, incoming, lambda t: target_views(self._write, t))
         for transfers, flat in (m for several in sends.values() for m in several):
-            for t, span in _spans(flat, transfers):
-                _copy((span,), source_views(read, t))
+            for t, span in spans(flat, transfers):
+                copy_rectangles((span,), source_views(read, t))
         self._arriving = [m for several in receives.values() for m in several]
         self._pending = self._transport.start(_tensors(sends), _tensors(receives), self._dtype)
 
@@ -150,8 +150,8 @@ class Exchange:
         assert self._pending is not None
         self._pending.wait()
         for transfers, flat in self._arriving:
-            for t, span in _spans(flat, transfers):
-                _copy(target_views(self._write, t), (span,))
+            for t, span in spans(flat, transfers):
+                copy_rectangles(target_views(self._write, t), (span,))
 
 
 def shared_view(memory: torch.Tensor, what: torch.dtype | tuple[int, ...]) -> torch.Tensor:
@@ -181,7 +181,7 @@ def shared_view(memory: torch.Tensor, what: torch.dtype | tuple[int, ...]) -> to
 def copy_within(transfers: Iterable[Transfer], read: Params, write: Params) -> None:
     """Copy from parameter to parameter of this rank."""
     for t in transfers:
-        _copy(target_views(write, t), source_views(read, t))
+        copy_rectangles(target_views(write, t), source_views(read, t))
 
 
 def source_views(params: Params, transfer: Transfer) -> tuple[torch.Tensor, ...]:
@@ -201,8 +201,8 @@ def _views(params: Params, place: Place, count: int) -> tuple[torch.Tensor, ...]
     return (place.view.of_run(params[place.params[0]], count)[:, *slices],)
 
 
-def _copy(to: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Copy a run of rectangles, each of them a tensor or all of them one."""
+def copy_rectangles(to: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy a run of rectangles, each side either a tensor for each or one of all. Local."""
     if len(to) < len(values):
         to = to[0].unbind()
     elif len(values) < len(to):
@@ -243,7 +243,7 @@ def _tensors(of_peers: Mapping[int, list[Message]]) -> Tensors:
     return {peer: [tensor for _, tensor in several] for peer, several in of_peers.items()}
 
 
-def _spans(
+def spans(
     buffer: torch.Tensor, transfers: Sequence[Transfer]
 ) -> Iterable[tuple[Transfer, torch.Tensor]]:
     """Yield every transfer with its part of a buffer, in the shape of the transfer."""

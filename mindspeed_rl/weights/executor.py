@@ -111,6 +111,9 @@ class Resharder:
 
     Attributes:
         traffic: The bytes that this rank moves at every run.
+        rounds: Its part of every round.
+        transport: Transport that moves the messages.
+        dtype: Element type on the wire of tensors that declare none.
 
     Raises:
         RuntimeError: The layouts have different tensors.
@@ -146,8 +149,8 @@ class Resharder:
         bytes_of = element_bytes_of(source, dtype.itemsize)
         self.traffic = rank_traffic(self.plan, bytes_of, ranks_per_node)
         self.rounds = split_rounds(self.plan, self.schedule, source, 2 if relay else 1)
-        self._transport = transport
-        self._dtype = dtype
+        self.transport = transport
+        self.dtype = dtype
         self._budget = bucket_bytes
         self._compared = False
 
@@ -169,17 +172,16 @@ class Resharder:
         Raises:
             RuntimeError: Some ranks have another plan; raised on all ranks, before the first round.
         """
-        if not self._compared:
-            self._compare_plans()
-        size, device = self._staging_bytes(), self._transport.device
+        self.compare_plans()
+        size, device = self._staging_bytes(), self.transport.device
         slots = min(ROUNDS_IN_FLIGHT, len(self.rounds))
         staging = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(slots)]
         on_the_way: Exchange | None = None
         for i, part in enumerate(self.rounds):
-            dtype = wire_dtype(part.dtype, self._dtype)
+            dtype = wire_dtype(part.dtype, self.dtype)
             memory = staging[i % len(staging)]
             alone = self.schedule.alone_bytes
-            started = Exchange(part, memory, dtype, self._transport, write, alone)
+            started = Exchange(part, memory, dtype, self.transport, write, alone)
             started.post(0, read)
             copy_within(part.copies, read, write)
             if on_the_way is not None:
@@ -192,22 +194,28 @@ class Resharder:
         """Return the bytes that the messages of the largest exchange need."""
         return max(
             (
-                hop.staging_bytes(wire_dtype(part.dtype, self._dtype).itemsize)
+                hop.staging_bytes(wire_dtype(part.dtype, self.dtype).itemsize)
                 for part in self.rounds
                 for hop in part.hops
             ),
             default=0,
         )
 
-    def _compare_plans(self) -> None:
+    def compare_plans(self) -> None:
         """Check once that all ranks have the same plan, with 32 bytes from each rank.
 
-        Messages of different plans would hang or mix up tensors.
+        Messages of different plans would hang or mix up tensors. Collective over the transport's
+        ranks.
+
+        Raises:
+            RuntimeError: Some ranks have another plan; raised on all ranks.
         """
+        if self._compared:
+            return
         state = hashlib.blake2b(self.plan.digest.encode(), digest_size=32)
-        transport = type(self._transport).__name__
-        state.update(repr((self._dtype, self._budget, transport)).encode())
-        digests = self._transport.all_gather(state.digest())
+        transport = type(self.transport).__name__
+        state.update(repr((self.dtype, self._budget, transport)).encode())
+        digests = self.transport.all_gather(state.digest())
         usual, _ = Counter(digests).most_common(1)[0]
         if odd := [rank for rank, digest in enumerate(digests) if digest != usual]:
             raise RuntimeError(

@@ -49,6 +49,43 @@ class WeightReceiver(Protocol):
         """Refresh derived state and caches, now that all weights are those of ``version``."""
         ...
 
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether an update begins with the bits that the latest one wrote."""
+        ...
+
+
+class ChangesOnly(Protocol):
+    """What a path that moves only changes is told, and tells, of each sync."""
+
+    @property
+    def traffic(self) -> RankTraffic:
+        """The bytes that this rank moved in the latest sync."""
+        ...
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the copies that later weights are compared with."""
+        ...
+
+    def agree(self, held: Sequence[int], keeps_bits: bool, why_all: str) -> None:
+        """Decide what moves whole, for the next move. Collective: the world.
+
+        Args:
+            held: Version of the weights that each rank's engine holds.
+            keeps_bits: That of this rank's engine.
+            why_all: Reason to move all words; empty: there is none. Equal on all ranks.
+        """
+        ...
+
+    def finished(self, version: int) -> None:
+        """Note that all engines hold ``version``, as their proof said. Local."""
+        ...
+
+    def metrics(self) -> MetricSet:
+        """Return the metrics of the latest sync on this rank."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class WeightPath:
@@ -58,12 +95,14 @@ class WeightPath:
         name: Name of the path in metrics.
         move: Function that writes all weights, given the trainer's parameters and the engine,
             between begin and finish of an update. Collective: the world.
-        traffic: The bytes that this rank moves.
+        traffic: The bytes that this rank moves if it moves all weights.
+        changes: The side of the path that is told of each sync; ``None``: it moves all weights.
     """
 
     name: str
     move: Callable[[Mapping[str, torch.Tensor], WeightReceiver], None]
     traffic: RankTraffic
+    changes: ChangesOnly | None = None
 
 
 def reshard_path(resharder: Resharder) -> WeightPath:
@@ -155,6 +194,7 @@ class WeightSync:
         self._gather_versions = gather_versions
         self._log = log
         self._num_syncs = 0  # since the last reason for a full proof
+        self._reason = "this is the first sync"  # for it; empty after a sync that succeeded
         self._num_samples = 0
         self._left_version = -1  # of the engines after the latest sync
         self._moved: Sequence[tuple[int, Slots]] = ()
@@ -173,14 +213,19 @@ class WeightSync:
             layer_experts: Layer and the expert in each slot, for all layers with experts.
         """
         self._path, self._proof, self._moved = path, proof, tuple(layer_experts)
-        self._num_syncs = 0
+        self._num_syncs, self._reason = 0, "experts have new places"
 
     def weights_replaced(self) -> None:
         """Move and prove all weights at the next sync, as the trainer has loaded others. Local.
 
         Call it on all ranks.
         """
-        self._num_syncs = 0
+        self._num_syncs, self._reason = 0, "the trainer has loaded weights"
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the copies that the path keeps of what it sent."""
+        return self._path.changes.kept_bytes if self._path.changes else 0
 
     def run(self, engine: WeightReceiver, version: int) -> None:
         """Bring the engine to ``version``, unless a sync left it there. Collective: the world.
@@ -193,20 +238,29 @@ class WeightSync:
         if self._num_syncs and all(of_rank == version == self._left_version for of_rank in held):
             return
         number, self._num_syncs = self._num_syncs, 0
+        reason, self._reason = self._reason, "the latest sync failed"
         if surprise := unexpected_versions(held, self._left_version):
             self._log(surprise)
-            number = 0
+            number, reason = 0, "engines do not hold what the latest sync left"
+        elif set(held) == {-1}:
+            reason = reason or "the engines have freed their weights"
         self._left_version = -1
+        path = self._path
+        if path.changes:
+            path.changes.agree(held, engine.keeps_bits, reason)
         engine.begin_update()
         if self._moved:
             engine.place_experts(self._moved)
         read = self._read()
         self._synchronize()
         start = time.perf_counter()
-        self._path.move(read, engine)
+        path.move(read, engine)
         self._synchronize()
         seconds = time.perf_counter() - start
-        self.metrics = sync_metrics(self._path.name, self._path.traffic, seconds)
+        traffic = path.changes.traffic if path.changes else path.traffic
+        self.metrics = sync_metrics(path.name, traffic, seconds)
+        if path.changes:
+            self.metrics = self.metrics.merge(path.changes.metrics())
         interval = self._verify_interval
         in_full = number == 0 or (interval > 0 and number % interval == 0)
         start = time.perf_counter()
@@ -214,6 +268,9 @@ class WeightSync:
         proof = MetricSet({"reshard/proof_s": Max(time.perf_counter() - start)})
         self.metrics = self.metrics.merge(proof)
         engine.finish_update(version)
+        if path.changes:
+            path.changes.finished(version)
+        self._reason = ""
         self._num_samples += not in_full
         self._num_syncs, self._left_version, self._moved = number + 1, version, ()
 

@@ -36,6 +36,18 @@ def test_reshard(tmp_path: Path) -> None:
     assert direct["median_s"] > 0 and gather["median_s"] > 0
 
 
+def test_deltas(tmp_path: Path) -> None:
+    """Bits are compared in the run; few words change at a small rate, nearly all at a large one."""
+    flags = ("--hidden-size", "128", "--num-layers", "1", "--vocabulary", "500", "--steps", "1")
+    found = result_of("deltas.py", *flags, "--learning-rates", "1e-6", "1", folder=tmp_path)["rates"]
+    few, many = found["1e-06"], found["1"]
+    assert few["words"] == many["words"] > 10**5 and few["changed"] < 0.1 * few["words"]
+    assert 0 < few["coded_bytes"] < 0.1 * few["words"] and few["entropy_bytes"] > 0
+    assert many["changed"] > 0.9 * many["words"]
+    assert many["coded_bytes"] <= 1.01 * 2 * many["words"]
+    assert few["encode_s"] > 0 and few["decode_s"] > 0
+
+
 def test_dispatch(tmp_path: Path) -> None:
     flags = ("--workers", "2", "--megabytes", "1", "--repeats", "1")
     (size,) = result_of("dispatch.py", *flags, folder=tmp_path)["sizes"]

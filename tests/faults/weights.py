@@ -19,6 +19,13 @@ _HEAD = "tests/unit/trainer/test_head_gradient.py::"
 _CHECKSUMS = "tests/simulated/test_checksums.py::"
 _HANDOVER = "tests/simulated/test_handover.py::test_gather_and_sync_are_at_the_floor_of_both"
 _PHASES = "tests/unit/colocation/test_scheduler.py::"
+_CODEC = "tests/unit/deltas/test_codec.py::"
+_DELTAS = "tests/simulated/test_deltas.py::"
+
+
+def _only_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Copies that are made at the first sync and never renewed."""
+    return lambda self, read: None if self.params else original(self, read)
 
 
 def _as_thirds(runs: Iterator[tuple[str, int, int, int]]) -> list[tuple[str, int, int, int]]:
@@ -164,7 +171,7 @@ WEIGHTS = (
           "tests/simulated/test_checkpoint_round_trip.py::test_a_checkpoint_comes_back_bit_for_bit",
           "Small differences of router biases decide which experts compute."),
     Fault("plans-of-ranks-not-compared",
-          "mindspeed_rl.weights.executor:Resharder._compare_plans",
+          "mindspeed_rl.weights.executor:Resharder.compare_plans",
           skipped,
           "tests/simulated/test_plan_agreement.py::"
           "test_ranks_with_another_plan_are_named_on_all_ranks[0-precision]",
@@ -221,6 +228,28 @@ WEIGHTS = (
           gives(lambda actions: [a for a in actions if a.name != "offload optimizer"]),
           _PHASES + "test_the_optimizer_leaves_beside_the_sync_where_it_is_late",
           "The engine's cache would be allocated beside the optimizer state."),
+    Fault("differences-of-words-do-not-wrap", "mindspeed_rl.deltas.codec:_wrapped",
+          lambda original: lambda numbers, dtype: numbers.clamp(
+              -(1 << 8 * dtype.itemsize - 1), (1 << 8 * dtype.itemsize - 1) - 1),
+          _CODEC + "test_all_pairs_of_odd_words",
+          "A weight that changes its sign across zero would become another number."),
+    Fault("changed-words-counted-from-one", "mindspeed_rl.deltas.codec:_positions",
+          gives(lambda where: (where - 1).clamp(min=0)),
+          _CODEC + "test_every_bit_pattern_comes_back",
+          "Every change would be applied to the weight before the one that changed."),
+    Fault("far-moves-cut-by-their-first-bit", "mindspeed_rl.deltas.codec:_from_widths",
+          gives(lambda numbers: numbers >> 1), _CODEC + "test_every_bit_pattern_comes_back",
+          "Weights that move by more than one would arrive wrong."),
+    Fault("gaps-are-coded-without-low-bits", "mindspeed_rl.deltas.codec:_best_shift",
+          returns(0), _CODEC + "test_bytes_are_within_1_15_of_the_entropy",
+          "Every weight would cost a bit, however few change."),
+    Fault("changes-are-sent-to-an-engine-of-another-version", "mindspeed_rl.deltas.path:_same",
+          returns(True),
+          _DELTAS + "test_a_receiver_without_the_version_gets_all_of_its_weights",
+          "An engine that restarted would add changes to weights that it does not have."),
+    Fault("copies-of-what-was-sent-grow-old", "mindspeed_rl.deltas.path:SentWeights.update",
+          _only_once, _DELTAS + "test_changes_leave_what_whole_weights_would",
+          "Changes would be applied again at every sync."),
     Fault("syncs-are-not-proven", "mindspeed_rl.weights.sync:WeightSync._prove",
           skipped, _PHASES + "test_weights_that_differ_are_never_generated_from",
           "The engine would sample from weights that differ from the trainer's."),

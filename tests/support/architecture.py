@@ -50,6 +50,7 @@ ROOMS: Mapping[str, Room] = {
     "metrics": Room(("core", "config", "parallel", "platforms"), TORCH_DISTRIBUTED),
     "proof": Room(("core",), TORCH),
     "weights": Room(("core", "models", "parallel", "metrics", "proof"), TORCH_DISTRIBUTED),
+    "deltas": Room(("core", "metrics", "weights"), TORCH),
     "expert_placement": Room(("core", "models", "weights")),
     "rollout": Room(
         ("core", "config", "models", "parallel", "platforms", "metrics", "weights"),
@@ -128,6 +129,7 @@ ROOMS: Mapping[str, Room] = {
             *("environments", "colocation", "checkpoint", "trainer", "launch", "generation"),
             *("adapters", "peers", "distillation", "expert_placement", "flag_checks"),
             "model_files",
+            "deltas",
         ),
         TORCH_DISTRIBUTED,
     ),

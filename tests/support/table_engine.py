@@ -44,7 +44,7 @@ class TableEngine:
         self.stale = 0.0
         self.calls: list[str] = []
         self.steps: list[tuple[int, ...]] = []
-        self.max_num_seqs, self.weight_format = 16, ""
+        self.max_num_seqs, self.weight_format, self.keeps_bits = 16, "", True
         self.asked: list[tuple[list[GenerationRequest], SamplingSettings]] = []
 
     def weight_views(self) -> dict[str, torch.Tensor]:
@@ -155,6 +155,7 @@ class CopyWeights:
     """A weight path of one rank and one parameter."""
 
     name, traffic = "direct", RankTraffic(0, 0, 0, 4 * VOCAB, 0, 0, 0)
+    changes = None
 
     def move(self, read: Mapping[str, torch.Tensor], engine: InferenceEngine) -> None:
         """Copy."""

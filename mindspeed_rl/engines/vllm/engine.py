@@ -188,6 +188,11 @@ class VllmEngine:
         """The trainer's update count of the weights; -1 while they are incomplete or freed."""
         return self._version
 
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether an update begins with the bits that the latest one wrote."""
+        return not self._derived.packs_experts
+
     def weight_views(self) -> Mapping[str, torch.Tensor]:
         """Return the live parameters by vLLM's names, for writing within an update.
 

@@ -49,6 +49,7 @@ class Fill:
     """A weight path: every parameter of the engine gets the trainer's first number."""
 
     name, traffic = "fill", RankTraffic(0, 0, 0, 0, 0, 0, 0)
+    changes = None
 
     def move(self, read: Mapping[str, torch.Tensor], engine: InferenceEngine) -> None:
         for view in engine.weight_views().values():

@@ -233,6 +233,7 @@ def test_the_ledger_knows_trainer_engine_and_samples() -> None:
         cast(Any, SimpleNamespace(groups={MemoryOwner.PARAMETERS: parameters})),
         cast(Any, engine),
         cache,
+        cast(Any, SimpleNamespace(kept_bytes=8)),
     )
     cache.begin_step(1)
     cache.put(TOKEN_IDS, [SampleKey(1, 0)], torch.zeros(11, dtype=torch.int32), [11], [0])
@@ -254,6 +255,40 @@ def test_the_ledger_knows_trainer_engine_and_samples() -> None:
     cache.begin_step(2)
     ledger.at_border("train")
     assert ledger.borders["train"].owners["samples"] == 0
+
+
+@pytest.mark.parametrize(
+    ("where", "on_host"), [("device", False), ("device", True), ("host", True)]
+)
+def test_copies_of_what_was_sent_are_predicted_and_counted(where: str, on_host: bool) -> None:
+    """In every phase after the first update, where they are in the memory that is counted."""
+    flags = ["--rollout-sleep", "kv", "--reshard-deltas", where]
+    config = config_of("--platform", "cpu", "--bf16", *flags)
+    plan, machine = plan_of(config, WORLD), MACHINES["cpu" if on_host else "a2"]
+    tables = MemoryPrediction(config, plan, machine).rank_table(0)
+    sizes = {phase: table.get(MemoryOwner.SENT_WEIGHTS, 0) for phase, table in tables.items()}
+    parameters = tables[MemoryPhase.TRAIN][MemoryOwner.PARAMETERS]
+    assert sizes.pop(MemoryPhase.LOAD) == 0
+    assert set(sizes.values()) == {parameters}, "both have two bytes per element"
+    off = config_of("--platform", "cpu", "--bf16", "--rollout-sleep", "kv")
+    without = MemoryPrediction(off, plan, machine).rank_table(0)
+    assert all(MemoryOwner.SENT_WEIGHTS not in table for table in without.values())
+    if on_host:
+        ledger = build_engine.open_ledger(
+            job_on("cpu", 2, config),
+            cast(Any, SimpleNamespace(groups={})),
+            cast(Any, SimpleNamespace(state=EngineState.ASLEEP, weight_bytes=5, cache_bytes=6)),
+            TensorCache(torch.device("cpu")),
+            cast(Any, SimpleNamespace(kept_bytes=8)),
+        )
+        ledger.at_border("train")
+        assert ledger.borders["train"].owners["sent_weights"] == 8
+
+
+def test_copies_on_the_host_take_nothing_of_a_device() -> None:
+    config = config_of("--platform", "cpu", "--rollout-sleep", "kv", "--reshard-deltas", "host")
+    tables = MemoryPrediction(config, plan_of(config, WORLD), MACHINES["a2"]).rank_table(0)
+    assert all(MemoryOwner.SENT_WEIGHTS not in table for table in tables.values())
 
 
 def test_a_swapped_optimizer_is_refused_where_nobody_swaps_it() -> None:

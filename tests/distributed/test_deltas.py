@@ -1,0 +1,179 @@
+"""Real ranks whose syncs move only what changed hold the bits that whole weights would leave.
+
+Four gloo ranks train whole experts, and their engine cuts every expert by tensor parallelism. What
+each engine rank must hold comes from ``support.layout_oracle``; the proof is the product's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from support.layout_arrays import PADDING, Array, Case, hf_arrays
+from support.layout_cases import layouts_of
+from support.layout_oracle import megatron_params, vllm_params
+from support.spawn import run_ranks
+
+from mindspeed_rl.launch.bootstrap import World
+
+pytestmark = pytest.mark.distributed
+
+QWEN_30B = Case(
+    num_layers=2, hidden=64, ffn=24, kv_heads=2, heads_per_group=4, head_dim=8, vocab=96,
+    tied=False, qk_norm=True, experts=16, expert_ffn=32, moe_layers=(True,) * 2, tp=1, pp=2, cp=1,
+    dp=2, vocab_divisor=8, ep=2, etp=1, engine_tp=4, ranks_per_node=4,
+)  # fmt: skip
+ODD = 2  # the rank whose engine or copies go wrong
+WAYS = ("p2p", "all-to-all")
+
+
+class PlainEngine:
+    """An engine that is its weights."""
+
+    keeps_bits = True
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.weights_version = -1
+        self.weights = {
+            name: torch.full(shape, -1, dtype=torch.int16).view(torch.bfloat16)
+            for name, shape in shapes.items()
+        }
+
+    def weight_views(self) -> Mapping[str, torch.Tensor]:
+        return self.weights
+
+    def begin_update(self) -> None:
+        self.weights_version = -1
+
+    def finish_update(self, version: int) -> None:
+        self.weights_version = version
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one rank saw of one sync.
+
+    Attributes:
+        wrong: engine parameters that differ from the oracle's.
+        share: bytes received of those of all weights.
+        lines: what was told.
+        error: of the proof; empty: none.
+    """
+
+    wrong: list[str]
+    share: float
+    lines: list[str]
+    error: str
+
+
+def bits(array: Array) -> torch.Tensor:
+    """Numbers of elements as bits of bfloat16, those of NaN and -0.0 among them."""
+    return torch.from_numpy(array.astype(np.int16)).view(torch.bfloat16)
+
+
+def updated(hf: dict[str, Array], seed: int) -> dict[str, Array]:
+    """A model of which one word in a hundred moved by one."""
+    draws = np.random.default_rng(seed)
+    return {n: a + (draws.random(a.shape) < 0.01).astype(a.dtype) for n, a in hf.items()}
+
+
+def delta_world(world: World, way: str) -> list[Seen]:
+    """A sync after each update; before some of them an engine or a copy goes wrong."""
+    from mindspeed_rl.deltas.path import DeltaResharder, delta_path
+    from mindspeed_rl.weights.executor import Resharder
+    from mindspeed_rl.weights.sync import WeightSync, versions_of_ranks
+    from mindspeed_rl.weights.transports import make_transport
+    from mindspeed_rl.weights.verify import WeightVerifier
+
+    source, target = layouts_of(QWEN_30B)
+    resharder = Resharder(
+        source,
+        target,
+        rank=world.rank,
+        ranks_per_node=world.size,
+        transport=make_transport(way, world.size, torch.device("cpu")),
+        dtype=torch.bfloat16,
+        bucket_bytes=256 << 10,
+    )
+    lines: list[str] = []
+    deltas = DeltaResharder(resharder, world.rank, torch.device("cpu"), lines.append)
+    hf = hf_arrays(QWEN_30B)
+    read: dict[str, torch.Tensor] = {}
+    sync = WeightSync(
+        delta_path(deltas),
+        WeightVerifier(source, target, world.rank, torch.bfloat16),
+        lambda: read,
+        1,
+        gather_versions=versions_of_ranks,
+        log=lines.append,
+    )
+    engine = PlainEngine(target.local_shapes(world.rank))
+
+    def restart() -> None:
+        engine.__init__(target.local_shapes(world.rank))  # type: ignore[misc]
+
+    def other_weights() -> None:
+        restart()
+        engine.weights_version = 77
+
+    def wrong_copy() -> None:
+        """A word that the next delta will not repair, as if the one before it had been lost."""
+        copy = next(iter(deltas.sent.params.values()))
+        copy.view(torch.int16).view(-1)[5] ^= 1
+
+    accidents: dict[int, Callable[[], None]] = {4: restart, 6: other_weights, 8: wrong_copy}
+    found = []
+    for version in range(1, 11):
+        if version > 1:
+            hf = updated(hf, version)
+        read.update({n: bits(a) for n, a in megatron_params(QWEN_30B, hf, world.rank).items()})
+        if version in accidents and world.rank == ODD:
+            accidents[version]()
+        lines.clear()
+        error = ""
+        try:
+            sync.run(cast(Any, engine), version)
+        except RuntimeError as problem:
+            error = str(problem)
+        wanted = vllm_params(QWEN_30B, hf, world.rank)
+        wrong = [
+            name
+            for name, values in wanted.items()
+            if not np.array_equal(
+                np.where(values == PADDING, -1, values).astype(np.int16),
+                engine.weights[name].view(torch.int16).numpy(),
+            )
+        ]
+        share = deltas.traffic.receive_bytes / resharder.traffic.receive_bytes
+        found.append(Seen(wrong, share, list(lines), error))
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_updates_leave_the_bits_of_whole_weights(way: str, tmp_path: Path) -> None:
+    """After updates, a restart, foreign weights, a wrong copy, and the sync that failed for it."""
+    ranks = run_ranks(delta_world, 4, work_dir=tmp_path, args=(way,))
+    for rank in ranks:
+        for version, seen in enumerate(rank, 1):
+            if version == 8:
+                assert "engine weights differ from the trainer's in 1 tensors" in seen.error
+                continue
+            assert (seen.wrong, seen.error) == ([], ""), version
+            if version in (1, 4, 6, 9):
+                assert seen.share == 1 and "all weights are sent" in seen.lines[-1], version
+            else:
+                assert seen.share < 0.06 and seen.lines == [], version
+        why = {version: rank[version - 1].lines[-1].rpartition(": ")[2] for version in (1, 4, 9)}
+        assert why == {
+            1: "this is the first sync",
+            4: "engines do not hold what the latest sync left",
+            9: "the latest sync failed",
+        }
+        assert "ranks 2 (1 of 4) hold weights of version none" in rank[3].lines[0]
+        assert "ranks 2 (1 of 4) hold weights of version 77" in rank[5].lines[0]
+    assert any(rank[7].wrong for rank in ranks), "a wrong delta that the proof found"

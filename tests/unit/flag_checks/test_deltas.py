@@ -1,0 +1,56 @@
+"""Where only what changed of the weights may be sent."""
+
+from __future__ import annotations
+
+import pytest
+from support.checked_runs import configured
+
+from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.needs import check_needs
+from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.flag_checks.deltas import check_deltas
+
+DELTAS = "--reshard-deltas device"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--rollout-sleep all --rl-offload all",
+        f"{DELTAS} --rollout-sleep kv",
+        f"{DELTAS} --rollout-sleep kv --rl-offload all",
+        f"{DELTAS} --rl-offload none",
+        f"{DELTAS} --rl-offload optimizer",
+    ],
+)
+def test_engines_that_keep_their_weights_are_accepted(flags: str) -> None:
+    check_deltas(configured(RLRunConfig, flags))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        DELTAS,
+        "--reshard-deltas host --rl-offload all",
+        f"{DELTAS} --rollout-sleep all --rl-offload none",
+    ],
+)
+def test_engines_that_may_free_their_weights_are_refused(flags: str) -> None:
+    with pytest.raises(UsageError, match=r"--reshard-deltas .*--rollout-sleep kv"):
+        check_deltas(configured(RLRunConfig, flags))
+
+
+def test_whole_tensors_are_never_changes() -> None:
+    config = configured(RLRunConfig, f"{DELTAS} --reshard-path stream")
+    with pytest.raises(UsageError, match="--reshard-deltas device has no effect"):
+        check_needs(config)
+
+
+@pytest.mark.parametrize(
+    ("flags", "relays"),
+    [("", True), ("--reshard-relay off", False), (f"{DELTAS} --rl-offload none", False)],
+)
+def test_changes_are_not_relayed(flags: str, relays: bool) -> None:
+    rollout = configured(RLRunConfig, flags).rollout
+    assert rollout.relays(32, 16) is relays and not rollout.relays(16, 16)
