@@ -302,11 +302,13 @@ def die_in_second_save(world: World, model: str, folder: str) -> None:
 def die_in_background(world: World, model: str, folder: str) -> None:
     """Rank function: both ranks are killed in a step, while rank 1 writes the step before.
 
-    Rank 1 says before it what lies on its disk: bytes of a file that is not whole.
+    Each says before it what lies on its disk, of rank 1 a file that is not whole, and how often the
+    ranks have agreed which of them writes which weights.
     """
     import threading
 
     import torch.distributed as dist
+    from megatron.core.dist_checkpointing.strategies import fully_parallel
 
     from mindspeed_rl.checkpoint import checksums
     from mindspeed_rl.checkpoint.background import BackgroundWriter
@@ -324,6 +326,9 @@ def die_in_background(world: World, model: str, folder: str) -> None:
             threading.Event().wait()
         return size
 
+    name = "determine_main_replica_uniform_distribution"
+    agree = mock.Mock(side_effect=getattr(fully_parallel, name))
+    setattr(fully_parallel, name, agree)
     train(job, engine, 0, 1)
     writer.start(plan_checkpoint(folder, 1, engine, {}, **flags))
     assert writer.wait() is not None
@@ -334,7 +339,8 @@ def die_in_background(world: World, model: str, folder: str) -> None:
         assert world.rank == 0 or torn.wait(60)
         files = Path(folder, "iter_0000002.partial").glob(f"__{world.rank}_*.distcp")
         sizes = [file.stat().st_size for file in files]
-        Path(folder, f"sizes-{world.rank}").write_text(f"{writer.poll()} {sorted(sizes)}")
+        told = [str(writer.poll()), agree.call_count, sorted(sizes)]
+        Path(folder, f"told-{world.rank}").write_text(json.dumps(told))
         dist.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -543,10 +549,10 @@ def test_kill_during_a_save_leaves_the_previous_checkpoint(
     assert not (folder / "iter_0000002.partial").exists()
     assert find_latest(folder).path == folder / "iter_0000002"
     if die is die_in_background:
-        meanwhile = [(folder / f"sizes-{rank}").read_text() for rank in range(2)]
-        assert all(text.startswith("None [") for text in meanwhile), "a save was valid"
+        told = [json.loads((folder / f"told-{rank}").read_text()) for rank in range(2)]
+        assert [(saved, agreed) for saved, agreed, _ in told] == [("None", 1)] * 2
         whole = [path.stat().st_size for path in (folder / "iter_0000002").glob("__1_*.distcp")]
-        torn = json.loads(meanwhile[1].removeprefix("None "))
+        torn = told[1][2]
         assert len(torn) == 2 and 20_000 < max(torn) < min(whole)
 
 

@@ -45,7 +45,7 @@ def healthy(seed: int) -> Series:
     noise = draw.standard_normal((6, STEPS))
     return {
         GRADIENT_NORM: 1.6 * 4.0**-done * np.exp(0.6 * noise[0]),
-        "loss/policy": 0.05 * noise[1] * np.exp(noise[2]),
+        "loss/policy": 0.05 * noise[1] * np.exp(0.5 * noise[2]),
         "policy/entropy": 1.9 * 18.0**-done * np.exp(0.2 * noise[3]),
         "response/length_mean": 7.0 * 4.0**done * np.exp(0.1 * noise[4]),
         "response/truncated_fraction": np.clip(0.6 * 0.1**done + 0.1 * noise[5], 0.0, 1.0),
