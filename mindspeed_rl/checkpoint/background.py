@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,6 +16,8 @@ from mindspeed_rl.checkpoint.staging import StagingMemory
 
 # A rank that ends, ends the job; a slow disk of one rank is no reason for the others to give up.
 _LONGEST_WRITE = timedelta(hours=24)
+# Of 19; the step that runs meanwhile has the core first where there are more threads than cores.
+_NICENESS = 15
 
 
 class BackgroundWriter:
@@ -22,8 +27,8 @@ class BackgroundWriter:
     once; values are checked and files are written in the thread.
 
     The threads agree among themselves, in a process group of their own, when all have written, so
-    a checkpoint becomes valid without waiting for the end of a step. They do not keep a process
-    that ends from ending.
+    a checkpoint becomes valid without waiting for the end of a step. They give way to the step
+    where cores are few, and do not keep a process that ends from ending.
     """
 
     def __init__(self) -> None:
@@ -74,8 +79,16 @@ class BackgroundWriter:
         return written
 
     def _write(self, unwritten: UnwrittenCheckpoint) -> None:
+        _give_way()
         try:
             unwritten.check_values(self._group)
             self._written = unwritten.write(self._group)
         except BaseException as error:  # the next step border raises it in the run's own thread
             self._error = error
+
+
+def _give_way() -> None:
+    """Lower the priority of this thread, and of those that it starts, where the system has one."""
+    if sys.platform == "linux":
+        with suppress(PermissionError):  # a sandbox forbids the call; the write is as right
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -56,12 +57,13 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.trainer.foreign_checkpoint import load_foreign
 from mindspeed_rl.trainer.optimizer import torch_optimizers
 from mindspeed_rl.trainer.patches import adamw_step, reshardable_load, swapped_optimizer
-from mindspeed_rl.trainer.patches.planned_save import PlannedSave, states_of
+from mindspeed_rl.trainer.patches.planned_save import PlannedSave, SavePlans, states_of
 from mindspeed_rl.trainer.random_state import rng_state, set_rng_state
 from mindspeed_rl.trainer.train_engine import TrainEngine
 
 # Bytes per parameter of the fp32 master weight and both moments.
 _OPTIMIZER_BYTES = 12
+_PLANS: WeakKeyDictionary[TrainEngine, SavePlans] = WeakKeyDictionary()
 _WEIGHTS_ALONE = "step, optimizer and data order start from the beginning"
 _UNUSED = {
     "reference": "without --ref-update-interval the KL is to the first weights of the run again",
@@ -160,7 +162,8 @@ def plan_checkpoint(
         state, shards = _sharded_state(
             model, optimizer, with_rng and model is engine, loading=False
         )
-        parts[role] = PlannedSave(state, partial / role, _replicas(), shards)
+        plans = _PLANS.setdefault(model, SavePlans(_replicas()))
+        parts[role] = PlannedSave(state, partial / role, plans, shards)
     plain, tensors = separated(extra)
     record = CheckpointRecord(
         step=step,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -298,6 +299,52 @@ def die_in_second_save(world: World, model: str, folder: str) -> None:
     save_checkpoint(folder, 2, engine, {})
 
 
+def die_in_background(world: World, model: str, folder: str) -> None:
+    """Rank function: both ranks are killed in a step, while rank 1 writes the step before.
+
+    Each says before it what lies on its disk, of rank 1 a file that is not whole, and how often the
+    ranks have agreed which of them writes which weights.
+    """
+    import threading
+
+    import torch.distributed as dist
+    from megatron.core.dist_checkpointing.strategies import fully_parallel
+
+    from mindspeed_rl.checkpoint import checksums
+    from mindspeed_rl.checkpoint.background import BackgroundWriter
+    from mindspeed_rl.trainer.checkpoint import plan_checkpoint
+
+    job, engine = build(world, SHARDED, model)
+    flags = {"with_optimizer": True, "with_rng": True, "companions": {}}
+    writer, torn, write = BackgroundWriter(), threading.Event(), checksums.HashingFile.write
+
+    def slowly(self: Any, data: bytes | memoryview) -> int:
+        size = write(self, data)
+        if self.tell() > 20_000:  # on the disk, with more to come
+            self._file.flush()
+            torn.set()
+            threading.Event().wait()
+        return size
+
+    name = "determine_main_replica_uniform_distribution"
+    agree = mock.Mock(side_effect=getattr(fully_parallel, name))
+    setattr(fully_parallel, name, agree)
+    train(job, engine, 0, 1)
+    writer.start(plan_checkpoint(folder, 1, engine, {}, **flags))
+    assert writer.wait() is not None
+    train(job, engine, 1, 2)
+    with mock.patch.object(checksums.HashingFile, "write", slowly if world.rank == 1 else write):
+        writer.start(plan_checkpoint(folder, 2, engine, {}, **flags))
+        train(job, engine, 2, 3)
+        assert world.rank == 0 or torn.wait(60)
+        files = Path(folder, "iter_0000002.partial").glob(f"__{world.rank}_*.distcp")
+        sizes = [file.stat().st_size for file in files]
+        told = [str(writer.poll()), agree.call_count, sorted(sizes)]
+        Path(folder, f"told-{world.rank}").write_text(json.dumps(told))
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 DAMAGES: dict[str, tuple[str, int]] = {
     # File, and byte of it that is changed, counted from the end where negative.
     "weights": ("__0_0.distcp", 1000),
@@ -482,14 +529,18 @@ def go_on(world: World, model: str, folder: str) -> tuple[LoadedState, str]:
     return loaded, str(save_checkpoint(folder, 2, engine, {}))
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "die",
+    [pytest.param(die_in_second_save, id="at once", marks=pytest.mark.slow),
+     pytest.param(die_in_background, id="in the background")],
+)  # fmt: skip
 def test_kill_during_a_save_leaves_the_previous_checkpoint(
-    tiny_model: Path, tmp_path: Path
+    die: Callable[[World, str, str], None], tiny_model: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "save"
     args = (str(tiny_model), str(folder))
     with pytest.raises(RankError, match=r"rank 1.*SIGKILL"):
-        run_ranks(die_in_second_save, 2, work_dir=tmp_path, args=args)
+        run_ranks(die, 2, work_dir=tmp_path, args=args)
     assert (folder / "iter_0000002.partial").is_dir()
     for loaded, saved in run_ranks(go_on, 2, work_dir=tmp_path, args=args):
         assert loaded.step == 1
@@ -497,6 +548,12 @@ def test_kill_during_a_save_leaves_the_previous_checkpoint(
         assert saved == str(folder / "iter_0000002")
     assert not (folder / "iter_0000002.partial").exists()
     assert find_latest(folder).path == folder / "iter_0000002"
+    if die is die_in_background:
+        told = [json.loads((folder / f"told-{rank}").read_text()) for rank in range(2)]
+        assert [(saved, agreed) for saved, agreed, _ in told] == [("None", 1)] * 2
+        whole = [path.stat().st_size for path in (folder / "iter_0000002").glob("__1_*.distcp")]
+        torn = told[1][2]
+        assert len(torn) == 2 and 20_000 < max(torn) < min(whole)
 
 
 def refusals(world: World, model: str, other_model: str, folder: str) -> dict[str, str]:

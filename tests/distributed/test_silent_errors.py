@@ -16,14 +16,16 @@ import pytest
 from support.rollout_worlds import (
     KV_BYTES,
     NUM_REQUESTS,
+    SHARED_MEMORY,
     EngineFacts,
     engine_world,
     killed_world,
-    segments_of,
 )
 from support.spawn import RankError, run_ranks
 from support.tiers import slow_but
 from support.training_layouts import LAYOUT_PARAMETERS
+
+from mindspeed_rl.core import owned_folders
 
 if TYPE_CHECKING:
     from support.training_worlds import WorldResult
@@ -201,10 +203,12 @@ def test_sleep_gives_the_cache_back_to_the_system(world: str, facts: Facts) -> N
 @pytest.mark.slow
 def test_shared_memory_of_two_jobs_is_apart_and_leaves_no_name(facts: Facts, killed: Path) -> None:
     """Two TP2 engines ran at the same time, and one was killed; vLLM's own names would collide."""
-    words = [(killed / f"killed-{rank}").read_text().split() for rank in range(2)]
     alive = facts("tensor-parallel")
+    words = [(killed / f"killed-{rank}").read_text().split() for rank in range(2)]
     nonces = {rank.nonce for rank in alive} | {nonce for nonce, _ in words}
     assert len(nonces) == 2, "one name per job"
     assert all(int(num_tokens) > 0 for _, num_tokens in words)
     assert [rank.shared_memory for rank in alive] == [[], []], "unlinked while in use"
-    assert [segments_of(nonce) for nonce in nonces] == [[], []]
+    owned_folders.sweep()
+    left = [path.name for path in SHARED_MEMORY.iterdir()]
+    assert not [name for name in left if any(nonce in name for nonce in nonces)]

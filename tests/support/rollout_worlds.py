@@ -397,10 +397,10 @@ def shared_memory() -> tuple[str, list[str]]:
     """This job's nonce, and the segments under its name that still have one."""
     from mindspeed_rl.engines.vllm.patches import shared_memory_names
 
-    (nonce,) = shared_memory_names._NONCE
+    (nonce,) = shared_memory_names._KEYS
     return nonce, segments_of(nonce)
 
 
 def segments_of(nonce: str) -> list[str]:
-    """Names in /dev/shm that hold a nonce."""
-    return [path.name for path in SHARED_MEMORY.iterdir() if nonce in path.name]
+    """Names in /dev/shm that hold a nonce, of what the ranks of an engine sum in."""
+    return [path.name for path in SHARED_MEMORY.iterdir() if f"{nonce}-sums-" in path.name]

@@ -25,7 +25,7 @@ from mindspeed_rl.engines.vllm.capabilities import CAPABILITIES
 from mindspeed_rl.engines.vllm.drafting import OPTION, DraftSource, history_drafts
 from mindspeed_rl.engines.vllm.expert_load import ExpertLoad
 from mindspeed_rl.engines.vllm.expert_maps import place_experts
-from mindspeed_rl.engines.vllm.patches import verified_drafts
+from mindspeed_rl.engines.vllm.patches import shared_memory_names, verified_drafts
 from mindspeed_rl.engines.vllm.patches.derived_state import DERIVED_PARAMS
 from mindspeed_rl.engines.vllm.requests import VllmPort, score_params
 from mindspeed_rl.engines.vllm.step_loop import run_steps
@@ -147,6 +147,7 @@ class VllmEngine:
         return HostBackend(settings, platform)
 
     def _build(self, model_dir: str, arguments: dict[str, Any]) -> Any:
+        shared_memory_names.own()
         from vllm import LLM
 
         engine = self._layout.engine

@@ -60,13 +60,10 @@ class HostBackend:
         seeded_draws.apply()
         if engine.expert_parallel or engine.dp > 1 or self._forces_balance:
             expert_parallel.apply()
-        shared_memory_names.sweep()
         if engine.tp > 1 and os.environ.get("LOCAL_RANK", "0") == "0":  # before any rank builds
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", engine.tp))
             shared_memory_names.check_space(ranks, engine.tp)
-        nonce = [os.urandom(16).hex()]
-        dist.broadcast_object_list(nonce, 0)
-        shared_memory_names.apply(nonce[0])
+        shared_memory_names.name_segments()
         packed = engine.dp > 1 and self._tuning.rollout_dp_sync != "engine"
         return step_sync.apply(self._platform.name) if packed else None
 

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from mindspeed_rl.checkpoint.finite import leaves
 from mindspeed_rl.checkpoint.optimizer_shards import OptimizerShard, index_of
 from mindspeed_rl.checkpoint.tensor_files import RankFiles, split_results
+from mindspeed_rl.parallel.small_collectives import gather_objects
 
 _BACKEND, _VERSION, _FILES = "torch_dist", 1, 2
 
@@ -43,13 +44,33 @@ class _Planner(TorchDistSaveShardedStrategy):
         return AsyncRequest(None, (), [])
 
 
+class SavePlans(FullyParallelSaveStrategyWrapper):
+    """What the saves of a model share: which rank of the group ``replicas`` writes which part.
+
+    It is agreed on, and checked to be the whole of the model, when the tensors of any rank have
+    other names, shapes or places than at the save before; megatron-core does both at every save.
+    """
+
+    def __init__(self, replicas: dist.ProcessGroup) -> None:
+        planner = _Planner(_BACKEND, _VERSION, thread_count=_FILES)
+        super().__init__(planner, replicas, do_cache_distribution=True)
+        self._structure: list[Any] = []
+
+    def apply_saving_parallelization(self, sharded_state_dict: Any) -> None:
+        structure = [place.without_data() for _, place in leaves(sharded_state_dict)]
+        if not all(gather_objects(structure == self._structure)):
+            self.cached_distribution = None
+        self._structure = structure
+        super().apply_saving_parallelization(sharded_state_dict)
+
+
 class PlannedSave(RankFiles):
     """The part of a folder of tensors that this rank writes; a ``checkpoint.saving.Part``.
 
     Args:
         state: Tensors of this rank and their places in the model, as megatron-core takes them.
         folder: Folder that is written into; what has no place in the model is written already.
-        replicas: Group of ranks with the same weights; each writes a part of them.
+        plans: What the saves of this model share.
         shards: Tensors that no other rank has, which megatron-core does not plan.
     """
 
@@ -57,17 +78,20 @@ class PlannedSave(RankFiles):
         self,
         state: Mapping[str, Any],
         folder: Path,
-        replicas: dist.ProcessGroup,
+        plans: SavePlans,
         shards: Sequence[OptimizerShard] = (),
     ) -> None:
         # Without a queue the plan starts a process for one, which outlives a killed rank.
         filesystem_async._results_queue = queue.Queue()
-        planner = _Planner(_BACKEND, _VERSION, thread_count=_FILES)
-        strategy = FullyParallelSaveStrategyWrapper(planner, replicas)
         live = [getattr(place, "data", None) for _, place in leaves(state)]
-        dist_checkpointing.save(dict(state), str(folder), strategy, async_sharded_save=True)
-        assert planner.planned is not None
-        self._writer, self._metadata = planner.planned
+        dist_checkpointing.save(
+            dict(state),
+            str(folder),
+            plans,
+            validate_access_integrity=False,  # see `SavePlans`
+            async_sharded_save=True,
+        )
+        self._writer, self._metadata = plans.base_strategy.planned
         planned = {
             name: [*objects, *tensors]
             for _, name, (objects, tensors) in self._writer.write_buckets or ()

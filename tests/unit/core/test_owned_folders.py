@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -12,7 +13,16 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.core import owned_folders
-from mindspeed_rl.core.owned_folders import claim, owned_folder, remove_mine, sweep
+from mindspeed_rl.core.owned_folders import (
+    claim,
+    kept_folder,
+    new_key,
+    owned_folder,
+    remove_mine,
+    segment_name,
+    segments_of,
+    sweep,
+)
 
 OWNER = """
 import sys
@@ -75,3 +85,58 @@ def test_folders_of_this_process_stay_until_it_removes_them(root: Path) -> None:
         remove_mine()
         assert not Path(first).exists()
     assert [path.name for path in root.iterdir()] == ["torchelastic_mine"], "torchrun reads it"
+
+
+KEEPER = """
+import os
+import sys
+from pathlib import Path
+from mindspeed_rl.core import owned_folders
+owned_folders.SHARED_MEMORY = sys.argv[1]
+folder = Path(owned_folders.kept_folder("engine", sys.argv[1], sys.argv[2]))
+Path(sys.argv[1], "sem." + owned_folders.segment_name(sys.argv[2], "x")).write_bytes(b"x")
+if not os.fork():
+    sys.exit()  # runs what is registered for the end of a process
+os.wait()
+print(folder.is_dir(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_segments_go_with_the_folder_of_their_owner(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A living job's stay, however old they are; those without an owner stay for an hour."""
+    monkeypatch.setattr(owned_folders, "SHARED_MEMORY", str(root))
+    mine, theirs = new_key(), new_key()
+    kept = Path(kept_folder("engine", str(root), mine))
+    segments = {
+        name: root / segment_name(key, name)
+        for name, key in (("mine", mine), ("old", new_key()), ("new", new_key()))
+    }
+    segments |= {"foreign": root / "psm_12345678", "other": root / segment_name(new_key(), "user")}
+    segments |= {name: root / f".mindspeed_rl-new-{name}" for name in ("hidden", "hidden-new")}
+    for name, path in segments.items():
+        path.mkdir() if name.startswith("hidden") else path.write_bytes(b"")
+    for name in ("mine", "old", "foreign", "hidden", "other"):
+        os.utime(segments[name], (1, 1))
+    if os.getuid() == 0:
+        os.chown(segments["other"], 65534, -1)
+    with subprocess.Popen(
+        [sys.executable, "-c", KEEPER, str(root), theirs],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == "True\n", "a forked process removes nothing"
+        assert len(segments_of(theirs)) == 1
+        swept = {segments["old"], segments["hidden"]}
+        others = {segments["other"]} if os.getuid() else set()
+        assert set(sweep()) == swept | others
+        process.kill()
+        process.wait()
+        assert sweep() == [root / f"mindspeed_rl-engine-{theirs}"]
+    assert segments_of(theirs) == []
+    left = {name for name, path in segments.items() if path.exists()} - {"other"}
+    assert left == {"mine", "new", "foreign", "hidden-new"} and kept.is_dir()
+    remove_mine()
+    assert not kept.exists()

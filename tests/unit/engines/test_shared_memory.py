@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mindspeed_rl.core import owned_folders
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.engines.vllm.patches import shared_memory_names
 
@@ -34,17 +40,53 @@ def test_too_little_room_is_refused_with_both_sizes(
                 shared_memory_names.check_space(4, 2)
 
 
-def test_only_old_segments_of_this_user_are_swept(folder: Path) -> None:
-    names = ["old", "new", "other", "foreign"]
-    paths = {name: folder / f"mindspeed_rl-{name}-cpushm_0" for name in names[:3]}
-    paths["foreign"] = folder / "sem.x"
-    for path in paths.values():
-        path.write_bytes(b"")
-    for name in ("old", "other", "foreign"):
-        os.utime(paths[name], (1, 1))
-    if os.getuid() == 0:
-        os.chown(paths["other"], 65534, -1)
-    shared_memory_names.sweep()
-    kept = {name for name, path in paths.items() if path.exists()}
-    assert kept - {"other"} == {"new", "foreign"}
-    assert "other" in kept or os.getuid() != 0
+OWNER = """
+import os, sys
+from pathlib import Path
+import torch.distributed as dist
+from mindspeed_rl.engines.vllm.patches import shared_memory_names
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+shared_memory_names.own()
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+queue = MessageQueue(1, 1, [0])
+print(shared_memory_names._KEYS[0], flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def engine_process(store: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process with one of vLLM's queues, in a process group of its own, which says its key."""
+    variables = {k: v for k, v in os.environ.items() if k != shared_memory_names.SOCKETS}
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(store)], env=variables, start_new_session=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        yield process
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def kinds_of(key: str) -> set[str]:
+    """What there is of a job: its folder, sockets in it, and a queue."""
+    found = {path.name.split(key)[1][:5] for path in owned_folders.segments_of(key)}
+    folder = Path(owned_folders.SHARED_MEMORY, f"mindspeed_rl-engine-{key}")
+    if folder.is_dir():
+        assert folder.stat().st_mode & 0o777 == 0o700
+        found |= {"folder"} | {"socket" for path in folder.iterdir() if path.is_socket()}
+    return found
+
+
+def test_what_a_queue_of_vllm_leaves_is_swept_when_its_process_is_killed(tmp_path: Path) -> None:
+    """kill -9 of the process and of Python's tracker; nothing goes while the process lives."""
+    everything = {"folder", "socket", "-psm_"}
+    with engine_process(tmp_path / "store") as process:
+        assert process.stdout is not None
+        key = process.stdout.readline().strip()
+        owned_folders.sweep()
+        assert kinds_of(key) == everything
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert kinds_of(key) == everything, "what there is to sweep"
+    owned_folders.sweep()
+    assert kinds_of(key) == set()

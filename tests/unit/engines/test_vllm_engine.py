@@ -21,6 +21,7 @@ from mindspeed_rl.engines.vllm import capabilities
 from mindspeed_rl.engines.vllm.arguments import model_settings
 from mindspeed_rl.engines.vllm.engine import VllmEngine
 from mindspeed_rl.engines.vllm.options import check_option_names
+from mindspeed_rl.engines.vllm.patches import shared_memory_names
 from mindspeed_rl.models.layers import GroupedQueryAttention, LatentAttention
 from mindspeed_rl.platforms.process_state import preserved_environment
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
@@ -325,6 +326,7 @@ def test_ranks_are_counted_within_their_replica(
 
     vars(fake)["LLM"] = build
     monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setattr(shared_memory_names, "own", lambda: None)
     for rank in range(8):
         monkeypatch.setenv("RANK", str(rank))
         engine = object.__new__(VllmEngine)
