@@ -194,7 +194,7 @@ def train_step(
     from mindspeed_rl.metrics.telemetry import named_phase
     from mindspeed_rl.metrics.throughput import devices_of, utilisation
     from mindspeed_rl.models.flops import training_flops
-    from mindspeed_rl.planning.micro_batches import real_share
+    from mindspeed_rl.packing.micro_batches import real_share
     from mindspeed_rl.rl.build_models import batch_rules
     from mindspeed_rl.trainer.nonfinite import require_finite
 

@@ -11,6 +11,7 @@ from mindspeed_rl.config.npu import check_npu
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import MemoryPhase
 from mindspeed_rl.handover.of_run import RunHandover, handover_of_run, update_traffic
+from mindspeed_rl.packing.micro_batches import PackingEstimate, drawn_lengths
 from mindspeed_rl.planning.budget import (
     device_bytes,
     machine_on,
@@ -20,7 +21,6 @@ from mindspeed_rl.planning.budget import (
 )
 from mindspeed_rl.planning.cache_size import with_cache_size
 from mindspeed_rl.planning.hccl_buffers import hccl_buffers
-from mindspeed_rl.planning.micro_batches import PackingEstimate, drawn_lengths
 from mindspeed_rl.planning.prediction import MemoryPrediction, Peak, Table
 from mindspeed_rl.planning.run_plan import (
     RLPlan,

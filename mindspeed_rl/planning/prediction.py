@@ -27,11 +27,11 @@ from mindspeed_rl.core.memory import (
 from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.handover.offload import OffloadOrder
 from mindspeed_rl.models.tensors import num_parameters
+from mindspeed_rl.packing.micro_batches import token_limit
 from mindspeed_rl.planning.activations import TrainingMemory, TrainPeak, Workload
 from mindspeed_rl.planning.communicators import GroupsOfRank, RunGroups
 from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.hccl_buffers import HcclBuffers, needed_mb
-from mindspeed_rl.planning.micro_batches import token_limit
 from mindspeed_rl.planning.model_state import ModelState, model_state, save_host_bytes
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout

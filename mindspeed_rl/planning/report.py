@@ -10,8 +10,8 @@ from typing import Any
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.memory import LOAD_BUFFER_BYTES, MemoryOwner
 from mindspeed_rl.core.tables import aligned
+from mindspeed_rl.packing.micro_batches import SIGMA
 from mindspeed_rl.planning.findings import Findings
-from mindspeed_rl.planning.micro_batches import SIGMA
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.run_plan import RLPlan
 

@@ -37,8 +37,8 @@ from mindspeed_rl.flag_checks.single_flags import (
 from mindspeed_rl.models.hf_files import check_tokenizer_files, find_weights
 from mindspeed_rl.models.registry import spec_from_hf_config, value_spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.planning.cost import SequenceCost
-from mindspeed_rl.planning.micro_batches import (
+from mindspeed_rl.packing.cost import SequenceCost
+from mindspeed_rl.packing.micro_batches import (
     PackingRules,
     check_hybrid_context,
     packing_rules,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.graph_sizes import decode_batches
 from mindspeed_rl.models.flops import sequence_flops
-from mindspeed_rl.planning.micro_batches import PackingEstimate
+from mindspeed_rl.packing.micro_batches import PackingEstimate
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.run_plan import RLPlan, is_first_old_pass_free
 

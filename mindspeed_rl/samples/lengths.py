@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from mindspeed_rl.planning.bins import partition
+from mindspeed_rl.packing.bins import partition
 
 # Weight of the newest step in the relative length of a prompt.
 _NEWEST = 0.5

@@ -15,7 +15,7 @@ import numpy as np
 
 from mindspeed_rl.core.layout import num_chunks, round_up
 from mindspeed_rl.core.types import TrainSample
-from mindspeed_rl.planning.micro_batches import Assignment, MicroBatchPlan, PackingRules
+from mindspeed_rl.packing.micro_batches import Assignment, MicroBatchPlan, PackingRules
 from mindspeed_rl.samples.exchange import Ints
 from mindspeed_rl.samples.packing import MicroBatch, pack
 

@@ -18,7 +18,7 @@ from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.types import Rollout, TrainSample
 from mindspeed_rl.metrics.metric_set import Max, MetricSet, Total
 from mindspeed_rl.metrics.names import REAL_SHARE
-from mindspeed_rl.planning.micro_batches import MicroBatchPlan, real_share
+from mindspeed_rl.packing.micro_batches import MicroBatchPlan, real_share
 from mindspeed_rl.samples.columns import LOSS_MASK, TOKEN_IDS, Column
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.exchange import (

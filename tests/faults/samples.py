@@ -96,7 +96,7 @@ SAMPLES = (
           _LOSSES + "test_context_parallel_ranks_add_up_to_the_batch",
           "Sequence losses would take the part of one rank for the whole sequence."),
     Fault("rows-on-other-ranks-than-planned",
-          "mindspeed_rl.planning.micro_batches:RowPlace.has",
+          "mindspeed_rl.packing.micro_batches:RowPlace.has",
           takes(cp_rank=lambda rank: (rank + 1) % 4),
           "tests/unit/samples/test_hybrid_rows.py::"
           "test_ranks_of_a_row_have_it_and_every_token_is_on_one_of_them",

@@ -69,13 +69,14 @@ ROOMS: Mapping[str, Room] = {
         MEGATRON,
     ),
     "handover": Room(("core", "algorithms", "config", "weights", "adapters")),
+    "packing": Room(("core", "config", "models")),
     "planning": Room(
         (
             *("core", "algorithms", "config", "flag_checks", "models", "rollout", "engines"),
-            *("weights", "adapters", "expert_placement", "handover"),
+            *("weights", "adapters", "expert_placement", "handover", "packing"),
         )
     ),
-    "samples": Room(("core", "metrics", "parallel", "planning"), TORCH_DISTRIBUTED),
+    "samples": Room(("core", "metrics", "parallel", "packing"), TORCH_DISTRIBUTED),
     "attention": Room(("core", "models", "samples"), TORCH_DISTRIBUTED),
     "data": Room(("core",), TORCH),
     "rewards": Room(("core", "config", "data"), TORCH),
@@ -169,12 +170,13 @@ LIGHT = (
     ),
     "algorithms.types",
     "adapters.plan",
+    "packing",
     *(f"handover.{name}" for name in ("buffers", "hiding", "joint", "offload")),
     *(f"planning.{name}" for name in ("activations", "budget", "communicators", "prediction")),
     "planning.step_time",
     *(
         f"planning.{name}"
-        for name in ("expert_dispatch", "hccl_buffers", "micro_batches", "phase_limits", "run_plan")
+        for name in ("expert_dispatch", "hccl_buffers", "phase_limits", "run_plan")
     ),
     "weights.layouts",
     "rollout.provider",

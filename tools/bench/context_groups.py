@@ -29,8 +29,8 @@ from mindspeed_rl.core.layout import num_chunks, round_up
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.models.flops import context_values
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.planning.context_groups import SharedRow
-from mindspeed_rl.planning.micro_batches import (
+from mindspeed_rl.packing.context_groups import SharedRow
+from mindspeed_rl.packing.micro_batches import (
     MicroBatchPlan,
     PackingRules,
     drawn_lengths,

@@ -24,7 +24,7 @@ from pathlib import Path
 from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.tables import aligned
-from mindspeed_rl.planning.micro_batches import PackingRules, drawn_lengths, real_share
+from mindspeed_rl.packing.micro_batches import PackingRules, drawn_lengths, real_share
 from mindspeed_rl.planning.run_plan import RLPlan, run_packing
 from mindspeed_rl.planning.suggestions import plan_of
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.tables import aligned
+from mindspeed_rl.packing.micro_batches import PackingEstimate
 from mindspeed_rl.planning.budget import machine_on
 from mindspeed_rl.planning.findings import predicted_lengths
-from mindspeed_rl.planning.micro_batches import PackingEstimate
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.run_plan import run_packing
 from mindspeed_rl.planning.step_time import SPEEDS, PhaseSeconds, Speed, StepSeconds, step_seconds

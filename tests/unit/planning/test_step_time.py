@@ -12,7 +12,7 @@ from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.dry_run import MACHINES
 from mindspeed_rl.models.registry import spec_from_hf_config
-from mindspeed_rl.planning.micro_batches import PackingEstimate
+from mindspeed_rl.packing.micro_batches import PackingEstimate
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.run_plan import is_first_old_pass_free
 from mindspeed_rl.planning.step_time import (

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl.core.types import TrainSample
-from mindspeed_rl.planning.micro_batches import PackingRules
+from mindspeed_rl.packing.micro_batches import PackingRules
 from mindspeed_rl.samples.packing import MicroBatch, context_index, pack, split_context
 
 SIZES = st.lists(st.integers(2, 9), min_size=1, max_size=4)

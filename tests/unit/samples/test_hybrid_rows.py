@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from mindspeed_rl.core.layout import nested_sizes
 from mindspeed_rl.core.types import TrainSample
-from mindspeed_rl.planning.cost import SequenceCost
-from mindspeed_rl.planning.micro_batches import MicroBatchPlan, PackingRules
+from mindspeed_rl.packing.cost import SequenceCost
+from mindspeed_rl.packing.micro_batches import MicroBatchPlan, PackingRules
 from mindspeed_rl.samples.packing import MicroBatch, split_context
 from mindspeed_rl.samples.placement import BatchRules, bytes_moved, minimize_moves
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl.core.types import TrainSample
-from mindspeed_rl.planning.micro_batches import PackingRules, real_share
+from mindspeed_rl.packing.micro_batches import PackingRules, real_share
 from mindspeed_rl.samples.packing import (
     context_index,
     pack,

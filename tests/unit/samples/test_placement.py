@@ -21,9 +21,9 @@ from support.sample_world import layout_of
 
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.metrics.metric_set import Max, MetricSet
-from mindspeed_rl.planning.bins import fill_rows, partition, rows_for_ranks
-from mindspeed_rl.planning.cost import SequenceCost
-from mindspeed_rl.planning.micro_batches import MicroBatchPlan, PackingRules
+from mindspeed_rl.packing.bins import fill_rows, partition, rows_for_ranks
+from mindspeed_rl.packing.cost import SequenceCost
+from mindspeed_rl.packing.micro_batches import MicroBatchPlan, PackingRules
 from mindspeed_rl.samples.placement import BatchRules, best_assignment, bytes_moved, minimize_moves
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 from mindspeed_rl.samples.store import SampleStore

@@ -13,16 +13,16 @@ from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import ParallelConfig, RLRunConfig, TrainConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import nested_sizes
-from mindspeed_rl.planning.context_groups import SharedRow
-from mindspeed_rl.planning.cost import SequenceCost
-from mindspeed_rl.planning.findings import find_out
-from mindspeed_rl.planning.micro_batches import (
+from mindspeed_rl.packing.context_groups import SharedRow
+from mindspeed_rl.packing.cost import SequenceCost
+from mindspeed_rl.packing.micro_batches import (
     MicroBatchPlan,
     PackingRules,
     check_hybrid_context,
     drawn_lengths,
     token_limit,
 )
+from mindspeed_rl.planning.findings import find_out
 from mindspeed_rl.planning.report import lines
 from mindspeed_rl.planning.run_plan import run_packing
 

@@ -27,8 +27,8 @@ from itertools import zip_longest
 from operator import itemgetter
 
 from mindspeed_rl.core.layout import num_chunks, round_up
-from mindspeed_rl.planning.bins import fill_rows, rows_for_ranks
-from mindspeed_rl.planning.cost import SequenceCost
+from mindspeed_rl.packing.bins import fill_rows, rows_for_ranks
+from mindspeed_rl.packing.cost import SequenceCost
 
 # Largest work of a sequence on one rank that a plan allows, as a share of a rank's mean work.
 _SHARES = (math.inf, 0.5, 0.25, 0.125, 0.03125)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from mindspeed_rl.config import ParallelConfig, TrainConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import ParallelLayout, round_up
-from mindspeed_rl.planning.bins import partition, rows_for_ranks
-from mindspeed_rl.planning.context_groups import ContextRules, MicroBatchRows, SharedRow
-from mindspeed_rl.planning.cost import SequenceCost
+from mindspeed_rl.packing.bins import partition, rows_for_ranks
+from mindspeed_rl.packing.context_groups import ContextRules, MicroBatchRows, SharedRow
+from mindspeed_rl.packing.cost import SequenceCost
 
 Assignment = tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -128,7 +128,7 @@ class PackingRules:
         equal_lengths: Whether all rows of an optimizer step are padded to the longest.
         cost: Work of a sequence; all ranks get equal amounts of work.
         context_sizes: Numbers of context-parallel ranks that may share a row, ascending; several
-            make the plan hybrid, see :mod:`~mindspeed_rl.planning.context_groups`.
+            make the plan hybrid, see :mod:`~mindspeed_rl.packing.context_groups`.
         lockstep: Whether all ranks wait for each other in every micro-batch.
     """
 

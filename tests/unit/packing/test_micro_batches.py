@@ -10,8 +10,8 @@ from support.published import PUBLISHED
 
 from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.packing.micro_batches import drawn_lengths
 from mindspeed_rl.planning.findings import find_out
-from mindspeed_rl.planning.micro_batches import drawn_lengths
 from mindspeed_rl.planning.report import as_json, lines
 from mindspeed_rl.planning.run_plan import run_packing
 from mindspeed_rl.planning.suggestions import plan_of
