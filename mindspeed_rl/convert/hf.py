@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from mindspeed_rl.checkpoint.hf import weight_files
-from mindspeed_rl.checkpoint.hf_writer import config_text, side_files
 from mindspeed_rl.checkpoint.safetensors_files import StoredEntry, safetensors_entries
+from mindspeed_rl.checkpoint.side_files import config_text, side_files
 from mindspeed_rl.convert.format import Format, Request
 from mindspeed_rl.convert.source import Scales, Source, StoredTensor, TensorPart
 from mindspeed_rl.convert.target import (

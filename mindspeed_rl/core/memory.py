@@ -30,6 +30,12 @@ class MemoryOwner(enum.StrEnum):
     COMMUNICATORS = "communicators"  # buffers of HCCL or NCCL; gloo has none on the device
 
 
+EXPORT_BUFFER_BYTES = 512 << 20
+"""Most memory of a rank's device that an export of a Hugging Face checkpoint takes."""
+
+LOAD_BUFFER_BYTES = 256 << 20
+"""Most memory of the host that the rows of checkpoints take while a rank reads them."""
+
 # Only updates of the policy need these; they leave before the engine's weights arrive.
 UPDATE_STATE = (MemoryOwner.GRAD_BUFFERS, MemoryOwner.OPTIMIZER)
 # Memory of the critic's updates; its parameters alone suffice for its passes.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,19 +9,21 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.adapters.peft_files import write_adapters
-from mindspeed_rl.checkpoint.hf import read_tensor, weight_files
-from mindspeed_rl.checkpoint.hf_writer import HfWriter
+from mindspeed_rl.checkpoint.hf import weight_files
 from mindspeed_rl.checkpoint.interval_exports import due_target, keep_newest
 from mindspeed_rl.checkpoint.names import mtp_tensors
 from mindspeed_rl.checkpoint.writers import export_writers
 from mindspeed_rl.config.outputs import export_target
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.export_names import adapter_folder
+from mindspeed_rl.core.memory import EXPORT_BUFFER_BYTES
 from mindspeed_rl.launch.start_up import start_stage
+from mindspeed_rl.model_files.export import export_model, stored_tensor
+from mindspeed_rl.model_files.export_folder import ExportFolder
+from mindspeed_rl.model_files.export_plan import plan_export
 from mindspeed_rl.models.registry import CLASSIFIER, weight_table
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
-from mindspeed_rl.weights.stream import TensorStream
-from mindspeed_rl.weights.transports import AllToAllTransport
+from mindspeed_rl.weights.transports import make_transport
 
 if TYPE_CHECKING:
     from mindspeed_rl.config import RLRunConfig
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from mindspeed_rl.metrics.timers import PhaseTimer
     from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
     from mindspeed_rl.trainer.train_engine import TrainEngine
-
-_EXPORT_BUCKET_BYTES = 512 << 20
 
 
 def export_critic(job: Job[RLRunConfig, RLPlan], critic: TrainEngine, step: int) -> None:
@@ -67,39 +66,41 @@ def export_policy(
 
     ``checkpoint`` is the source of config.json; empty means ``--hf-checkpoint``. The tokenizer is
     the run's. Adapters are merged in, and written by themselves in a folder next to ``target``.
-    Tensors travel to the writer in rounds and are written as they arrive. Rank 0 writes;
-    nodes that do not share its file system write their own copy, so that the next job finds it.
+    A model of several files is written by the first rank of every pipeline stage and expert group;
+    nodes that do not share a file system write a copy each, so that the next job finds it. Whole
+    files of an export of the same weights that was cut off are kept.
 
     Returns:
-        The ranks that wrote.
+        The first rank of each copy.
     """
-    rank, platform = job.world.rank, job.platform
-    writers = export_writers(Path(target), rank, job.world.size, job.world.local_size)
-    keep_mtp = job.config.checkpoint.keep_mtp and not engine.spec.value_head
-    dtype = torch.bfloat16 if job.config.train.bf16 else torch.float32
-    stream = TensorStream(
-        engine.layout,
-        writers,
-        rank=rank,
-        ranks_per_node=job.world.local_size,
-        transport=AllToAllTransport(job.world.size, platform.device, None),
-        dtype=dtype,
-        bucket_bytes=_EXPORT_BUCKET_BYTES,
+    rank, config, per_node = job.world.rank, job.config, job.world.local_size
+    writers = export_writers(Path(target), rank, job.world.size, per_node)
+    keeps_mtp = config.checkpoint.keep_mtp and not engine.spec.value_head
+    copied = kept_mtp(job) if keeps_mtp else {}
+    dtype = torch.bfloat16 if config.train.bf16 else torch.float32
+    checkpoint = checkpoint or config.model.hf_checkpoint
+    extra = [stored_tensor(file, name) for name, file in copied.items()]
+    folder = ExportFolder(
+        Path(target),
+        Path(checkpoint),
+        dtype,
+        step,
+        Path(config.model.tokenizer_directory),
+        config_keys(engine.spec, checkpoint, keeps_mtp),
     )
-    with ExitStack() as stack:
-        writer = None
-        if rank in writers:
-            checkpoint = checkpoint or job.config.model.hf_checkpoint
-            keys = config_keys(engine.spec, checkpoint, keep_mtp)
-            tokenizer = job.config.model.tokenizer_directory
-            opened = HfWriter(
-                target, checkpoint, dtype, step=step, tokenizer=tokenizer, config_keys=keys
-            )
-            writer = stack.enter_context(opened)
-        stream.run(engine.merged_parameters(), writer.add if writer else None)
-        if writer and keep_mtp:
-            for name, file in kept_mtp(job).items():
-                writer.add(name, read_tensor(file, name))
+    kept = export_model(
+        engine.layout,
+        engine.merged_parameters(),
+        plan_export(engine.layout, dtype, writers, per_node, extra),
+        folder,
+        rank=rank,
+        ranks_per_node=per_node,
+        transport=make_transport("auto", job.world.size, job.platform.device),
+        buffer_bytes=EXPORT_BUFFER_BYTES,
+        copied=copied,
+    )
+    if kept:
+        job.log_rank0(f"{target}: kept {kept} whole files of an export that was cut off")
     if engine.adapters is not None:
         write_adapters(
             engine.adapters,

@@ -123,6 +123,19 @@ def copies_held(layout: ShardLayout, names: Sequence[str]) -> torch.Tensor:
     return torch.tensor(copies, dtype=torch.int32)
 
 
+def source_sums(
+    layout: ShardLayout, rank: int, params: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, tuple[int, int]]:
+    """Return the checksum of every HF tensor of a model. Collective: the world.
+
+    A checksum is two signed integers of 32 bits; see :mod:`~mindspeed_rl.proof.checksums`.
+    """
+    table = {name: i for i, name in enumerate(layout.hf_shapes)}
+    held = _held_pieces(layout, rank, table, dtype, primary_only=True)
+    sums = all_reduce_sum(_sum_pieces(held, params, [ALL_ROWS] * len(table)), None)
+    return {name: (one, two) for name, (one, two) in zip(table, sums.tolist(), strict=True)}
+
+
 def source_digest(
     layout: ShardLayout, rank: int, params: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> str:
@@ -130,10 +143,8 @@ def source_digest(
 
     Collective: the world. It is the SHA-256 of the names and checksums of all HF tensors.
     """
-    table = {name: i for i, name in enumerate(layout.hf_shapes)}
-    held = _held_pieces(layout, rank, table, dtype, primary_only=True)
-    sums = all_reduce_sum(_sum_pieces(held, params, [ALL_ROWS] * len(table)), None).tolist()
-    text = "".join(f"{name} {value}\n" for name, value in sorted(zip(table, sums, strict=True)))
+    sums = source_sums(layout, rank, params, dtype)
+    text = "".join(f"{name} {list(sums[name])}\n" for name in sorted(sums))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

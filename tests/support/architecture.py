@@ -84,6 +84,10 @@ ROOMS: Mapping[str, Room] = {
         ("core", "compat", "config", "command_line", "models", "weights", "checkpoint"),
         TORCH_DISTRIBUTED,
     ),
+    "model_files": Room(
+        ("core", "config", "models", "parallel", "proof", "weights", "checkpoint", "convert"),
+        TORCH_DISTRIBUTED,
+    ),
     "trainer": Room(
         (
             *("core", "config", "models", "parallel", "platforms", "metrics", "weights"),
@@ -122,6 +126,7 @@ ROOMS: Mapping[str, Room] = {
             *("rollout", "engines", "planning", "algorithms", "samples", "data", "rewards"),
             *("environments", "colocation", "checkpoint", "trainer", "launch", "generation"),
             *("adapters", "peers", "distillation", "expert_placement", "flag_checks"),
+            "model_files",
         ),
         TORCH_DISTRIBUTED,
     ),

@@ -1,0 +1,1 @@
+"""Hugging Face model files that many ranks write, or read, together."""
