@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from mindspeed_rl.checkpoint.finite import LARGEST_WEIGHT, problem_of
 from mindspeed_rl.checkpoint.names import DEQUANTIZE, check_names
+from mindspeed_rl.checkpoint.safetensors_files import StoredEntry, safetensors_entries
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.files import why_unreadable
 from mindspeed_rl.models.blocks import VALUE_HEAD
@@ -73,9 +74,9 @@ def check_shapes(directory: str | Path, layout: ShardLayout, rank: int) -> None:
         if name in files:
             mine.setdefault(files[name], set()).add(name)
     for path, names in mine.items():
-        with _open(path) as file:
-            for name in sorted(names.intersection(file.keys())):
-                _check_tensor(path, name, file.get_slice(name), layout.hf_shapes[name])
+        entries = safetensors_entries(path)
+        for name in sorted(names & entries.keys()):
+            check_tensor(path, name, entries[name], layout.hf_shapes[name])
 
 
 @torch.no_grad()
@@ -104,6 +105,34 @@ def load_hf(
         UsageError: Tensors that are missing, unknown, quantised or of another shape, or whose
             values are not finite or so large that products of two of them are not.
     """
+    by_file = wanted_by_file(directory, layout, rank, left_out, flag)
+    mine: dict[str, list[Piece]] = {}
+    for shard in pieces_of(layout, rank):
+        mine.setdefault(shard.piece.hf_name, []).append(shard.piece)
+    for param in params.values():
+        param.zero_()
+    for path, names_of_file in by_file.items():
+        entries = safetensors_entries(path)
+        with _open(path) as file:
+            for name in names_of_file:
+                check_tensor(path, name, entries.get(name), layout.hf_shapes[name])
+                view = file.get_slice(name)
+                for piece in mine.get(name, ()):
+                    target = piece.view.of(params[piece.param])[piece.param_box.slices]
+                    target.copy_(view[piece.hf_box.slices])
+                    check_values(flag, path, name, rank, target)
+
+
+def wanted_by_file(
+    directory: str | Path, layout: ShardLayout, rank: int, left_out: Collection[str], flag: str
+) -> dict[Path, list[str]]:
+    """Return the tensors of a layout that each file of a checkpoint has. Local.
+
+    Of weights only a tied head and its embedding are read, on rank 0.
+
+    Raises:
+        UsageError: Tensors are missing or unknown, or a head differs from its tied embedding.
+    """
     files = weight_files(directory)
     names = set(files) - set(left_out)
     wanted = [name for name in layout.hf_shapes if name in files or name != VALUE_HEAD]
@@ -114,26 +143,15 @@ def load_hf(
     by_file: dict[Path, list[str]] = {}
     for name in wanted:
         by_file.setdefault(files[name], []).append(name)
-    mine: dict[str, list[Piece]] = {}
-    for shard in pieces_of(layout, rank):
-        mine.setdefault(shard.piece.hf_name, []).append(shard.piece)
-    for param in params.values():
-        param.zero_()
-    for path, names_of_file in by_file.items():
-        with _open(path) as file:
-            present = set(file.keys())
-            for name in names_of_file:
-                if name not in present:
-                    raise UsageError(f"{path}: lacks {name}, which {INDEX} says is there")
-                view = file.get_slice(name)
-                _check_tensor(path, name, view, layout.hf_shapes[name])
-                for piece in mine.get(name, ()):
-                    target = piece.view.of(params[piece.param])[piece.param_box.slices]
-                    target.copy_(view[piece.hf_box.slices])
-                    _check_values(flag, path, name, rank, target)
+    return by_file
 
 
-def _check_values(flag: str, path: Path, name: str, rank: int, values: torch.Tensor) -> None:
+def check_values(flag: str, path: Path, name: str, rank: int, values: torch.Tensor) -> None:
+    """Refuse weights of a rank that are not finite, or so large that products of them are not.
+
+    Raises:
+        UsageError: They are; names the file, the tensor and the rank.
+    """
     if problem := problem_of(values, LARGEST_WEIGHT):
         raise UsageError(
             f"{flag}: {path}: {name} holds {problem} in the part of rank {rank}; weights are "
@@ -158,15 +176,23 @@ def check_tie(where: str, files: Mapping[str, Path], expected: Collection[str]) 
         )
 
 
-def _check_tensor(path: Path, name: str, view: Any, expected: tuple[int, ...]) -> None:
-    shape = tuple(view.get_shape())
-    if shape != tuple(expected):
+def check_tensor(
+    path: Path, name: str, entry: StoredEntry | None, expected: tuple[int, ...]
+) -> None:
+    """Compare a tensor's entry in the header of a file with the model.
+
+    Raises:
+        UsageError: It is not there, is quantised, or has another shape.
+    """
+    if entry is None:
+        raise UsageError(f"{path}: lacks {name}, which {INDEX} says is there")
+    if entry.shape != tuple(expected):
         raise UsageError(
-            f"{path}: {name} has shape {shape}, config.json implies {tuple(expected)}; give the "
-            "config.json and the weights of one model"
+            f"{path}: {name} has shape {entry.shape}, config.json implies {tuple(expected)}; give "
+            "the config.json and the weights of one model"
         )
-    if view.get_dtype() not in _PLAIN_TYPES:
+    if entry.dtype not in _PLAIN_TYPES:
         raise UsageError(
-            f"{path}: {name} has the element type {view.get_dtype()}, allowed are "
+            f"{path}: {name} has the element type {entry.dtype}, allowed are "
             f"{', '.join(_PLAIN_TYPES)}; {DEQUANTIZE}"
         )

@@ -1,4 +1,4 @@
-"""The export of a model by several ranks at once, which goes on where an earlier one was cut off."""
+"""The export of a model by several ranks at once; it goes on where an earlier one was cut off."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.model_files.export_folder import ExportFolder
 from mindspeed_rl.model_files.export_plan import ExportPlan, slices_of
 from mindspeed_rl.model_files.reading import STORED_TYPES, RowReader
-from mindspeed_rl.model_files.row_files import RowFiles, is_whole, stored_sum
 from mindspeed_rl.model_files.rounds import Params, gather_rows_of_files
+from mindspeed_rl.model_files.row_files import RowFiles, is_whole, stored_sum
 from mindspeed_rl.model_files.slices import Gathering, RowSlice, in_rounds, slice_bytes
 from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.weights.layouts.base import ShardLayout
@@ -78,9 +78,7 @@ def export_model(
     rounds = in_rounds(plan.queues(most, everyone), gathering.parts_of, most)
     writer = _Writer(files, folder)
     try:
-        gather_rows_of_files(
-            rounds, gathering.parts_of, rank, params, transport, writer.write_rows
-        )
+        gather_rows_of_files(rounds, gathering.parts_of, rank, params, transport, writer.write_rows)
         writer.copy(copied, most)
     finally:
         files.close()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from mindspeed_rl.convert.target import OutputFile, OutputTensor, in_files, safetensors_file
+from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.model_files.slices import RowSlice, row_slices
 from mindspeed_rl.models.hf_files import shard_names
 from mindspeed_rl.weights.executor import wire_dtype
@@ -48,7 +49,9 @@ class ExportPlan:
         homes = {rank - keeper for keeper in self.keepers}
         return [planned.file for planned in self.files if planned.home in homes]
 
-    def queues(self, most_bytes: int, done: Mapping[int, Iterable[str]]) -> dict[int, list[RowSlice]]:
+    def queues(
+        self, most_bytes: int, done: Mapping[int, Iterable[str]]
+    ) -> dict[int, list[RowSlice]]:
         """Return the slices of the trainer's tensors that each rank writes, in order.
 
         Args:
@@ -70,7 +73,8 @@ class ExportPlan:
 def slices_of(tensor: OutputTensor, most_bytes: int) -> list[RowSlice]:
     """Cut a tensor of a file into slices of whole rows."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return row_slices(tensor.name, tensor.shape, dtype, tensor.dtype.itemsize, most_bytes)
+    whole = Box.whole(tensor.shape)
+    return row_slices(tensor.name, whole, dtype, tensor.dtype.itemsize, most_bytes)
 
 
 def plan_export(

@@ -12,7 +12,6 @@ import torch
 
 from mindspeed_rl.checkpoint.safetensors_files import StoredEntry, safetensors_entries
 from mindspeed_rl.convert.target import SAFETENSORS_TYPES, OutputFile, OutputTensor
-from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.files import sync_path
 from mindspeed_rl.model_files.export_plan import slices_of

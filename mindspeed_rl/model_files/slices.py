@@ -71,24 +71,24 @@ def slice_bytes(buffer_bytes: int) -> int:
 
 
 def row_slices(
-    hf_name: str, shape: tuple[int, ...], dtype: str, item_bytes: int, most_bytes: int
+    hf_name: str, whole: Box, dtype: str, item_bytes: int, most_bytes: int
 ) -> list[RowSlice]:
-    """Cut a tensor into slices of at most ``most_bytes``, or of one row where that is more. Pure.
+    """Cut rows into slices of at most ``most_bytes``, or of one row where that is more. Pure.
 
     Args:
         hf_name: HF tensor.
-        shape: Its shape.
+        whole: The rows, which are whole in all dimensions but the first.
         dtype: Element type, as torch spells it.
         item_bytes: Bytes of an element.
         most_bytes: Bytes of a slice.
     """
-    row_bytes = prod(shape[1:]) * item_bytes
+    row_bytes = prod(whole.size[1:]) * item_bytes
     rows = max(1, most_bytes // max(1, row_bytes))
-    whole = Box.whole(shape)
+    first, last = whole.lo[0], whole.lo[0] + whole.size[0]
     return [
-        RowSlice(hf_name, whole.with_dim(0, first, count), dtype, count * row_bytes)
-        for first in range(0, shape[0], rows)
-        for count in [min(rows, shape[0] - first)]
+        RowSlice(hf_name, whole.with_dim(0, start, count), dtype, count * row_bytes)
+        for start in range(first, last, rows)
+        for count in [min(rows, last - start)]
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,15 +10,17 @@ import torch
 
 from mindspeed_rl.adapters.base_model import BaseModel
 from mindspeed_rl.algorithms.distillation import TEACHER_FLAG
-from mindspeed_rl.checkpoint.hf import check_shapes, load_hf, weight_files
+from mindspeed_rl.checkpoint.hf import check_shapes, weight_files
 from mindspeed_rl.checkpoint.names import mtp_tensors
 from mindspeed_rl.checkpoint.random_weights import draw_weights
 from mindspeed_rl.config import RLRunConfig, TrainConfig
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.memory import LOAD_BUFFER_BYTES
 from mindspeed_rl.data.tokenizer import read_tokenizer
 from mindspeed_rl.distillation.heads import install_heads
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.launch.start_up import start_stage
+from mindspeed_rl.model_files.loading import load_by_node
 from mindspeed_rl.models.blocks import VALUE_HEAD
 from mindspeed_rl.parallel.groups import check_equal_nodes
 from mindspeed_rl.planning.run_plan import RLPlan, draws_weights, run_packing
@@ -29,6 +31,7 @@ from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.train_engine import TrainEngine
 from mindspeed_rl.weights.layouts.base import TableLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weights.transports import make_transport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -134,9 +137,9 @@ def load_weights(
     params: Mapping[str, torch.Tensor],
     log_skipped: bool = True,
 ) -> None:
-    """Fill ``params`` from ``--hf-checkpoint``; with ``log_skipped``, log what is left out. Local.
+    """Fill ``params`` from ``--hf-checkpoint``; with ``log_skipped``, log what is left out.
 
-    In a throughput run the weights are drawn at random.
+    Collective: the node. In a throughput run the weights are drawn at random.
 
     Raises:
         UsageError: the weights do not fit the model.
@@ -151,7 +154,32 @@ def load_weights(
             f"--hf-checkpoint {checkpoint}: left out are {len(mtp)} tensors of multi-token "
             f"prediction (layers: {layout.spec.num_mtp_layers})"
         )
-    load_hf(checkpoint, layout, job.world.rank, params, left_out=mtp)
+    _load(job, checkpoint, layout, params, mtp, "--hf-checkpoint")
+
+
+def _load(
+    job: Job[Any, RunPlan],
+    directory: str,
+    layout: TableLayout,
+    params: Mapping[str, torch.Tensor],
+    left_out: Collection[str],
+    flag: str,
+) -> None:
+    """Fill ``params`` from a checkpoint of which a node reads no byte twice. Collective: the node.
+
+    Rows travel between hosts: a device has no room for them beside the model's state.
+    """
+    load_by_node(
+        directory,
+        layout,
+        job.world.rank,
+        params,
+        ranks_per_node=job.world.local_size,
+        transport=make_transport("p2p", job.world.size, torch.device("cpu")),
+        buffer_bytes=LOAD_BUFFER_BYTES,
+        left_out=left_out,
+        flag=flag,
+    )
 
 
 @start_stage("process groups")
@@ -226,7 +254,9 @@ def build_teachers(job: Job[RLRunConfig, RLPlan], policy: TrainEngine) -> dict[s
 def load_value_model(
     job: Job[RLRunConfig, RLPlan], engine: TrainEngine, checkpoint: str, flag: str
 ) -> bool:
-    """Load a checkpoint into an engine; a value head that it lacks is set to 0. Local.
+    """Load a checkpoint into an engine; a value head that it lacks is set to 0.
+
+    Collective: the node.
 
     In a throughput run the weights are drawn at random, those of the head as well.
 
@@ -250,7 +280,9 @@ def load_value_model(
 def load_other_model(
     job: Job[RLRunConfig, RLPlan], engine: TrainEngine, directory: str, flag: str
 ) -> None:
-    """Load a model besides the policy; in a throughput run draw its weights at random. Local.
+    """Load a model besides the policy; in a throughput run draw its weights at random.
+
+    Collective: the node.
 
     Raises:
         UsageError: the weights do not fit the model.
@@ -260,5 +292,5 @@ def load_other_model(
         draw_weights(layout, rank, params, job.config.train.seed)
     else:
         left_out = mtp_tensors(layout.spec, weight_files(directory))
-        load_hf(directory, layout, rank, params, left_out=left_out, flag=flag)
+        _load(job, directory, layout, params, left_out, flag)
     engine.reload_master_weights()
