@@ -1,15 +1,19 @@
 """Sums and gathers of small tensors, in one or two messages from rank to rank, and of objects.
 
 The collectives of gloo pass a tensor around a ring: their time is the number of ranks times that of
-a message, however small the tensor is. Small tensors are sent directly to all ranks instead.
+a message, however small the tensor is. Small tensors are sent directly to all ranks instead, and in
+large worlds in two levels (:mod:`~mindspeed_rl.parallel.two_levels`).
 """
 
 from __future__ import annotations
 
+import pickle
 from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+
+from mindspeed_rl.parallel import two_levels
 
 T = TypeVar("T")
 
@@ -55,6 +59,8 @@ def gather_rows(values: torch.Tensor, group: dist.ProcessGroup | None = None) ->
     """
     world = dist.get_world_size(group)
     if values.device.type == "cpu" and world * values.nbytes <= DIRECT_BYTES:
+        if world > two_levels.FROM_RANKS:
+            return two_levels.gather_in_two_levels(values, group, two_levels.GROUP_RANKS)
         return _from_all(values, group)
     rows = [torch.empty_like(values) for _ in range(world)]
     dist.all_gather(rows, values, group=group)
@@ -63,7 +69,15 @@ def gather_rows(values: torch.Tensor, group: dist.ProcessGroup | None = None) ->
 
 def gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Gather one object of each rank of a group, in rank order. Collective: the group."""
-    found: list[T | None] = [None] * dist.get_world_size(group)
+    world = dist.get_world_size(group)
+    if world > two_levels.FROM_RANKS:
+        text = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        sizes: list[int] = gather_rows(torch.tensor([text.numel()]), group).flatten().tolist()
+        padded = text.new_zeros(max(sizes))
+        padded[: text.numel()] = text
+        rows = gather_rows(padded, group).numpy()
+        return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    found: list[T | None] = [None] * world
     dist.all_gather_object(found, mine, group)
     return cast(list[T], found)
 

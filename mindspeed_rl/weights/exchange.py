@@ -208,7 +208,26 @@ def _copy(to: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     elif len(values) < len(to):
         values = values[0].unbind()
     for target, value in zip(to, values, strict=True):
-        target.copy_(value)
+        for stored, shown in _matrices(target, value):
+            stored.copy_(shown)
+
+
+def _matrices(
+    target: torch.Tensor, value: torch.Tensor
+) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """Return what to copy for one tensor: itself, or on CPU its transposed matrices one by one.
+
+    PyTorch's CPU transposes in blocks only where one whole matrix is written in the order of its
+    memory; anything else it copies element by element, several times slower.
+    """
+    stored = target.mT if target.ndim in (2, 3) else target
+    if stored is target or target.device.type != "cpu" or target.is_contiguous():
+        return ((target, value),)
+    if not stored[(0,) * (target.ndim - 2)].is_contiguous():
+        return ((target, value),)
+    if target.ndim == 2:
+        return ((stored, value.mT),)
+    return zip(stored.unbind(), value.mT.unbind(), strict=True)
 
 
 def _cut(transfers: Sequence[Transfer], alone: float | None) -> list[Sequence[Transfer]]:

@@ -9,6 +9,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from mindspeed_rl.parallel.small_collectives import gather_rows
+from mindspeed_rl.parallel.two_levels import FROM_RANKS
+
 # Flat messages by peer, each peer's in order.
 Tensors = Mapping[int, Sequence[torch.Tensor]]
 
@@ -59,10 +62,10 @@ class _GroupTransport:
         self._group = group
 
     def all_gather(self, message: bytes) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self.device)
-        everyone = [torch.empty_like(mine) for _ in range(self._world)]
-        dist.all_gather(everyone, mine, group=self._group)
-        return [bytes(other.tolist()) for other in everyone]
+        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        if self._world <= FROM_RANKS:  # one collective of the device; two levels are the host's
+            mine = mine.to(self.device)
+        return [bytes(other.tolist()) for other in gather_rows(mine, self._group)]
 
 
 class AllToAllTransport(_GroupTransport):

@@ -14,13 +14,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from support.exports import write_export
 from support.family_models import FAMILY_CASES, write_family_model
 from support.layout_arrays import Case, hf_arrays
 from support.layout_cases import LATENT, MOE, PLAIN_LATENT, TIED, cases, layouts_of
 from support.local_transport import LocalTransport, LocalWorld
 
 from mindspeed_rl.checkpoint.hf import load_hf
-from mindspeed_rl.checkpoint.hf_writer import HfWriter
 from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.core.stages import listed_stages
 from mindspeed_rl.models.registry import spec_from_hf_config
@@ -120,9 +120,7 @@ def test_transformers_loads_what_comes_back(name: str, tmp_path: Path) -> None:
     )
     tensors = through_megatron(source, MegatronLayout(spec, grid, 8), torch.float32)
     assert_same_bits(tensors, load_file(source / "model.safetensors"))
-    with HfWriter(tmp_path / "back", source, torch.float32, step=0, shard_bytes=20_000) as writer:
-        for tensor_name, tensor in tensors.items():
-            writer.add(tensor_name, tensor)
+    write_export(tmp_path / "back", source, tensors, step=0, shard_bytes=20_000)
     assert (tmp_path / "back" / "model.safetensors.index.json").is_file()
     before = AutoModelForCausalLM.from_pretrained(source)
     after, report = AutoModelForCausalLM.from_pretrained(

@@ -1,8 +1,9 @@
-"""The Hugging Face writer replaces an earlier export and nothing else, and only when complete."""
+"""An export replaces an earlier one and nothing else, only when complete; it can be cut off."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,13 +14,14 @@ from make_tiny_model import write_tiny_model
 from safetensors.torch import load_file
 from support.checked_runs import configured
 from support.conversions import convert, write_model
+from support.exports import write_export
 from support.full_disk import largest_file
 
-from mindspeed_rl.checkpoint.hf_writer import HfWriter
 from mindspeed_rl.config import ModelConfig, PretrainRunConfig
 from mindspeed_rl.config.outputs import check_paths
 from mindspeed_rl.core.chat_template import ChatConfig
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.model_files.row_files import RowFiles
 from mindspeed_rl.models.hf_code import code_files
 
 
@@ -32,8 +34,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def export(target: Path, source: Path, value: float, step: int) -> None:
-    with HfWriter(target, source, torch.float32, step=step) as writer:
-        writer.add("weight", torch.full((2,), value))
+    write_export(target, source, {"weight": torch.full((2,), value)}, step=step)
 
 
 def test_an_export_is_replaced_and_says_its_step(tmp_path: Path, source: Path) -> None:
@@ -79,28 +80,86 @@ def test_a_full_disk_leaves_nothing_that_looks_complete(
     target = tmp_path / "hf"
     export(target, source, 1.0, 1)
 
-    def write() -> None:
-        with HfWriter(target, source, torch.float32, step=2, shard_bytes=2000) as writer:
-            for number, size in enumerate([*sizes, 1]):
-                writer.add(f"w{number}", torch.zeros(size))
+    def write() -> int:
+        tensors = {f"w{n}": torch.full((size,), n + 1.0) for n, size in enumerate([*sizes, 1])}
+        return write_export(target, source, tensors, step=2, shard_bytes=2000)
 
     with pytest.raises(OSError, match="--export-hf"), largest_file(limit):
         write()
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before
     assert load_file(target / "model.safetensors")["weight"].tolist() == [1.0, 1.0]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "source"], "no leftovers"
-    write()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".hf.partial", "hf", "source"]
+    whole = [p.name for p in (tmp_path / ".hf.partial").glob("*.safetensors")]
+    assert write() == len(whole) == (100 in sizes), "what was whole is not written again"
     assert json.loads((target / "export.json").read_text())["step"] == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "source"], "no leftovers"
 
 
-def test_an_interrupted_export_leaves_nothing(tmp_path: Path, source: Path) -> None:
-    with (
-        pytest.raises(KeyboardInterrupt),
-        HfWriter(tmp_path / "hf", source, torch.float32, step=1) as writer,
-    ):
-        writer.add("weight", torch.zeros(2))
-        raise KeyboardInterrupt
-    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+def _cut_off(target: Path, source: Path, tensors: Tensors, after: int) -> dict[str, os.stat_result]:
+    """Interrupt an export at the so-many-th slice; the whole files that it leaves."""
+    write, count = RowFiles.write, iter(range(after))
+
+    def interrupted(self: RowFiles, *rows: Any) -> None:
+        if next(count, None) is None:
+            raise KeyboardInterrupt
+        write(self, *rows)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RowFiles, "write", interrupted)
+        write_export(target, source, tensors, shard_bytes=2000, buffer_bytes=6000)
+    assert not target.exists()
+    left = sorted(target.with_name(".hf.partial").iterdir())
+    assert all(path.suffix == ".safetensors" for path in left), "no part of a file"
+    return {path.name: path.stat() for path in left}
+
+
+Tensors = dict[str, torch.Tensor]
+FOUR = {f"w{i}": torch.arange(400.0) + 1000 * i for i in range(4)}
+
+
+def test_an_export_that_was_cut_off_goes_on(tmp_path: Path, source: Path) -> None:
+    """Each tensor of 1,600 bytes is a file of two slices."""
+    target = tmp_path / "hf"
+    left = _cut_off(target, source, FOUR, 5)
+    assert len(left) == 2
+    assert write_export(target, source, FOUR, shard_bytes=2000, buffer_bytes=6000) == 2
+    now = {name: (target / name).stat() for name in left}
+    assert {n: (s.st_ino, s.st_mtime_ns) for n, s in now.items()} == {
+        n: (s.st_ino, s.st_mtime_ns) for n, s in left.items()
+    }, "whole files are not written again"
+    assert_holds(target, FOUR)
+
+
+def assert_holds(target: Path, tensors: Tensors) -> None:
+    index = json.loads((target / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(load_file(target / index[name])[name], tensor), name
+
+
+def test_files_of_other_weights_are_written_again(tmp_path: Path, source: Path) -> None:
+    """A resumed run may have come to other numbers; nothing of the two is mixed."""
+    target = tmp_path / "hf"
+    assert len(_cut_off(target, source, FOUR, 7)) == 3
+    others = FOUR | {"w1": FOUR["w1"].clone()}
+    others["w1"][399] += 1
+    assert write_export(target, source, others, shard_bytes=2000, buffer_bytes=6000) == 2
+    assert_holds(target, others)
+
+
+@pytest.mark.parametrize("place", [-1, 12])
+def test_a_damaged_file_is_written_again(tmp_path: Path, source: Path, place: int) -> None:
+    """In its last weight, and in its header."""
+    target = tmp_path / "hf"
+    name, *_ = _cut_off(target, source, FOUR, 3)
+    path = tmp_path / ".hf.partial" / name
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    (tmp_path / ".hf.partial" / "model-00001-of-00009.safetensors").write_bytes(content)
+    assert write_export(target, source, FOUR, shard_bytes=2000, buffer_bytes=6000) == 0
+    assert_holds(target, FOUR)
+    assert len(list(target.glob("*.safetensors"))) == 4, "files of other plans are gone"
 
 
 @pytest.mark.parametrize(
@@ -117,9 +176,8 @@ def test_the_config_tells_the_type_of_the_model(
     """A tensor keeps its own type; the config has that of the model and the keys of its family."""
     (source / "config.json").write_text(json.dumps({"layers": 2} | given))
     keys = {"scoring_func": "sigmoid"}
-    with HfWriter(tmp_path / "hf", source, torch.bfloat16, step=1, config_keys=keys) as writer:
-        writer.add("weight", torch.zeros(2, dtype=torch.bfloat16))
-        writer.add("bias", torch.full((1,), 0.1))
+    tensors = {"weight": torch.zeros(3, dtype=torch.bfloat16), "bias": torch.full((1,), 0.1)}
+    write_export(tmp_path / "hf", source, tensors, dtype=torch.bfloat16, config_keys=keys)
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     assert weights["bias"].dtype == torch.float32
     assert weights["weight"].dtype == torch.bfloat16
@@ -147,8 +205,7 @@ def test_an_export_gets_the_tokenizer_of_the_run_and_no_file_of_another(tmp_path
     names_code(source, AutoTokenizer=["tokenization_deepseek.Tokenizer", None],
                AutoModel="configuration_deepseek.Model")  # fmt: skip
 
-    with HfWriter(target, source, torch.float32, step=1, tokenizer=other) as writer:
-        writer.add("weight", torch.zeros(2))
+    write_export(target, source, {"weight": torch.zeros(2)}, tokenizer=other)
     found = AutoTokenizer.from_pretrained(target)
     said = [{"role": "user", "content": "3 1 2"}]
     assert found.get_vocab() == tokenizer.get_vocab() and "<calc>" in found.get_vocab()
@@ -244,8 +301,7 @@ def test_a_bare_tokenizer_is_to_the_run_what_it_is_to_readers_of_the_export(tmp_
     write_tiny_model(source)
     bare.mkdir()
     (source / "tokenizer.json").rename(bare / "tokenizer.json")
-    with HfWriter(target, source, torch.float32, step=1, tokenizer=bare) as writer:
-        writer.add("weight", torch.zeros(2))
+    write_export(target, source, {"weight": torch.zeros(2)}, tokenizer=bare)
     model = ModelConfig(hf_checkpoint=str(source), tokenizer_name_or_path=str(bare))
     of_the_run = load_tokenizer(cast(Any, SimpleNamespace(model=model, chat=ChatConfig())))
     found = AutoTokenizer.from_pretrained(target)
