@@ -27,6 +27,7 @@ class MemoryOwner(enum.StrEnum):
     ENGINE_WORKSPACE = "engine_workspace"  # activations of the largest engine step
     GRAPHS = "graphs"
     SAVE_STAGING = "save_staging"  # copies of what a checkpoint stores; on the host only
+    EXPORT_STAGING = "export_staging"  # rows on their way into a Hugging Face checkpoint
     COMMUNICATORS = "communicators"  # buffers of HCCL or NCCL; gloo has none on the device
 
 
@@ -58,6 +59,7 @@ class MemoryPhase(enum.StrEnum):
     TRAIN_IDLE = "train_idle"  # the training phase, before its first micro-batch
     TRAIN = "train"  # the peak of a training step
     SAVE = "save"  # the peak of writing a checkpoint
+    EXPORT = "export"  # the peak of writing a Hugging Face checkpoint
     SYNC = "sync"  # the peak of a weight update: both sides and the staging
     ROLLOUT = "rollout"  # the peak of generation
 
@@ -129,3 +131,15 @@ _POLICIES = {
     OffloadMode.ALL: _Policy("parameters and all other models, too", LEAVING, True),
 }
 FIXED_MODES = tuple(mode for mode in OffloadMode if mode is not OffloadMode.AUTO)
+
+
+def export_bytes(num_parameters: int, bf16: bool) -> int:
+    """Return the most bytes of a rank's device that an export takes. Pure.
+
+    All of a small model is sent, received and put together at most once.
+
+    Args:
+        num_parameters: Parameters of the model.
+        bf16: Whether the model is in bf16; else in fp32.
+    """
+    return min(EXPORT_BUFFER_BYTES, 3 * num_parameters * (2 if bf16 else 4))

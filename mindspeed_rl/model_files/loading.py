@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -157,37 +157,3 @@ def _check_held(
         if piece.hf_name in files:
             values = piece.view.of(params[piece.param])[piece.param_box.slices]
             check_values(flag, files[piece.hf_name], piece.hf_name, rank, values)
-
-
-def bytes_without_sharing(
-    layout: ShardLayout, node: Sequence[int], types: Mapping[str, torch.dtype], page_bytes: int = 1
-) -> int:
-    """Return the bytes that ranks of a node read when each reads its own rectangles. Pure.
-
-    Args:
-        layout: Layout of the trainer.
-        node: Ranks of the node.
-        types: Element types of the tensors to read.
-        page_bytes: Files are read in blocks of this many bytes, counted from the first of a tensor.
-    """
-    total = 0
-    for rank in node:
-        for piece in (shard.piece for shard in pieces_of(layout, rank)):
-            if dtype := types.get(piece.hf_name):
-                shape = layout.shape_of(piece.hf_name)
-                total += _touched(piece.hf_box, shape, dtype.itemsize, page_bytes)
-    return total
-
-
-def _touched(box: Box, shape: tuple[int, ...], item_bytes: int, page_bytes: int) -> int:
-    """Return the bytes of the blocks that a rectangle of whole rows, or of columns, lies in."""
-    if page_bytes == 1 or box.size[1:] == shape[1:]:
-        return box.num_elements * item_bytes
-    row_bytes = item_bytes * shape[-1]
-    first, last = item_bytes * box.lo[-1], item_bytes * (box.lo[-1] + box.size[-1])
-    pages: set[int] = set()
-    rows = box.num_elements // box.size[-1]
-    for row in range(rows):
-        start = row * row_bytes
-        pages.update(range((start + first) // page_bytes, (start + last - 1) // page_bytes + 1))
-    return len(pages) * page_bytes

@@ -55,7 +55,7 @@ class RowReader:
         row_bytes = values.nbytes // max(1, box.size[0])
         if path not in self._files:
             self._files[path] = os.open(path, os.O_RDONLY)
-        memory = memoryview(values.flatten().view(torch.uint8).numpy())
+        memory = values.flatten().view(torch.uint8).numpy().data
         position, done = entry.offset + box.lo[0] * row_bytes, 0
         while done < len(memory):
             count = os.preadv(self._files[path], [memory[done:]], position + done)

@@ -66,7 +66,7 @@ class RowFiles:
         assert values.dtype == tensor.dtype, f"{hf_name}: {values.dtype}, not {tensor.dtype}"
         opened = self._open.get(file.path) or self._begin(file)
         on_host = values.detach().to("cpu").contiguous().flatten().view(torch.uint8)
-        memory = memoryview(on_host.numpy())
+        memory = on_host.numpy().data
         position = opened.starts[hf_name] + first_row * (tensor.num_bytes // tensor.shape[0])
         done = 0
         while done < len(memory):

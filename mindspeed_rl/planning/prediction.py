@@ -12,12 +12,20 @@ from mindspeed_rl.config import RLRunConfig, TrainingRunConfig
 from mindspeed_rl.config.context_parallel import context_parallelism
 from mindspeed_rl.config.dry_run import MACHINES, Machine
 from mindspeed_rl.config.npu import group_buffers
+from mindspeed_rl.config.outputs import export_target
 from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.graph_sizes import AUTO, num_default_sizes
 from mindspeed_rl.core.groups import MEGATRON_GROUPS
 from mindspeed_rl.core.layout import round_up
-from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner, MemoryPhase, OffloadMode
+from mindspeed_rl.core.memory import (
+    CRITIC_OWNERS,
+    MemoryOwner,
+    MemoryPhase,
+    OffloadMode,
+    export_bytes,
+)
 from mindspeed_rl.engines.registry import engine_provider
+from mindspeed_rl.models.tensors import num_parameters
 from mindspeed_rl.planning.activations import TrainingMemory, TrainPeak, Workload
 from mindspeed_rl.planning.communicators import GroupsOfRank, RunGroups
 from mindspeed_rl.planning.engine_memory import EngineMemory
@@ -38,6 +46,7 @@ _PASSING = (
     MemoryOwner.RESHARD_STAGING,
     MemoryOwner.ENGINE_WORKSPACE,
     MemoryOwner.SAVE_STAGING,
+    MemoryOwner.EXPORT_STAGING,
 )
 
 
@@ -87,6 +96,10 @@ class MemoryPrediction:
         }
         if self.saves:
             tables[MemoryPhase.SAVE] = self._save(rank, stays[MemoryPhase.TRAIN_IDLE], models)
+        if export_target(self.config):
+            size = export_bytes(num_parameters(self.plan.spec), self.config.train.bf16)
+            export = {MemoryOwner.EXPORT_STAGING: size}
+            tables[MemoryPhase.EXPORT] = stays[MemoryPhase.TRAIN_IDLE] | export
         if isinstance(self.plan, RLPlan):
             weights = {MemoryOwner.ENGINE_WEIGHTS: self.engine.weights(rank)}
             tables[MemoryPhase.SYNC] = stays[MemoryPhase.SYNC] | weights | self._staging(rank)
@@ -95,8 +108,8 @@ class MemoryPrediction:
             if not self.frees_engine_weights:
                 tables[MemoryPhase.TRAIN_IDLE] |= weights
                 tables[MemoryPhase.TRAIN] |= weights
-                if self.saves:
-                    tables[MemoryPhase.SAVE] |= weights
+                for phase in tables.keys() & {MemoryPhase.SAVE, MemoryPhase.EXPORT}:
+                    tables[phase] |= weights
         groups = {MemoryOwner.COMMUNICATORS: sum(self.group_bytes(rank).values())}
         return {p: {o: b for o, b in (t | groups).items() if b} for p, t in tables.items()}
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.core.memory import MemoryOwner
+from mindspeed_rl.core.memory import LOAD_BUFFER_BYTES, MemoryOwner
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.planning.findings import Findings
 from mindspeed_rl.planning.micro_batches import SIGMA
@@ -105,6 +105,7 @@ def _memory(found: Findings) -> Iterator[str]:
             f"a save takes {host / _GIB:.1f} GiB of the host for each rank, "
             f"{host * machine.ranks_per_node / _GIB:.0f} GiB of a node of {machine.ranks_per_node}"
         )
+    yield f"reading weights takes up to {LOAD_BUFFER_BYTES // _MIB} MiB of the host for each rank"
     if copies := max(prediction.peer_copies(rank) for rank in found.tables):
         ranks = min(machine.ranks_per_node, prediction.world)
         yield (

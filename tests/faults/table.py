@@ -7,6 +7,7 @@ from faults.agents import AGENTS
 from faults.attention import ATTENTION
 from faults.engine import ENGINE
 from faults.losses import LOSSES
+from faults.model_files import MODEL_FILES
 from faults.planting import Fault
 from faults.samples import SAMPLES
 from faults.weights import WEIGHTS
@@ -14,4 +15,5 @@ from faults.wiring import WIRING
 
 FAULTS: tuple[Fault, ...] = (
     *WEIGHTS, *ENGINE, *SAMPLES, *LOSSES, *ATTENTION, *WIRING, *ADAPTERS, *AGENTS,
+    *MODEL_FILES,
 )  # fmt: skip
