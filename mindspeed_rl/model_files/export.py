@@ -13,10 +13,11 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.model_files.export_folder import ExportFolder
 from mindspeed_rl.model_files.export_plan import ExportPlan, slices_of
 from mindspeed_rl.model_files.reading import STORED_TYPES, RowReader
-from mindspeed_rl.model_files.rounds import Params, gather_rows_of_files
+from mindspeed_rl.model_files.rounds import gather_rows_of_files
 from mindspeed_rl.model_files.row_files import RowFiles, is_whole, stored_sum
 from mindspeed_rl.model_files.slices import Gathering, RowSlice, in_rounds, slice_bytes
 from mindspeed_rl.parallel.small_collectives import gather_objects
+from mindspeed_rl.weights.exchange import Params
 from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.transports import Transport
 from mindspeed_rl.weights.verify import source_sums
@@ -76,7 +77,7 @@ def export_model(
     files = RowFiles(folder.work, [f for f in plan.files_of(rank) if f.path not in done])
     gathering = Gathering(layout, ranks_per_node)
     rounds = in_rounds(plan.queues(most, everyone), gathering.parts_of, most)
-    writer = _Writer(files, folder)
+    writer = _SteadyWriter(files, folder)
     try:
         gather_rows_of_files(rounds, gathering.parts_of, rank, params, transport, writer.write_rows)
         writer.copy(copied, most)
@@ -87,7 +88,7 @@ def export_model(
     return sum(map(len, everyone.values()))
 
 
-class _Writer:
+class _SteadyWriter:
     """Writes until the first error of the file system, which it keeps: peers wait in no round."""
 
     def __init__(self, files: RowFiles, folder: ExportFolder) -> None:

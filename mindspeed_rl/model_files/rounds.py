@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from mindspeed_rl.model_files.slices import PartsOf, RoundSlices, RowSlice, messages_of
-from mindspeed_rl.weights.exchange import Exchange, copy_within
+from mindspeed_rl.weights.exchange import Exchange, Params, copy_within
 from mindspeed_rl.weights.planner import Transfer
 from mindspeed_rl.weights.transports import Transport
-
-Params = Mapping[str, torch.Tensor]
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ class RowSlice:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowPart:
     """A rectangle of a slice that travels between the rank with the rows and another one.
 
     Attributes:
@@ -60,7 +60,7 @@ class Part:
 
 
 # The parts of a slice of one rank: what it receives to write, or what it sends of what it read.
-PartsOf = Callable[[int, RowSlice], Sequence[Part]]
+PartsOf = Callable[[int, RowSlice], Sequence[RowPart]]
 # The slices of each rank in one round; all of them have the same element type.
 RoundSlices = Mapping[int, Sequence[RowSlice]]
 
@@ -134,7 +134,7 @@ def _rounds_of_type(
         yield taken
 
 
-def _loads(rank: int, rows: RowSlice, parts: Sequence[Part]) -> Counter[tuple[str, int]]:
+def _loads(rank: int, rows: RowSlice, parts: Sequence[RowPart]) -> Counter[tuple[str, int]]:
     """Return the bytes that a slice adds to the rows of its rank, and to the messages of others.
 
     The rank with the rows is one end of every message, so messages in its own direction count
@@ -162,7 +162,7 @@ class Gathering:
         self._layout, self._ranks_per_node = layout, ranks_per_node
         self._cells: dict[str, list[Cell]] = {}
 
-    def parts_of(self, rank: int, rows: RowSlice) -> list[Part]:
+    def parts_of(self, rank: int, rows: RowSlice) -> list[RowPart]:
         """Return the parts of a slice that ``rank`` writes, each with the rank that sends it."""
         cells = self._cells.get(rows.hf_name)
         if cells is None:
@@ -171,7 +171,7 @@ class Gathering:
         for cell in cells:
             if common := cell.box.intersect(rows.box):
                 sender = nearest(cell.owner_ranks, rank, self._ranks_per_node)
-                found.append(Part(sender, common, cell.piece_of(sender)))
+                found.append(RowPart(sender, common, cell.piece_of(sender)))
         return found
 
 
@@ -186,10 +186,10 @@ class Scattering:
     def __init__(self, layout: ShardLayout, ranks: range) -> None:
         self._layout, self._ranks = layout, ranks
 
-    def parts_of(self, rank: int, rows: RowSlice) -> list[Part]:
+    def parts_of(self, rank: int, rows: RowSlice) -> list[RowPart]:
         """Return the parts of a slice that ``rank`` has read, each with a rank that keeps it."""
         return [
-            Part(other, common, shard.piece)
+            RowPart(other, common, shard.piece)
             for shard in self._layout.shards(rows.hf_name)
             if (common := shard.piece.hf_box.intersect(rows.box))
             for other in within(shard.owner_ranks, self._ranks)
@@ -251,7 +251,7 @@ def messages_of(rank: int, slices: RoundSlices, parts_of: PartsOf, *, gathers: b
     return Round((RankMessages(sent, received),), tuple(copies), (), (), dtype)
 
 
-def _transfer(rank: int, holder: int, rows: RowSlice, part: Part, gathers: bool) -> Transfer:
+def _transfer(rank: int, holder: int, rows: RowSlice, part: RowPart, gathers: bool) -> Transfer:
     inside = part.box.moved(rows.box, Box.whole(rows.box.size))
     buffer = Place((rows.key,) if rank == holder else (), inside, PLAIN)
     piece = part.piece

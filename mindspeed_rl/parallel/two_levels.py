@@ -21,7 +21,7 @@ GROUP_RANKS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class TableMove:
     """Rows of the table that travel between this rank and a peer."""
 
     peer: int
@@ -29,14 +29,14 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class GatherStep:
     """What one rank sends and receives before the next step."""
 
-    sends: tuple[Move, ...] = ()
-    receives: tuple[Move, ...] = ()
+    sends: tuple[TableMove, ...] = ()
+    receives: tuple[TableMove, ...] = ()
 
 
-def steps_of(rank: int, world: int, group_ranks: int) -> tuple[Step, Step, Step]:
+def steps_of(rank: int, world: int, group_ranks: int) -> tuple[GatherStep, GatherStep, GatherStep]:
     """Return the three steps of a rank: to its leader, between leaders, from its leader. Pure.
 
     Args:
@@ -52,16 +52,20 @@ def steps_of(rank: int, world: int, group_ranks: int) -> tuple[Step, Step, Step]
         return range(first, min(world, first + group_ranks))
 
     if rank != leader:
-        own = Step(sends=(Move(leader, range(rank, rank + 1)),))
-        return own, Step(), Step(receives=(Move(leader, everything),))
+        own = GatherStep(sends=(TableMove(leader, range(rank, rank + 1)),))
+        return own, GatherStep(), GatherStep(receives=(TableMove(leader, everything),))
     members = rows_of(leader)[1:]
-    collect = Step(receives=tuple(Move(peer, range(peer, peer + 1)) for peer in members))
+    collect = GatherStep(receives=tuple(TableMove(peer, range(peer, peer + 1)) for peer in members))
     others = [peer for peer in leaders if peer != leader]
-    exchange = Step(
-        tuple(Move(peer, rows_of(leader)) for peer in others),
-        tuple(Move(peer, rows_of(peer)) for peer in others),
+    exchange = GatherStep(
+        tuple(TableMove(peer, rows_of(leader)) for peer in others),
+        tuple(TableMove(peer, rows_of(peer)) for peer in others),
     )
-    return collect, exchange, Step(sends=tuple(Move(peer, everything) for peer in members))
+    return (
+        collect,
+        exchange,
+        GatherStep(sends=tuple(TableMove(peer, everything) for peer in members)),
+    )
 
 
 def gather_in_two_levels(

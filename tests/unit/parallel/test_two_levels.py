@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_rl.parallel.two_levels import FROM_RANKS, GROUP_RANKS, Move, steps_of
+from mindspeed_rl.parallel.two_levels import FROM_RANKS, GROUP_RANKS, TableMove, steps_of
 
 # the world of one, one group, a last group of one, groups of one, many groups
 SIZES = [(1, 4), (4, 4), (9, 4), (3, 1), (23, 5)]
@@ -31,7 +31,7 @@ def test_every_rank_ends_with_every_row(world: int, group_ranks: int) -> None:
     assert tables == [{rank: f"row {rank}" for rank in range(world)}] * world
 
 
-def _sent(world: int) -> list[list[Move]]:
+def _sent(world: int) -> list[list[TableMove]]:
     ranks = (steps_of(rank, world, GROUP_RANKS) for rank in range(world))
     return [[move for step in steps for move in step.sends] for steps in ranks]
 
