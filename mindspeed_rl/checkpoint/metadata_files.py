@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
+import sys
 from contextlib import AbstractContextManager
 from dataclasses import is_dataclass
 from enum import Enum
@@ -29,6 +30,16 @@ _NAMES = {
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
 }
+
+_ENUMS = "megatron.core.transformer.enums"
+_ENUM_NAMES = (
+    "AttnBackend",
+    "AttnMaskType",
+    "AttnType",
+    "CudaGraphScope",
+    "LayerType",
+    "ModelType",
+)
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -102,12 +113,16 @@ def problem_of_metadata(folder: Path) -> str:
 def known_arguments() -> AbstractContextManager[None]:
     """Let ``torch.load`` build, in this block, a run's arguments as Megatron-LM saves them.
 
-    These are plain values by their names, some of them megatron-core's enumerations.
+    These are plain values by their names, some of them megatron-core's enumerations. Where
+    megatron-core is not imported, as in the doctor, their values take the place of those.
     """
-    from megatron.core.transformer import enums  # slow to import; few need it
+    kinds = vars(sys.modules[_ENUMS]) if _ENUMS in sys.modules else {}
+    known = [(kinds.get(name, _value), f"{_ENUMS}.{name}") for name in _ENUM_NAMES]
+    return torch.serialization.safe_globals([argparse.Namespace, SimpleNamespace, *known])
 
-    kinds = [k for k in vars(enums).values() if isinstance(k, type) and issubclass(k, Enum)]
-    return torch.serialization.safe_globals([argparse.Namespace, SimpleNamespace, *kinds])
+
+def _value(value: object) -> object:
+    return value
 
 
 def has_arguments(folder: Path) -> bool:

@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -172,7 +173,9 @@ def test_an_index_is_read_without_running_what_it_names(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_arguments_of_a_run_are_read_and_other_objects_are_not(tmp_path: Path) -> None:
+def test_the_arguments_of_a_run_are_read_and_other_objects_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As Megatron-LM saves them beside the tensors; its own loader reads them in the same block."""
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
     from megatron.core.transformer.enums import AttnBackend
@@ -182,6 +185,9 @@ def test_the_arguments_of_a_run_are_read_and_other_objects_are_not(tmp_path: Pat
     args = argparse.Namespace(attention_backend=AttnBackend.fused, params_dtype=torch.bfloat16)
     torch.save({"iteration": 7, "args": args}, folder / "common.pt")
     assert metadata_files.problem_of_metadata(folder) == ""
+    with monkeypatch.context() as without:
+        without.delitem(sys.modules, AttnBackend.__module__)
+        assert metadata_files.problem_of_metadata(folder) == ""
     with newest_sound.plain_objects_only():
         found = TorchCommonLoadStrategy().load_common(folder)
     assert found["args"] == args
