@@ -30,6 +30,7 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.engines.vllm.layout import VllmLayout
 from mindspeed_rl.expert_placement.near_trainer import placed_near_trainer
+from mindspeed_rl.handover.joint import Handover, handover
 from mindspeed_rl.metrics.progress import RunProgress
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
@@ -211,6 +212,18 @@ def floors(spec: ModelSpec, args: argparse.Namespace) -> Figures:
     }
 
 
+def gather_and_sync(spec: ModelSpec, args: argparse.Namespace) -> Handover:
+    """Count the gather of the distributed optimizer and the reshard together, of all ranks."""
+    source, target = layouts(spec, args)
+    return handover(
+        source,
+        target,
+        train_item=BF16_BYTES,
+        engine_item=BF16_BYTES,
+        distributed_optimizer=True,
+    )
+
+
 def spread(values: Sequence[int]) -> Figures:
     """Return the smallest, mean and largest value."""
     return {"min": min(values), "mean": sum(values) / len(values), "max": max(values)}
@@ -338,7 +351,11 @@ def main() -> None:
         parser.error(str(error))
     relays = (False, True) if args.reshard_relay else (False,)
     strategies = [least | inspect(spec, args, relay=relay) for relay in relays]
+    together = gather_and_sync(spec, args)
+    strategies = [figures | {"handover": together.as_json()} for figures in strategies]
     print(table(strategies, args))
+    print("\nwith --use-distributed-optimizer, of all ranks:")
+    print("\n".join([*aligned(list(together.rows())), *together.verdict()]))
     if args.json:
         Path(args.json).write_text(json.dumps(strategies, indent=1) + "\n")
         print(f"wrote {args.json}")

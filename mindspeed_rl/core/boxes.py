@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -79,6 +81,36 @@ class Box:
         """The rectangle at the offset inside ``target`` that it has inside ``origin``."""
         lo = tuple(t + a - o for t, a, o in zip(target.lo, self.lo, origin.lo, strict=True))
         return Box(lo, self.size)
+
+
+def _without(box: Box, hole: Box) -> Iterator[Box]:
+    """Yield disjoint rectangles that cover ``box`` but not ``hole``."""
+    common = box.intersect(hole)
+    if common is None:
+        yield box
+        return
+    rest = box
+    for dim in range(len(box.lo)):
+        lo, end = rest.lo[dim], rest.lo[dim] + rest.size[dim]
+        inner_lo, inner_end = common.lo[dim], common.lo[dim] + common.size[dim]
+        if lo < inner_lo:
+            yield rest.with_dim(dim, lo, inner_lo - lo)
+        if inner_end < end:
+            yield rest.with_dim(dim, inner_end, end - inner_end)
+        rest = rest.with_dim(dim, inner_lo, inner_end - inner_lo)
+
+
+@lru_cache(maxsize=1 << 16)
+def missing_elements(wanted: tuple[Box, ...], present: tuple[Box, ...]) -> int:
+    """Count elements in the union of ``wanted`` that no rectangle of ``present`` holds."""
+    holes, count = list(present), 0
+    for box in wanted:
+        parts = [box]
+        for hole in holes:
+            parts = [rest for part in parts for rest in _without(part, hole)]
+        count += sum(part.num_elements for part in parts)
+        holes.append(box)
+    return count
 
 
 @dataclass(frozen=True, slots=True)

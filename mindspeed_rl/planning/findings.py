@@ -10,6 +10,7 @@ from mindspeed_rl.config import RLRunConfig, TrainingRunConfig
 from mindspeed_rl.config.npu import check_npu
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import MemoryPhase
+from mindspeed_rl.handover.joint import Handover, handover
 from mindspeed_rl.planning.budget import device_bytes, machine_on, resolve_offload, usable_bytes
 from mindspeed_rl.planning.cache_size import with_cache_size
 from mindspeed_rl.planning.hccl_buffers import hccl_buffers
@@ -43,6 +44,8 @@ class Findings:
         offload_reason: Reason for the mode of offloading.
         cache_lines: What the size of the engine's cache is, where no flag says it.
         volume: Traffic of a weight update of some ranks; empty in supervised runs.
+        handover: Bytes of the gather of parameters and of the update together, of all ranks;
+            ``None`` in supervised runs and with adapters.
         packing: Micro-batches of an optimizer step with drawn lengths.
         seconds: Estimated seconds of a step; ``None`` where no constants are known.
         suggestions: Single changes that lower the peak of a run that does not fit.
@@ -55,6 +58,7 @@ class Findings:
     offload_reason: str
     cache_lines: Sequence[str]
     volume: Sequence[RankTraffic]
+    handover: Handover | None
     packing: PackingEstimate
     seconds: StepSeconds | None
     suggestions: Sequence[Suggestion]
@@ -113,9 +117,11 @@ def find_out(config: TrainingRunConfig, world: int) -> Findings:
     prediction = replace(prediction, offload=mode)
     peak = prediction.peak(ranks)
     volume: Sequence[RankTraffic] = ()
+    together = None
     if isinstance(plan, RLPlan) and isinstance(config, RLRunConfig):
         looked_at = list(dict.fromkeys((ranks[0], ranks[len(ranks) // 2], world - 1)))
         volume = update_traffic(config, plan, looked_at, machine.ranks_per_node)
+        together = gather_and_update(config, plan)
     lengths = predicted_lengths(config, plan)
     packing = PackingEstimate.of(run_packing(config, plan), lengths)
     return Findings(
@@ -126,6 +132,7 @@ def find_out(config: TrainingRunConfig, world: int) -> Findings:
         offload_reason=why,
         cache_lines=cache_lines,
         volume=volume,
+        handover=together,
         packing=packing,
         seconds=step_seconds(prediction, packing, lengths),
         suggestions=() if peak.num_bytes <= budget else suggest(prediction, ranks, budget),
@@ -176,3 +183,19 @@ def update_traffic(
         for rank in ranks
     )
     return [rank_traffic(plan, bytes_of, ranks_per_node) for plan in plans]
+
+
+def gather_and_update(config: RLRunConfig, plan: RLPlan) -> Handover | None:
+    """Count the gather of parameters and the weight update of all ranks. Pure.
+
+    With adapters only their factors are gathered, from which the engine's weights are computed.
+    """
+    if config.lora.is_on:
+        return None
+    return handover(
+        plan.megatron,
+        plan.rollout_layout,
+        train_item=2 if config.train.bf16 else 4,
+        engine_item=2 if config.rollout.engine_is_bf16(config.train) else 4,
+        distributed_optimizer=config.parallel.use_distributed_optimizer,
+    )

@@ -1,31 +1,21 @@
 """Predicts bytes of parameters, gradient buffers and optimizer state of one rank.
 
-megatron-core 0.16 has one buffer of gradients per chunk and kind (dense, expert). The distributed
-optimizer also keeps parameters in a buffer, aligns every parameter in it to 64 elements, and pads
-the buffer to a multiple of lcm(data parallelism, 128). Each rank keeps the optimizer state of an
-even part of it (``param_and_grad_buffer.py``, ``distrib_optimizer.py``).
+The buffers are those of :mod:`mindspeed_rl.handover.buffers`. With the distributed optimizer each
+rank keeps the optimizer state of an even part of each.
 """
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from math import lcm, prod
 
-from mindspeed_rl.adapters.plan import plan_adapters
 from mindspeed_rl.algorithms.lora import NO_ADAPTERS, LoraSettings
-from mindspeed_rl.core.layout import round_up
+from mindspeed_rl.handover.buffers import buffers_of
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 _FP32 = 4
 _MOMENTS = 2  # exp_avg and exp_avg_sq
-_PARAM_ALIGNMENT, _BUFFER_ALIGNMENT = 64, 128  # elements
 _FILES_OF_A_RANK = 2  # written at the same time in a checkpoint
-_BIAS_OF_ROUTER = "router.expert_bias"  # a buffer of megatron-core, not a trained parameter
-_CHUNK = re.compile(r"^chunk\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,41 +38,6 @@ class ModelState:
     plain_parameters: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Buffer:
-    """The parameters that one buffer of gradients covers.
-
-    Attributes:
-        sizes: Elements of each parameter.
-        dp: Ranks that share the optimizer state of the buffer.
-    """
-
-    sizes: tuple[int, ...]
-    dp: int
-
-    @property
-    def padded(self) -> int:
-        """Elements of the distributed optimizer's buffer."""
-        aligned = sum(round_up(size, _PARAM_ALIGNMENT) for size in self.sizes)
-        return round_up(aligned, lcm(self.dp, _BUFFER_ALIGNMENT))
-
-
-def _buffers(layout: MegatronLayout, rank: int, lora: LoraSettings) -> Iterator[_Buffer]:
-    """Yield the buffers of a rank: of each chunk one of experts and one of the other parameters."""
-    parallel = layout.parallel
-    found: dict[tuple[str, bool], list[int]] = defaultdict(list)
-    shapes: Mapping[str, tuple[int, ...]] = layout.local_shapes(rank)
-    if lora.is_on:
-        shapes = plan_adapters(layout, rank, lora).factor_shapes(lora.lora_rank)
-    for name, shape in shapes.items():
-        if _BIAS_OF_ROUTER not in name:
-            chunk = _CHUNK.match(name)
-            experts = ".experts." in name and parallel.ep > 1
-            found[chunk[0] if chunk else "", experts].append(prod(shape))
-    for (_, experts), sizes in found.items():
-        yield _Buffer(tuple(sizes), parallel.expert_dp if experts else parallel.dp * parallel.cp)
-
-
 @lru_cache(maxsize=128)
 def model_state(
     layout: MegatronLayout,
@@ -101,8 +56,8 @@ def model_state(
         distributed_optimizer: Whether ``--use-distributed-optimizer`` is on.
         lora: Adapters, which are then all that has gradients and optimizer state.
     """
-    buffers = list(_buffers(layout, rank, lora))
-    frozen = sum(size for b in _buffers(layout, rank, NO_ADAPTERS) for size in b.sizes)
+    buffers = list(buffers_of(layout, rank, lora))
+    frozen = sum(size for b in buffers_of(layout, rank, NO_ADAPTERS) for size in b.sizes)
     frozen *= lora.is_on
     item = 2 if bf16 else _FP32
     elements = sum(sum(buffer.sizes) for buffer in buffers)
@@ -146,7 +101,7 @@ def save_host_bytes(
         lora: Adapters, which are then all that is saved.
     """
     shares = [
-        (buffer, -(-sum(buffer.sizes) // buffer.dp)) for buffer in _buffers(layout, rank, lora)
+        (buffer, -(-sum(buffer.sizes) // buffer.dp)) for buffer in buffers_of(layout, rank, lora)
     ]
     elements = sum(share for _, share in shares)
     weights = elements * (2 if bf16 else _FP32)

@@ -141,6 +141,10 @@ def _volume(found: Findings) -> Iterator[str]:
         sizes = (t.receive_bytes, t.send_bytes, t.copy_bytes, t.inter_node_receive_bytes)
         rows.append([str(t.rank), *(f"{s / 1e9:.3f}" for s in sizes), str(t.num_senders)])
     yield from (f"  {line}" for line in aligned(rows))
+    if found.handover:
+        yield "after the last optimizer step, of all ranks:"
+        yield from (f"  {line}" for line in aligned(list(found.handover.rows())))
+        yield from (f"  {line}" for line in found.handover.verdict())
 
 
 def _seconds(found: Findings) -> Iterator[str]:
@@ -224,6 +228,7 @@ def as_json(found: Findings) -> dict[str, Any]:
         "budget_bytes": found.budget_bytes,
         "fits": found.fits,
         "weight_update": [asdict(traffic) for traffic in found.volume],
+        "handover": found.handover.as_json() if found.handover else None,
         "suggestions": [
             {"flags": s.flags, "peak_bytes": s.peak.num_bytes} for s in found.suggestions
         ],

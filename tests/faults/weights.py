@@ -17,6 +17,7 @@ _TWO_RANKS = "tests/distributed/test_parity.py::test_selection_equals_full_softm
 _TRAINING = "tests/distributed/test_training.py::"
 _HEAD = "tests/unit/trainer/test_head_gradient.py::"
 _CHECKSUMS = "tests/simulated/test_checksums.py::"
+_HANDOVER = "tests/simulated/test_handover.py::test_gather_and_sync_are_at_the_floor_of_both"
 _PHASES = "tests/unit/colocation/test_scheduler.py::"
 
 
@@ -125,6 +126,12 @@ WEIGHTS = (
           lambda original: lambda self, layer, expert: range(self.spec.num_experts),
           _RUNS + "[False-moved]",
           "Experts that are placed by their load would be sent as if they were in order."),
+    Fault("one-expert-of-a-run-is-counted", "mindspeed_rl.handover.joint:_runs",
+          gives(lambda runs: [(name, 1) for name, _ in runs]), _HANDOVER,
+          "A dry run would promise a weight update of a fraction of its bytes."),
+    Fault("padding-of-the-vocabulary-is-needed", "mindspeed_rl.handover.buffers:buffers_of",
+          gives(lambda buffers: [replace(buffer, filler=0) for buffer in buffers]), _HANDOVER,
+          "The floor would contain bytes that nobody needs."),
     Fault("all-take-the-first-turn", "mindspeed_rl.weights.schedule:turn_of",
           returns(0), _TURNS,
           "A round would carry what all turns together may, and exceed the staging memory."),

@@ -67,10 +67,11 @@ ROOMS: Mapping[str, Room] = {
         ("core", "algorithms", "config", "parallel", "weights", "checkpoint"),
         MEGATRON,
     ),
+    "handover": Room(("core", "algorithms", "weights", "adapters")),
     "planning": Room(
         (
             *("core", "algorithms", "config", "flag_checks", "models", "rollout", "engines"),
-            *("weights", "adapters", "expert_placement"),
+            *("weights", "adapters", "expert_placement", "handover"),
         )
     ),
     "samples": Room(("core", "metrics", "parallel", "planning"), TORCH_DISTRIBUTED),
@@ -161,6 +162,7 @@ LIGHT = (
     ),
     "algorithms.types",
     "adapters.plan",
+    "handover",
     *(f"planning.{name}" for name in ("activations", "budget", "communicators", "prediction")),
     "planning.step_time",
     *(
