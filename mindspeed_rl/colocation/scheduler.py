@@ -13,6 +13,9 @@ A change of state follows the chain TRAIN - IDLE - SYNC - ROLLOUT, one edge afte
 is a list of actions, each with its undo: an error within an edge restores the state before it and
 the memory of that state. If an undo fails as well the state is BROKEN, in which every call raises.
 
+Where the memory of both allows it (``late``), the copies of the optimizer state to the host only
+begin on the way to SYNC. They run beside the reshard; the state is freed on the way to ROLLOUT.
+
 Towards ROLLOUT: drop gradients (an update zeroes them itself), offload the optimizer | bring back
 engine weights | reshard, verify, offload parameters, bring back the cache. Parameters stay after an
 update because they are about to be resharded; the cache comes last, when all other memory is free.
@@ -58,6 +61,8 @@ class ColocationPlan:
         groups: The trainer's memory by owner.
         mode: Which owners are offloaded; not ``AUTO``.
         free_engine_weights: Whether engine weights are freed while the trainer trains.
+        late: Owners among those of the update whose memory stays in SYNC, after a step, while it is
+            copied to the host.
         release_cached_memory: Makes the allocator return freed memory to the device.
         wait_for_copies: Makes later computation wait for copies to the device.
         require_free: Called with the bytes that are about to be allocated; raises when fewer are
@@ -68,6 +73,7 @@ class ColocationPlan:
     groups: Mapping[MemoryOwner, StorageGroup] = field(default_factory=dict)
     mode: OffloadMode = OffloadMode.NONE
     free_engine_weights: bool = False
+    late: frozenset[MemoryOwner] = frozenset()
     release_cached_memory: Callable[[], None] = nothing
     wait_for_copies: Callable[[], None] = nothing
     require_free: Callable[[int], None] = lambda num_bytes: None
@@ -191,8 +197,16 @@ class DeviceScheduler:
             self._sharing.at_border(following.value)
 
     def _train_to_idle(self) -> list[Action]:
-        """Offload the memory that only the update needs."""
-        return [*self._offload(*UPDATE_STATE), *self._tidy("offload")]
+        """Offload the memory that only the update needs, or begin to."""
+        # Giving memory back waits for all queued copies, so that it comes before they begin.
+        return [
+            *self._offload(*(owner for owner in UPDATE_STATE if owner not in self._late)),
+            *self._tidy("offload"),
+            *(
+                Action(f"copy {g.owner}", "offload", g.start_release, partial(self._return, g))
+                for g in self._sharing.leaving(*self._late)
+            ),
+        ]
 
     def _idle_to_train(self) -> list[Action]:
         """Bring back the memory of the update; ``step`` waits for the copies, passes do not."""
@@ -202,9 +216,8 @@ class DeviceScheduler:
         """Allocate the engine's weights, whose content the reshard writes."""
         if not self._sharing.free_engine_weights:
             return []
-        need = self._engine.weight_bytes
         return [
-            Action("room for engine weights", "wake", lambda: self._sharing.require_free(need)),
+            Action("room for engine weights", "wake", self._room_for_weights),
             Action("engine weights", "wake", self._engine.wake_weights, self._engine.free_weights),
         ]
 
@@ -216,10 +229,10 @@ class DeviceScheduler:
         return [Action("free engine weights", "sleep", free, wake), *self._tidy("sleep")]
 
     def _sync_to_rollout(self) -> list[Action]:
-        """Offload parameters, then allocate the cache."""
+        """Offload parameters and what is late, then allocate the cache."""
         need = self._engine.cache_bytes
         return [
-            *self._offload(MemoryOwner.PARAMETERS),
+            *self._offload(*self._late, MemoryOwner.PARAMETERS),
             *self._tidy("offload"),
             Action("room for the cache", "wake", lambda: self._sharing.require_free(need)),
             Action("cache", "wake", self._engine.wake_cache, self._engine.free_cache),
@@ -232,6 +245,24 @@ class DeviceScheduler:
             *self._tidy("sleep"),
             *self._onload(MemoryOwner.PARAMETERS, wait=True),
         ]
+
+    @property
+    def _late(self) -> list[MemoryOwner]:
+        return [owner for owner in UPDATE_STATE if owner in self._sharing.late]
+
+    def _room_for_weights(self) -> None:
+        """Refuse when the engine's weights do not fit; what is late leaves first if it has to."""
+        need = self._engine.weight_bytes
+        try:
+            self._sharing.require_free(need)
+        except MemoryError:
+            late = self._sharing.leaving(*self._late)
+            if not any(group.is_onloaded for group in late):
+                raise
+            for group in late:
+                group.release()
+            self._sharing.release_cached_memory()
+            self._sharing.require_free(need)
 
     def _offload(self, *owners: MemoryOwner) -> list[Action]:
         groups = self._sharing.leaving(*owners)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -12,6 +13,14 @@ from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.platforms.storages import as_bytes, num_bytes, storages_of, take_memory
 
 Find = Callable[[], Iterable[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """Storages that are about to be freed, and how they will come back."""
+
+    storages: Sequence[torch.UntypedStorage]
+    packing: Packing | None
 
 
 class StorageGroup:
@@ -53,10 +62,11 @@ class StorageGroup:
         self._copied_at: int | None = None
         self._away: list[tuple[torch.UntypedStorage, int]] = []
         self._packing: Packing | None = None
+        self._leaving: _Leaving | None = None
 
     @property
     def is_onloaded(self) -> bool:
-        """Whether the memory is on the device."""
+        """Whether the memory is on the device; it is until its copies to the host are done."""
         return not self._away
 
     @property
@@ -68,6 +78,26 @@ class StorageGroup:
         """Return the bytes on the device now, with tensors that were created since the release."""
         return num_bytes(storages_of(self._find()))
 
+    def start_release(self) -> None:
+        """Queue the copies of content that is kept to the host. Local; may be called again.
+
+        The memory stays, to be read alone, until :meth:`release` waits for the copies and frees it
+        or :meth:`restore` keeps it.
+        """
+        if not self.is_onloaded or self._leaving is not None:
+            return
+        self._before_release()
+        tensors = [t for t in self._find() if t.untyped_storage().nbytes()]
+        storages: Sequence[torch.UntypedStorage] = storages_of(tensors)
+        packing = None
+        if self._packs and len(storages) > 1:
+            packing = plan_packing(tensors)
+            storages = packing.storages
+        if self._pool is not None and not self._host_has_it:
+            self._copy(storages, self._pool, to_host=True)
+            self._copied_at = self._num_writes() if self._num_writes else None
+        self._leaving = _Leaving(storages, packing)
+
     def release(self) -> None:
         """Copy content that is kept to the host and free the memory. Local; may be called again.
 
@@ -75,18 +105,13 @@ class StorageGroup:
         an error :meth:`restore` brings everything back.
         """
         if self.is_onloaded:
-            self._before_release()
-            tensors = [t for t in self._find() if t.untyped_storage().nbytes()]
-            storages: Sequence[torch.UntypedStorage] = storages_of(tensors)
-            packing = None
-            if self._packs and len(storages) > 1:
-                packing = plan_packing(tensors)
-                storages = packing.storages
-            if self._pool is not None and not self._host_has_it:
-                self._copy(storages, self._pool, to_host=True)
-                self._copied_at = self._num_writes() if self._num_writes else None
-            self._packing = packing
-            self._away = [(storage, storage.nbytes()) for storage in storages]
+            self.start_release()
+            assert self._leaving is not None
+            if self._pool is not None:
+                self._platform.wait_for_copies()
+            leaving, self._leaving = self._leaving, None
+            self._packing = leaving.packing
+            self._away = [(storage, storage.nbytes()) for storage in leaving.storages]
         for storage, _ in self._away:
             storage.resize_(0)
         for place in self._packing.places if self._packing else ():
@@ -97,7 +122,7 @@ class StorageGroup:
         return self._num_writes is not None and self._copied_at == self._num_writes()
 
     def restore(self) -> None:
-        """Allocate the memory and copy kept content back. Local; no effect while onloaded.
+        """Allocate the memory and copy kept content back. Local; what has not left yet stays.
 
         Copies may still be running: call :meth:`Platform.wait_for_copies` before the first use.
 
@@ -105,6 +130,9 @@ class StorageGroup:
             RuntimeError: The device is out of memory; the group is released as before.
         """
         if self.is_onloaded:
+            if self._leaving is not None:
+                self._platform.wait_for_copies()  # before anything is written again
+                self._leaving = None
             return
         try:
             if self._packing is None:
@@ -143,5 +171,3 @@ class StorageGroup:
                 device = as_bytes(storage)
                 source, target = (device, host) if to_host else (host, device)
                 target.copy_(source, non_blocking=True)
-        if to_host:
-            self._platform.wait_for_copies()

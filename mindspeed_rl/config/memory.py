@@ -51,6 +51,13 @@ class MemoryConfig:
         + ".",
         choices=tuple(mode.value for mode in OffloadMode),
     )
+    rl_offload_overlap: str = flag(
+        "auto",
+        "When the optimizer state is copied to the host, where it leaves the device. auto: beside "
+        "the weight update, if the device has room for both (--rl-dry-run tells), else before it; "
+        "off: before it.",
+        choices=("auto", "off"),
+    )
     rollout_sleep: str = flag(
         "auto",
         "What of the engine is freed while the trainer trains. kv: the key/value cache; all: its "

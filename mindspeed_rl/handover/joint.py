@@ -84,7 +84,7 @@ class Handover:
     def rows(self) -> Iterator[list[str]]:
         """Yield the rows of a table of the bytes in GB: what, at most of a rank, of all ranks."""
         yield ["received, GB", "at most of a rank", "of all ranks"]
-        kinds = {
+        kinds: dict[str, list[float]] = {
             "gather of parameters": [r.gather_bytes for r in self.ranks],
             "weight sync": [r.sync_bytes for r in self.ranks],
             "both": [r.both_bytes for r in self.ranks],
@@ -179,8 +179,8 @@ def _lacking(
         units: Layout that groups the tensors.
         item: Bytes of an element of tensors without a type of their own.
     """
-    known: dict[Hashable, Counter[int]] = {}
-    times: Counter[Hashable] = Counter()
+    known: dict[tuple[Hashable, Hashable], Counter[int]] = {}
+    times: Counter[tuple[Hashable, Hashable]] = Counter()
     for unit in units.units():
         first = unit.names[0]
         key = present.placement_key(first), wanted.placement_key(first)

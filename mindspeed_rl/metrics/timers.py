@@ -124,7 +124,7 @@ class PhaseTimer:
 
     def _end_segment(self) -> None:
         """Charge the time since the last border to the innermost phase, if there is one."""
-        self._platform.synchronize()
+        self._platform.wait_for_computation()  # copies to the host may go on
         now = self._clock()
         if self._stack:
             use = self._phases[self._stack[-1]]

@@ -9,7 +9,8 @@ from dataclasses import replace
 from mindspeed_rl.config import RLRunConfig, ScoreRunConfig, TrainingRunConfig
 from mindspeed_rl.config.dry_run import MACHINES, Machine
 from mindspeed_rl.core.installed import engine_machine
-from mindspeed_rl.core.memory import FIXED_MODES, MemoryOwner, OffloadMode
+from mindspeed_rl.core.memory import FIXED_MODES, MemoryOwner, MemoryPhase, OffloadMode
+from mindspeed_rl.handover.offload import OffloadOrder, order_of_offload
 from mindspeed_rl.planning.prediction import MemoryPrediction
 
 _GIB = 2**30
@@ -96,3 +97,27 @@ def resolve_offload(
             return mode, f"auto: the least whose predicted peak fits the {limit}"
     most = modes[-1]
     return most, f"auto: the predicted peak exceeds the {limit}; see --rl-dry-run"
+
+
+def with_offload_order(
+    prediction: MemoryPrediction, ranks: Sequence[int], usable: int
+) -> MemoryPrediction:
+    """Decide whether the optimizer state leaves before the weight update or beside it. Pure.
+
+    Args:
+        prediction: Prediction of the run with its mode of offloading.
+        ranks: Ranks that have to fit.
+        usable: Bytes of a device that predictions may fill.
+    """
+    config = prediction.config
+    if not isinstance(config, RLRunConfig):
+        return prediction
+    beside = replace(prediction, order=OffloadOrder(True, ""))
+    order = order_of_offload(
+        config.memory.rl_offload_overlap,
+        leaves=MemoryOwner.OPTIMIZER in prediction.offload.leaves and not prediction.swap_parts,
+        on_host=prediction.machine.platform == "cpu",
+        sync_bytes=beside.peaks(ranks)[MemoryPhase.SYNC],
+        usable_bytes=usable,
+    )
+    return replace(prediction, order=order)

@@ -11,7 +11,13 @@ from mindspeed_rl.config.npu import check_npu
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import MemoryPhase
 from mindspeed_rl.handover.joint import Handover, handover
-from mindspeed_rl.planning.budget import device_bytes, machine_on, resolve_offload, usable_bytes
+from mindspeed_rl.planning.budget import (
+    device_bytes,
+    machine_on,
+    resolve_offload,
+    usable_bytes,
+    with_offload_order,
+)
 from mindspeed_rl.planning.cache_size import with_cache_size
 from mindspeed_rl.planning.hccl_buffers import hccl_buffers
 from mindspeed_rl.planning.micro_batches import PackingEstimate, drawn_lengths
@@ -114,7 +120,7 @@ def find_out(config: TrainingRunConfig, world: int) -> Findings:
         prediction = replace(prediction, config=config)
     ranks = prediction.representatives()
     mode, why = resolve_offload(prediction, ranks, budget)
-    prediction = replace(prediction, offload=mode)
+    prediction = with_offload_order(replace(prediction, offload=mode), ranks, budget)
     peak = prediction.peak(ranks)
     volume: Sequence[RankTraffic] = ()
     together = None

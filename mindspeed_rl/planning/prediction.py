@@ -18,6 +18,7 @@ from mindspeed_rl.core.groups import MEGATRON_GROUPS
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner, MemoryPhase, OffloadMode
 from mindspeed_rl.engines.registry import engine_provider
+from mindspeed_rl.handover.offload import OffloadOrder
 from mindspeed_rl.planning.activations import TrainingMemory, TrainPeak, Workload
 from mindspeed_rl.planning.communicators import GroupsOfRank, RunGroups
 from mindspeed_rl.planning.engine_memory import EngineMemory
@@ -59,12 +60,14 @@ class MemoryPrediction:
         plan: Plan of the run.
         machine: Machine on which a rank runs.
         offload: Trainer memory that is offloaded during rollouts; not ``AUTO``.
+        order: When the optimizer state leaves, where it does.
     """
 
     config: TrainingRunConfig
     plan: RunPlan
     machine: Machine = field(default=MACHINES["cpu"])
     offload: OffloadMode = OffloadMode.NONE
+    order: OffloadOrder | None = None
 
     def __post_init__(self) -> None:
         assert self.offload is not OffloadMode.AUTO, "resolve auto first"
@@ -90,6 +93,9 @@ class MemoryPrediction:
         if isinstance(self.plan, RLPlan):
             weights = {MemoryOwner.ENGINE_WEIGHTS: self.engine.weights(rank)}
             tables[MemoryPhase.SYNC] = stays[MemoryPhase.SYNC] | weights | self._staging(rank)
+            if self.order and self.order.beside_sync:
+                late = {MemoryOwner.OPTIMIZER: models[MemoryOwner.OPTIMIZER]}
+                tables[MemoryPhase.SYNC] |= late
             rollout = stays[MemoryPhase.ROLLOUT] | weights | self._sampling()
             tables[MemoryPhase.ROLLOUT] = rollout | self._tail_pass(rank)
             if not self.frees_engine_weights:
@@ -103,12 +109,15 @@ class MemoryPrediction:
     def border(self, rank: int, state: str) -> dict[str, int]:
         """Return owner -> bytes when the scheduler reaches a state, after the first update.
 
+        Of the states that a step reaches twice it is the second time, on the way to training.
+
         Args:
             rank: Global rank.
             state: State of the scheduler, ``train``, ``idle``, ``sync`` or ``rollout``.
         """
         phases = {"train": MemoryPhase.TRAIN_IDLE, "idle": MemoryPhase.SYNC}
-        found = self.rank_table(rank)[phases.get(state) or MemoryPhase(state)]
+        prediction = replace(self, order=None)
+        found = prediction.rank_table(rank)[phases.get(state) or MemoryPhase(state)]
         if state == "idle" and self.frees_engine_weights:
             found.pop(MemoryOwner.ENGINE_WEIGHTS, None)
         return {owner.value: size for owner, size in found.items() if owner not in _PASSING}

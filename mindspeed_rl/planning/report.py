@@ -78,6 +78,8 @@ def _memory(found: Findings) -> Iterator[str]:
         f"memory, {name}; machine {machine.name}; offload during rollouts: "
         f"{prediction.offload.value} ({found.offload_reason})"
     )
+    if prediction.order:
+        yield prediction.order.line()
     yield from found.cache_lines
     yield (
         f"assumed: fused kernels, expert imbalance {prediction.imbalance:g}, "
@@ -207,6 +209,7 @@ def as_json(found: Findings) -> dict[str, Any]:
         "assumptions": {
             "offload": prediction.offload.value,
             "offload_reason": found.offload_reason,
+            "offload_order": asdict(prediction.order) if prediction.order else None,
             "expert_imbalance": prediction.imbalance,
             "swap_optimizer": bool(prediction.swap_parts),
             **_execution(prediction),

@@ -40,6 +40,10 @@ class AcceleratorPlatform:
     def synchronize(self) -> None:
         self._api.synchronize()
 
+    def wait_for_computation(self) -> None:
+        """Wait for the current stream alone."""
+        self._api.current_stream().synchronize()
+
     def rng_state(self) -> torch.Tensor | None:
         state: torch.Tensor = self._api.get_rng_state()
         return state

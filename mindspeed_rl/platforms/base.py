@@ -68,6 +68,9 @@ class Platform(Protocol):
     def synchronize(self) -> None:
         """Wait for all queued work of the device."""
 
+    def wait_for_computation(self) -> None:
+        """Wait for the work that is queued for computation; queued copies may go on."""
+
     def rng_state(self) -> torch.Tensor | None:
         """Return the state of the device generator; ``None`` when it is torch's own."""
 

@@ -43,6 +43,9 @@ class CpuPlatform:
     def synchronize(self) -> None:
         """Do nothing, because a CPU has no queue of work to wait for."""
 
+    def wait_for_computation(self) -> None:
+        """Do nothing, for the same reason."""
+
     def rng_state(self) -> torch.Tensor | None:
         return None
 

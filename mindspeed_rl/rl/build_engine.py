@@ -27,7 +27,13 @@ from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.launch.failures import BUILD_ENGINE
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.launch.start_up import start_stage
-from mindspeed_rl.planning.budget import device_bytes, machine_on, resolve_offload, usable_bytes
+from mindspeed_rl.planning.budget import (
+    device_bytes,
+    machine_on,
+    resolve_offload,
+    usable_bytes,
+    with_offload_order,
+)
 from mindspeed_rl.planning.cache_size import with_cache_size
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.run_plan import RLPlan, ScorePlan, check_engine
@@ -77,8 +83,9 @@ def predict_run(job: Job[RLRunConfig, RLPlan]) -> tuple[MemoryPrediction, str]:
         return prediction, why
     ranks = prediction.representatives()
     taken = -_least(-job.platform.taken_bytes)
-    mode, why = resolve_offload(prediction, ranks, usable_bytes(limit, machine, taken))
-    return replace(prediction, offload=mode), why
+    usable = usable_bytes(limit, machine, taken)
+    mode, why = resolve_offload(prediction, ranks, usable)
+    return with_offload_order(replace(prediction, offload=mode), ranks, usable), why
 
 
 def with_chosen_cache(job: Job[RLRunConfig, RLPlan]) -> Job[RLRunConfig, RLPlan]:
@@ -108,10 +115,12 @@ def share_memory(
     Collective: the world.
     """
     prediction, why = predict_run(job)
-    mode, free_weights = prediction.offload, prediction.frees_engine_weights
+    order, mode = prediction.order, prediction.offload
+    free_weights = prediction.frees_engine_weights
     job.log_rank0(
         f"memory during rollouts: offload {mode.value} ({why}); engine weights are "
-        f"{'freed' if free_weights else 'kept'} while the trainer trains"
+        f"{'freed' if free_weights else 'kept'} while the trainer trains",
+        *([order.line()] if order else []),
     )
     platform = job.platform
     groups = trainer_memory(
@@ -129,6 +138,7 @@ def share_memory(
         groups=groups,
         mode=mode,
         free_engine_weights=free_weights,
+        late=frozenset({MemoryOwner.OPTIMIZER} if order and order.beside_sync else ()),
         # On a host that keeps everything, the same process uses freed pages again.
         release_cached_memory=nothing if kept else platform.release_cached_memory,
         wait_for_copies=platform.wait_for_copies,
@@ -312,7 +322,7 @@ def build_weight_sync(job: Job[RLRunConfig, RLPlan], policy: TrainEngine) -> Wei
         job.config.rollout.reshard_verify_interval,
         gather_versions=versions_of_ranks,
         log=job.log_rank0,
-        synchronize=job.platform.synchronize,
+        synchronize=job.platform.wait_for_computation,
     )
 
 

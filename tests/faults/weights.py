@@ -70,6 +70,18 @@ def _not_from_itself(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda transfers, read, write: 0 if read is write else original(transfers, read, write)
 
 
+def _without_waiting(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(self: Any) -> None:
+        platform = self._platform
+        platform.wait_for_copies = lambda: None
+        try:
+            original(self)
+        finally:
+            del platform.wait_for_copies
+
+    return changed
+
+
 def _any_version(original: Callable[..., Any]) -> Callable[..., Any]:
     def changed(self: Any, engine: Any, version: int) -> None:
         if engine.weights_version < 0:
@@ -200,6 +212,15 @@ WEIGHTS = (
           "tests/unit/rl/test_rollback.py::"
           "test_the_weights_of_a_checkpoint_are_proven_in_full",
           "After a load an engine could keep rows of the weights before it."),
+    Fault("memory-is-freed-before-its-copy-is-done",
+          "mindspeed_rl.colocation.storage_group:StorageGroup.release", _without_waiting,
+          _PHASES + "test_nothing_is_read_or_given_back_before_its_copy_is_done",
+          "The optimizer would go on with what the weight sync wrote over its state."),
+    Fault("late-memory-never-leaves",
+          "mindspeed_rl.colocation.scheduler:DeviceScheduler._sync_to_rollout",
+          gives(lambda actions: [a for a in actions if a.name != "offload optimizer"]),
+          _PHASES + "test_the_optimizer_leaves_beside_the_sync_where_it_is_late",
+          "The engine's cache would be allocated beside the optimizer state."),
     Fault("syncs-are-not-proven", "mindspeed_rl.weights.sync:WeightSync._prove",
           skipped, _PHASES + "test_weights_that_differ_are_never_generated_from",
           "The engine would sample from weights that differ from the trainer's."),

@@ -40,6 +40,11 @@ class QueuedCopies(CpuPlatform):
         super().__init__()
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
+    @property
+    def num_queued(self) -> int:
+        """Copies that are not done yet."""
+        return len(self._copies)
+
     @contextmanager
     def copies(self) -> Iterator[None]:
         """Copies within are queued."""

@@ -64,10 +64,11 @@ class Machine:
         mode: OffloadMode = OffloadMode.NONE,
         free_weights: bool = False,
         platform: CpuPlatform | None = None,
+        late: bool = False,
     ) -> None:
         self.engine = TableEngine()
         self.proof = CompareWeights()
-        self.mode, self.free_weights = mode, free_weights
+        self.mode, self.free_weights, self.late = mode, free_weights, late
         self.tensors = {
             MemoryOwner.PARAMETERS: first_table(),
             MemoryOwner.GRAD_BUFFERS: torch.zeros(64),
@@ -105,6 +106,7 @@ class Machine:
             self.groups,
             mode,
             free_weights,
+            frozenset({MemoryOwner.OPTIMIZER} if late else ()),
             release_cached_memory=lambda: None,
             wait_for_copies=platform.wait_for_copies,
             require_free=self.asked_for.append,
@@ -140,6 +142,8 @@ class Machine:
         gone = set(away[self.mode])
         if state in (Phase.IDLE, Phase.SYNC):
             gone -= {MemoryOwner.PARAMETERS}
+            if self.late and self.groups[MemoryOwner.OPTIMIZER].is_onloaded:
+                gone -= {MemoryOwner.OPTIMIZER}  # it may leave beside the sync
         for owner, tensor in self.tensors.items():
             assert (tensor.untyped_storage().nbytes() == 0) == (owner in gone), (state, owner)
             if owner not in (gone | DROPPED):
@@ -194,13 +198,19 @@ def test_a_visitor_that_cannot_leave_breaks_the_machine(monkeypatch: pytest.Monk
         machine.phases.onloaded(*CRITIC).__enter__()
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("mode", [OffloadMode.OPTIMIZER, OffloadMode.ALL])
-def test_nothing_is_read_or_given_back_before_its_copy_is_done(mode: OffloadMode) -> None:
+def test_nothing_is_read_or_given_back_before_its_copy_is_done(
+    mode: OffloadMode, late: bool
+) -> None:
     """On a device copies run beside the computation; only the optimizer may still be late."""
     platform = QueuedCopies()
-    machine = Machine(mode=mode, free_weights=mode is OffloadMode.ALL, platform=platform)
+    free_weights = mode is OffloadMode.ALL
+    machine = Machine(mode=mode, free_weights=free_weights, platform=platform, late=late)
     platform.wait_for_copies()  # as TrainEngine.step
     for version in range(3):
+        machine.tensors[MemoryOwner.OPTIMIZER].mul_(3)
+        machine.expected[MemoryOwner.OPTIMIZER] *= 3
         machine.expected[MemoryOwner.PARAMETERS] -= 1
         machine.trainer.sub_(1)
         machine.to_rollout(version)
@@ -212,6 +222,63 @@ def test_nothing_is_read_or_given_back_before_its_copy_is_done(mode: OffloadMode
                 assert torch.equal(machine.tensors[owner], machine.expected[owner]), owner
         platform.wait_for_copies()
         machine.check()
+
+
+def test_the_optimizer_leaves_beside_the_sync_where_it_is_late() -> None:
+    """Its copies are under way when the weights move; before the cache comes it is away."""
+    platform = QueuedCopies()
+    machine = Machine(mode=OffloadMode.ALL, free_weights=True, platform=platform, late=True)
+    platform.wait_for_copies()
+    optimizer, gradients = machine.groups[MemoryOwner.OPTIMIZER], MemoryOwner.GRAD_BUFFERS
+    machine.phases.to_sync()
+    assert machine.phases.state is Phase.SYNC and platform.num_queued == 1
+    assert optimizer.is_onloaded and not machine.groups[gradients].is_onloaded
+    machine.check()
+    machine.sync.run(cast(Any, machine.engine), 0)
+    assert platform.num_queued == 1, "the sync waited for the copies"
+    machine.phases.to_rollout()
+    assert platform.num_queued == 0 and not optimizer.is_onloaded
+    machine.phases.to_train()
+    platform.wait_for_copies()
+    machine.check()
+
+
+def test_what_has_not_left_yet_stays_when_the_trainer_comes_back() -> None:
+    platform = QueuedCopies()
+    machine = Machine(mode=OffloadMode.ALL, free_weights=True, platform=platform, late=True)
+    platform.wait_for_copies()
+    address = machine.tensors[MemoryOwner.OPTIMIZER].data_ptr()
+    machine.phases.to_sync()
+    machine.phases.to_train()
+    assert platform.num_queued == 0, "an update may write it now"
+    assert machine.tensors[MemoryOwner.OPTIMIZER].data_ptr() == address
+    machine.check()
+
+
+def test_what_is_late_leaves_first_where_the_engines_weights_need_its_room() -> None:
+    machine = Machine(mode=OffloadMode.ALL, free_weights=True, late=True)
+    optimizer = machine.groups[MemoryOwner.OPTIMIZER]
+
+    def require(num_bytes: int) -> None:
+        if optimizer.is_onloaded:
+            raise MemoryError("another process took memory")
+
+    machine.phases._sharing = replace(machine.phases._sharing, require_free=require)
+    machine.phases.to_sync()
+    assert machine.phases.state is Phase.SYNC and not optimizer.is_onloaded
+    machine.check()
+    machine.phases._sharing = replace(machine.phases._sharing, require_free=lambda size: None)
+    machine.phases.to_train()
+    machine.check()
+
+    def full(num_bytes: int) -> None:
+        raise MemoryError("full")
+
+    machine.phases._sharing = replace(machine.phases._sharing, require_free=full)
+    with pytest.raises(MemoryError, match="full"):
+        machine.phases.to_sync()
+    assert machine.phases.state is Phase.IDLE
+    machine.check()
 
 
 @pytest.mark.parametrize(("free_weights", "syncs"), [(False, 2), (True, 3)])
@@ -238,6 +305,7 @@ def test_an_engine_without_complete_weights_is_not_generated_from() -> None:
 @given(
     st.sampled_from(MODES),
     st.booleans(),
+    st.booleans(),
     st.lists(
         st.sampled_from(["sync", "rollout", "train", "generate", "reference", "critic", "update"]),
         max_size=20,
@@ -245,10 +313,10 @@ def test_an_engine_without_complete_weights_is_not_generated_from() -> None:
 )
 @settings(deadline=None, max_examples=60)
 def test_no_order_of_calls_leaves_memory_elsewhere(
-    mode: OffloadMode, free_weights: bool, calls: list[str]
+    mode: OffloadMode, free_weights: bool, late: bool, calls: list[str]
 ) -> None:
     """After any calls, legal or refused, memory is where the state says, with its content."""
-    machine = Machine(mode=mode, free_weights=free_weights)
+    machine = Machine(mode=mode, free_weights=free_weights, late=late)
     phases, version = machine.phases, 0
 
     def allowed(in_states: Collection[Phase]) -> AbstractContextManager[object]:
@@ -269,6 +337,8 @@ def test_no_order_of_calls_leaves_memory_elsewhere(
             version += 1
             machine.trainer.sub_(1)
             machine.expected[MemoryOwner.PARAMETERS] -= 1
+            machine.tensors[MemoryOwner.OPTIMIZER].add_(version)
+            machine.expected[MemoryOwner.OPTIMIZER] += version
         elif call == "generate" and before is Phase.ROLLOUT:
             assert machine.engine.weights_version == version
         elif call == "sync":

@@ -65,8 +65,8 @@ class NoProof:
 class World:
     """The product's phases, groups and engine around a trainer of a few tensors."""
 
-    def __init__(self, mode: OffloadMode, free_weights: bool) -> None:
-        self.mode, self.free_weights = mode, free_weights
+    def __init__(self, mode: OffloadMode, free_weights: bool, late: bool = False) -> None:
+        self.mode, self.free_weights, self.late = mode, free_weights, late
         self.engine = EngineDouble()
         platform = CpuPlatform()
         pool = HostPool(platform)
@@ -97,7 +97,11 @@ class World:
             gather_versions=lambda version: [version],
             log=print,
         )
-        sharing = ColocationPlan(groups, mode, free_weights, release_cached_memory=lambda: None)
+        self.optimizer = groups[MemoryOwner.OPTIMIZER]
+        owners = frozenset({MemoryOwner.OPTIMIZER} if late else ())
+        sharing = ColocationPlan(
+            groups, mode, free_weights, owners, release_cached_memory=lambda: None
+        )
         sharing.leave_all()
         self.phases = DeviceScheduler(self.engine, lambda name: nullcontext(), sharing)
 
@@ -122,6 +126,8 @@ class World:
             gone &= {*VISITORS}
         elif state is not Phase.ROLLOUT:
             gone -= {MemoryOwner.PARAMETERS}
+            if self.late and self.optimizer.is_onloaded:
+                gone -= {MemoryOwner.OPTIMIZER}  # it may leave beside the sync
         for owner, tensors in self.tensors.items():
             held = [s.nbytes() > 0 for s in storages_of(tensors)]
             assert held == [owner not in gone] * len(held), (state, owner)
@@ -160,21 +166,26 @@ def _fail(world: World, number: int, version: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "free_weights", "on_host"),
+    ("mode", "free_weights", "on_host", "late"),
     [
-        (OffloadMode.NONE, False, True),
-        (OffloadMode.OPTIMIZER, False, True),
-        (OffloadMode.ALL, True, True),
-        (OffloadMode.ALL, True, False),
+        (OffloadMode.NONE, False, True, False),
+        (OffloadMode.OPTIMIZER, False, True, False),
+        (OffloadMode.ALL, True, True, False),
+        (OffloadMode.ALL, True, True, True),
+        (OffloadMode.ALL, True, False, False),
     ],
 )
 def test_a_fault_before_any_line_of_any_action(
-    mode: OffloadMode, free_weights: bool, on_host: bool, monkeypatch: pytest.MonkeyPatch
+    mode: OffloadMode,
+    free_weights: bool,
+    on_host: bool,
+    late: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before every line of both ways, where it runs first and last; pages and storages."""
     if not on_host:
         monkeypatch.setattr(engine_memory, "discard_pages", lambda address, num_bytes: False)
-    world = World(mode, free_weights)
+    world = World(mode, free_weights, late)
     world.phases.to_train()
     world.cycle(0)  # from now on optimizer and reference leave as they do at every later switch
     whole = _fail(world, 0, 10)
@@ -186,7 +197,7 @@ def test_a_fault_before_any_line_of_any_action(
     assert {"WeightSync.run", "VllmEngine.free_cache", "ZeroedMemory.free"} <= functions
     if mode is OffloadMode.ALL:
         assert {"StorageGroup.release", "StorageGroup._take_back", "HostPool.region"} <= functions
-        assert "VllmEngine.free_weights" in functions
+        assert {"VllmEngine.free_weights", "StorageGroup.start_release"} <= functions
 
 
 def test_a_fault_while_an_optimizer_is_packed() -> None:

@@ -31,7 +31,7 @@ class _Device(CpuPlatform):
         super().__init__()
         self.clock, self.queued_s, self.peak = clock, 0.0, 10
 
-    def synchronize(self) -> None:
+    def wait_for_computation(self) -> None:
         self.clock.now_s += self.queued_s
         self.queued_s = 0.0
 

@@ -19,7 +19,7 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import LEAVING, MemoryOwner, MemoryPhase, OffloadMode
 from mindspeed_rl.launch.job import npu_setup_of
 from mindspeed_rl.metrics.metric_set import Max
-from mindspeed_rl.planning.budget import device_bytes, machine_on, usable_bytes
+from mindspeed_rl.planning.budget import device_bytes, machine_on, usable_bytes, with_offload_order
 from mindspeed_rl.planning.findings import find_out
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.report import lines
@@ -105,6 +105,48 @@ def test_a_reference_that_computes_during_rollouts_stays_and_its_pass_counts() -
     assert replace(prediction, config=single).rank_table(0)[MemoryPhase.ROLLOUT] == table
     found = suggest(run_on("cuda", 10, tail)[0], (0,), GIB)
     assert "--reference-pass single" in [suggestion.flags for suggestion in found]
+
+
+def test_the_optimizer_leaves_beside_the_update_where_both_fit() -> None:
+    """The device's fullest moment counts it; what is there on the way back stays as it was."""
+    flags = ("--rl-dry-run-machine", "h200", "--rl-offload", "all")
+    beside = run_on("cuda", 141, config_of(*flags))[0]
+    before = replace(beside, order=None)
+    assert beside.order.beside_sync
+    for rank in beside.representatives():
+        table, other = (p.rank_table(rank)[MemoryPhase.SYNC] for p in (beside, before))
+        assert table.pop(MemoryOwner.OPTIMIZER) > 0 and table == other
+        for state in ("idle", "sync", "rollout", "train"):
+            assert beside.border(rank, state) == before.border(rank, state)
+    need = beside.peaks(beside.representatives())[MemoryPhase.SYNC]
+    for usable, fits in ((need, True), (need - 1, False)):
+        found = with_offload_order(before, before.representatives(), usable)
+        assert found.order and found.order.beside_sync is fits
+        assert found.rank_table(0) == (beside if fits else before).rank_table(0)
+
+
+@pytest.mark.parametrize(
+    ("platform", "flags", "moves"),
+    [
+        ("cuda", ("--rl-offload", "all", "--rl-offload-overlap", "off"), True),
+        ("cpu", ("--rl-offload", "all"), True),
+        ("cuda", ("--rl-offload", "none"), False),
+        ("npu", ("--rl-offload", "all", "--swap-optimizer"), False),
+    ],
+)
+def test_the_optimizer_leaves_before_the_update_elsewhere(
+    platform: str, flags: tuple[str, ...], moves: bool
+) -> None:
+    order = run_on(platform, 141, config_of(*flags))[0].order
+    assert not order.beside_sync if moves else order is None
+
+
+def test_a_run_keeps_the_order_of_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_engine, "trainer_memory", lambda *engines: {})
+    for overlap, late in (("auto", {MemoryOwner.OPTIMIZER}), ("off", set())):
+        config = config_of("--rl-offload", "all", "--rl-offload-overlap", overlap)
+        sharing = build_engine.share_memory(job_on("cuda", 141, config), Models(cast(Any, None)))
+        assert sharing.late == late
 
 
 def test_the_machine_is_that_of_the_platform_the_run_is_on() -> None:
