@@ -10,7 +10,7 @@ from mindspeed_rl.config import RLRunConfig, TrainingRunConfig
 from mindspeed_rl.config.npu import check_npu
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import MemoryPhase
-from mindspeed_rl.handover.joint import Handover, handover
+from mindspeed_rl.handover.of_run import RunHandover, handover_of_run, update_traffic
 from mindspeed_rl.planning.budget import (
     device_bytes,
     machine_on,
@@ -31,8 +31,7 @@ from mindspeed_rl.planning.run_plan import (
 )
 from mindspeed_rl.planning.step_time import StepSeconds, step_seconds
 from mindspeed_rl.planning.suggestions import Suggestion, plan_of, suggest
-from mindspeed_rl.weights.planner import Overlaps, plan_reshard
-from mindspeed_rl.weights.traffic import RankTraffic, element_bytes_of, rank_traffic
+from mindspeed_rl.weights.traffic import RankTraffic
 
 _GIB = 2**30
 
@@ -50,8 +49,8 @@ class Findings:
         offload_reason: Reason for the mode of offloading.
         cache_lines: What the size of the engine's cache is, where no flag says it.
         volume: Traffic of a weight update of some ranks; empty in supervised runs.
-        handover: Bytes of the gather of parameters and of the update together, of all ranks;
-            ``None`` in supervised runs and with adapters.
+        handover: What follows the last optimizer step; ``None`` in supervised runs and with
+            adapters.
         packing: Micro-batches of an optimizer step with drawn lengths.
         seconds: Estimated seconds of a step; ``None`` where no constants are known.
         suggestions: Single changes that lower the peak of a run that does not fit.
@@ -64,7 +63,7 @@ class Findings:
     offload_reason: str
     cache_lines: Sequence[str]
     volume: Sequence[RankTraffic]
-    handover: Handover | None
+    handover: RunHandover | None
     packing: PackingEstimate
     seconds: StepSeconds | None
     suggestions: Sequence[Suggestion]
@@ -126,8 +125,11 @@ def find_out(config: TrainingRunConfig, world: int) -> Findings:
     together = None
     if isinstance(plan, RLPlan) and isinstance(config, RLRunConfig):
         looked_at = list(dict.fromkeys((ranks[0], ranks[len(ranks) // 2], world - 1)))
-        volume = update_traffic(config, plan, looked_at, machine.ranks_per_node)
-        together = gather_and_update(config, plan)
+        layouts = plan.megatron, plan.rollout_layout
+        volume = update_traffic(config, *layouts, looked_at, machine.ranks_per_node)
+        together = handover_of_run(
+            config, *layouts, machine=machine.name, optimizer_bytes=prediction.stepped_bytes(ranks)
+        )
     lengths = predicted_lengths(config, plan)
     packing = PackingEstimate.of(run_packing(config, plan), lengths)
     return Findings(
@@ -173,35 +175,3 @@ def predicted_lengths(config: TrainingRunConfig, plan: RunPlan) -> list[int]:
     if isinstance(config, RLRunConfig) and config.benchmark.active:
         return [longest] * samples
     return drawn_lengths(samples, mean or longest / 3, longest)
-
-
-def update_traffic(
-    config: RLRunConfig, plan: RLPlan, ranks: Sequence[int], ranks_per_node: int
-) -> list[RankTraffic]:
-    """Count what a weight update moves on some ranks. Pure; a second for 671e9 weights."""
-    item = 2 if config.rollout.engine_is_bf16(config.train) else 4
-    relay = config.rollout.reshard_relay == "auto" and plan.parallel.world > ranks_per_node
-    source, target = plan.megatron, plan.rollout_layout
-    bytes_of = element_bytes_of(source, item)
-    overlaps = Overlaps(source, target, ranks_per_node, relay)
-    plans = (
-        plan_reshard(source, target, rank, ranks_per_node, relay=relay, overlaps=overlaps)
-        for rank in ranks
-    )
-    return [rank_traffic(plan, bytes_of, ranks_per_node) for plan in plans]
-
-
-def gather_and_update(config: RLRunConfig, plan: RLPlan) -> Handover | None:
-    """Count the gather of parameters and the weight update of all ranks. Pure.
-
-    With adapters only their factors are gathered, from which the engine's weights are computed.
-    """
-    if config.lora.is_on:
-        return None
-    return handover(
-        plan.megatron,
-        plan.rollout_layout,
-        train_item=2 if config.train.bf16 else 4,
-        engine_item=2 if config.rollout.engine_is_bf16(config.train) else 4,
-        distributed_optimizer=config.parallel.use_distributed_optimizer,
-    )

@@ -214,6 +214,11 @@ class MemoryPrediction:
     def _critic(self) -> MegatronLayout | None:
         return self.plan.critic if isinstance(self.plan, RLPlan) else None
 
+    def stepped_bytes(self, ranks: Iterable[int]) -> int:
+        """Return the most optimizer state of some ranks; 0 where MindSpeed keeps it on the host."""
+        sizes = (self._state(rank, self.plan.megatron).optimizer for rank in ranks)
+        return 0 if self.swap_parts else max(sizes)
+
     # --- a training step -----------------------------------------------------------------------
 
     def _train(self, rank: int, stays: Table, models: Table) -> Table:

@@ -144,9 +144,7 @@ def _volume(found: Findings) -> Iterator[str]:
         rows.append([str(t.rank), *(f"{s / 1e9:.3f}" for s in sizes), str(t.num_senders)])
     yield from (f"  {line}" for line in aligned(rows))
     if found.handover:
-        yield "after the last optimizer step, of all ranks:"
-        yield from (f"  {line}" for line in aligned(list(found.handover.rows())))
-        yield from (f"  {line}" for line in found.handover.verdict())
+        yield from found.handover.lines(found.seconds.whole.seconds if found.seconds else None)
 
 
 def _seconds(found: Findings) -> Iterator[str]:

@@ -33,7 +33,7 @@ class _Late(TorchDispatchMode):
             late = kwargs.get("non_blocking", False) or (len(args) > 2 and args[2])
             if late and target.device.type == "cpu" and source.device.type == "npu":
                 self.queued.append((target, source.detach().cpu()))
-                return target.fill_(GARBAGE)
+                return target.fill_(GARBAGE if target.is_floating_point() else 0x6B)
         return func(*args, **kwargs)
 
     def do(self) -> None:

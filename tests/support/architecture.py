@@ -67,7 +67,7 @@ ROOMS: Mapping[str, Room] = {
         ("core", "algorithms", "config", "parallel", "weights", "checkpoint"),
         MEGATRON,
     ),
-    "handover": Room(("core", "algorithms", "weights", "adapters")),
+    "handover": Room(("core", "algorithms", "config", "weights", "adapters")),
     "planning": Room(
         (
             *("core", "algorithms", "config", "flag_checks", "models", "rollout", "engines"),

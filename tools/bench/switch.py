@@ -90,13 +90,20 @@ def race(args: argparse.Namespace) -> None:
     report(args, bytes_of, ours, theirs, floor)
 
 
-def start(args: argparse.Namespace) -> Any:
-    """Start the platform and the process group and make the plan."""
+def start(args: argparse.Namespace, flags: str = "") -> Any:
+    """Start the platform and the process group and make the plan, with more flags of a run."""
     world = bootstrap.World.from_environment()
     bootstrap.set_defaults("cpu", os.environ)
     bootstrap.quiet_libraries()
     platform = bootstrap.start("cpu", 30, world)
-    argv = [*FLAGS.split(), "--hf-checkpoint", args.model, "--prompt-data", __file__]
+    argv = [
+        *FLAGS.split(),
+        *flags.split(),
+        "--hf-checkpoint",
+        args.model,
+        "--prompt-data",
+        __file__,
+    ]
     argv += ["--output-dir", f"{args.model}/out", "--rollout-kv-cache-gb", str(args.kv_cache_gb)]
     config = parse(RLRunConfig, argv, "switch").config
     watchdog = SimpleNamespace(phase=lambda *_: nullcontext())
