@@ -7,9 +7,10 @@ gather  the other ranks' shards of the parameters, by the distributed optimizer
 sync    the weight update into the engines, with a sampled proof
 
 For each, the mean over the cycles: seconds until the last rank has ended, processor seconds of all
-ranks together, and those that the machine's cores were idle, which other programs lower. What step
-and gather leave idle is all that the sync could use under them: the bound is what would be hidden
-if the phases never waited for each other. The last line is RESULT and a JSON object.
+ranks together, and those that the machine's cores were idle. What step and gather leave to others
+is all that the sync could use under them: the bound is what would be hidden if it were idle (other
+programs may have used it) and if the phases never waited for each other. The last line is RESULT
+and a JSON object.
 """
 
 from __future__ import annotations
@@ -125,11 +126,12 @@ def report(args: argparse.Namespace, clock: Clock, policy: Any) -> None:
         rows.append([phase, *(f"{size:.3f}" for size in sizes)])
     print("\n".join(aligned(rows)))
     # The sync needs its processor seconds wherever it runs.
-    hidden = seconds["sync"] * min(1.0, (idle["step"] + idle["gather"]) / processor["sync"])
+    left = sum(max(0.0, cores * seconds[p] - processor[p]) for p in ("step", "gather"))
+    hidden = seconds["sync"] * min(1.0, left / processor["sync"])
     print(
         f"{dist.get_world_size()} ranks, {int(weights) / policy.layout.parallel.dp / 1e6:.0f} M "
         f"weights; at most {hidden:.3f} s of the sync ({hidden / seconds['sync']:.0%}) could hide "
-        "in what step and gather leave idle"
+        "in what step and gather leave of the cores"
     )
     print_result(
         "handover", ranks=dist.get_world_size(), cores=cores, cycles=args.cycles,
