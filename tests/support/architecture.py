@@ -162,7 +162,7 @@ LIGHT = (
     ),
     "algorithms.types",
     "adapters.plan",
-    "handover",
+    *(f"handover.{name}" for name in ("buffers", "hiding", "joint", "offload")),
     *(f"planning.{name}" for name in ("activations", "budget", "communicators", "prediction")),
     "planning.step_time",
     *(

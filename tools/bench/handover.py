@@ -39,7 +39,7 @@ PHASES = ("step", "gather", "sync")
 LAYOUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 
 
-class Clock:
+class BusyClock:
     """Sums by phase: seconds, processor seconds of this process, idle seconds of the machine."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ def measure(args: argparse.Namespace) -> None:
     sync.run(engine, 0)  # compares plans, and proves all weights
     samples = [TrainSample(i, torch.arange(5, 21), 8) for i in range(job.plan.parallel.dp)]
     batches = policy.prepare(build_models.batch_rules(job).pack_own(samples))
-    clock = Clock()
+    clock = BusyClock()
     for cycle in range(args.cycles + 1):
         if cycle == 1:
             clock.sums.clear()  # the first update makes the moments
@@ -89,7 +89,7 @@ def measure(args: argparse.Namespace) -> None:
     report(args, clock, policy)
 
 
-def step_and_gather(policy: Any, clock: Clock) -> None:
+def step_and_gather(policy: Any, clock: BusyClock) -> None:
     """Make an optimizer step whose gather begins when all ranks have ended their arithmetic."""
     from megatron.core.distributed import DistributedDataParallel
 
@@ -107,7 +107,7 @@ def step_and_gather(policy: Any, clock: Clock) -> None:
             gather(model, *arguments, **options)
 
 
-def report(args: argparse.Namespace, clock: Clock, policy: Any) -> None:
+def report(args: argparse.Namespace, clock: BusyClock, policy: Any) -> None:
     """Print seconds, processor seconds, and the bound of any overlap. Collective: the world."""
     own = torch.tensor([clock.sums[phase] for phase in PHASES]).T / args.cycles
     busy = own[1].clone()
