@@ -39,7 +39,9 @@ def test_reshard(tmp_path: Path) -> None:
 def test_deltas(tmp_path: Path) -> None:
     """Bits are compared in the run; few words change at a small rate, nearly all at a large one."""
     flags = ("--hidden-size", "128", "--num-layers", "1", "--vocabulary", "500", "--steps", "1")
-    found = result_of("deltas.py", *flags, "--learning-rates", "1e-6", "1", folder=tmp_path)["rates"]
+    found = result_of("deltas.py", *flags, "--learning-rates", "1e-6", "1", folder=tmp_path)[
+        "rates"
+    ]
     few, many = found["1e-06"], found["1"]
     assert few["words"] == many["words"] > 10**5 and few["changed"] < 0.1 * few["words"]
     assert 0 < few["coded_bytes"] < 0.1 * few["words"] and few["entropy_bytes"] > 0
