@@ -17,7 +17,8 @@ exact, those of NaN, infinity and -0.0 included. A piece whose code would not be
 words travels as its words.
 
 A piece has a :class:`PieceHead` of six integers, from which alone both ends compute how long the
-coded piece is. Heads travel first, so that every rank knows the size of each message it takes part in.
+coded piece is. Heads travel first, so that every rank knows the size of each message it takes part
+in.
 
 Only comparisons, prefix sums, gathers and scatters are used, on whole pieces: operations that a
 device has. A Golomb-Rice code is described in S. W. Golomb, "Run-length encodings", IEEE
