@@ -45,7 +45,7 @@ def test_deltas(tmp_path: Path) -> None:
     few, many = found["1e-06"], found["1"]
     assert few["words"] == many["words"] > 10**5 and few["changed"] < 0.1 * few["words"]
     assert 0 < few["coded_bytes"] < 0.1 * few["words"] and few["entropy_bytes"] > 0
-    assert many["changed"] > 0.9 * many["words"]
+    assert many["changed"] > 0.7 * many["words"], "all but rows of tokens that were not drawn"
     assert many["coded_bytes"] <= 1.01 * 2 * many["words"]
     assert few["encode_s"] > 0 and few["decode_s"] > 0
 
