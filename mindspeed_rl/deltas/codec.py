@@ -16,8 +16,9 @@ All differences are between integers modulo the number of words there are, so ev
 exact, those of NaN, infinity and -0.0 included. A piece whose code would not be shorter than its
 words travels as its words.
 
-A piece has a :class:`Head` of six integers, from which alone both ends compute how long the coded
-piece is. Heads travel first, so that every rank knows the size of each message it takes part in.
+A piece has a :class:`PieceHead` of six integers, from which alone both ends compute how long the
+coded piece is. Heads travel first, so that every rank knows the size of each message it takes part
+in.
 
 Only comparisons, prefix sums, gathers and scatters are used, on whole pieces: operations that a
 device has. A Golomb-Rice code is described in S. W. Golomb, "Run-length encodings", IEEE
@@ -45,7 +46,7 @@ _PLAIN = -1  # in place of the number of changed words
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class PieceHead:
     """What both ends know of a coded piece before it travels.
 
     Attributes:
@@ -113,7 +114,7 @@ def pieces_of(num_words: int) -> list[int]:
     return [PIECE_WORDS] * full + ([rest] if rest else [])
 
 
-def encode(old: torch.Tensor, new: torch.Tensor) -> tuple[Head, torch.Tensor]:
+def encode(old: torch.Tensor, new: torch.Tensor) -> tuple[PieceHead, torch.Tensor]:
     """Code a piece by what it has changed. Local.
 
     Args:
@@ -126,9 +127,9 @@ def encode(old: torch.Tensor, new: torch.Tensor) -> tuple[Head, torch.Tensor]:
     where = (old != new).nonzero().flatten()
     changed, num_words = len(where), len(new)
     if changed > MOST_CHANGED * num_words:
-        return Head(_PLAIN), _plain(new)
+        return PieceHead(_PLAIN), _plain(new)
     if not changed:
-        return Head(0), new.new_empty(0, dtype=torch.uint8)
+        return PieceHead(0), new.new_empty(0, dtype=torch.uint8)
     moved = _wrapped(new[where].long() - old[where].long(), new.dtype)
     distance = moved.abs()
     far = (distance > 1).nonzero().flatten()
@@ -142,19 +143,19 @@ def encode(old: torch.Tensor, new: torch.Tensor) -> tuple[Head, torch.Tensor]:
         (moved < 0).to(torch.uint8),
         _fields(far_gaps, far_shift),
         *unary,
-        _fields_of_widths(beyond, classes),
+        _fields_of_widths(beyond, classes, _class_bits(new.dtype)),
     ]
-    head = Head(changed, len(far), shift + 32 * far_shift, *(len(part) for part in unary))
+    head = PieceHead(changed, len(far), shift + 32 * far_shift, *(len(part) for part in unary))
     if head.num_bytes(num_words, new.element_size()) >= new.nbytes:
-        return Head(_PLAIN), _plain(new)
+        return PieceHead(_PLAIN), _plain(new)
     return head, _to_bytes(parts)
 
 
-def decode(head: Head, code: torch.Tensor, words: torch.Tensor) -> None:
+def decode(head: PieceHead, code: torch.Tensor, words: torch.Tensor) -> None:
     """Bring a piece to what its sender coded, in place. Local.
 
     Args:
-        head: Head of the piece.
+        head: PieceHead of the piece.
         code: [head.num_bytes] uint8.
         words: [words] int16 or int32, contiguous: what the sender coded against.
 
@@ -176,7 +177,8 @@ def decode(head: Head, code: torch.Tensor, words: torch.Tensor) -> None:
     if head.far:
         far = _positions(_counts(parts[4], head.far), parts[2], far_shift)
         classes = _counts(parts[5], head.far)
-        distance[far] = (1 << classes) + _from_widths(parts[6], classes) + 1
+        low = _from_widths(parts[6], classes, _class_bits(words.dtype))
+        distance[far] = (1 << classes) + low + 1
     moved = torch.where(parts[1].bool(), -distance, distance)
     words[where] = _wrapped(words[where].long() + moved, words.dtype).to(words.dtype)
 
@@ -192,6 +194,11 @@ def _wrapped(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return integers modulo the number of words, as the integers that words are: int64."""
     half = 1 << (8 * dtype.itemsize - 1)
     return ((numbers + half) & (2 * half - 1)) - half
+
+
+def _class_bits(dtype: torch.dtype) -> int:
+    """Return the most low bits of how far a word moved by more than one."""
+    return 8 * dtype.itemsize - 2
 
 
 def _gaps(where: torch.Tensor) -> torch.Tensor:
@@ -263,22 +270,23 @@ def _fields(numbers: torch.Tensor, width: int) -> torch.Tensor:
     return bits.to(torch.uint8).flatten()
 
 
-def _used(widths: torch.Tensor) -> torch.Tensor:
-    """Return which bits of 32 a number of each width has: [n, 32] bool."""
-    return _powers(32, widths.device) < widths[:, None]
+def _used(widths: torch.Tensor, most: int) -> torch.Tensor:
+    """Return which of ``most`` bits a number of each width has: [n, most] bool."""
+    return torch.arange(most, device=widths.device, dtype=torch.int32) < widths[:, None].int()
 
 
-def _fields_of_widths(numbers: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
+def _fields_of_widths(numbers: torch.Tensor, widths: torch.Tensor, most: int) -> torch.Tensor:
     """Return the lowest ``widths[i]`` bits of number ``i``, one after the other: uint8."""
-    bits = (numbers[:, None] >> _powers(32, numbers.device)) & 1
-    return bits[_used(widths)].to(torch.uint8)
+    bits = numbers[:, None].int() >> torch.arange(most, device=widths.device, dtype=torch.int32)
+    return bits[_used(widths, most)].bitwise_and_(1).to(torch.uint8)
 
 
-def _from_widths(bits: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
+def _from_widths(bits: torch.Tensor, widths: torch.Tensor, most: int) -> torch.Tensor:
     """Return the numbers that :func:`_fields_of_widths` wrote: [n] int64."""
-    table = torch.zeros(len(widths), 32, dtype=torch.int64, device=bits.device)
-    table[_used(widths)] = bits.long()
-    return (table << _powers(32, bits.device)).sum(1)
+    table = torch.zeros(len(widths), most, dtype=torch.int32, device=bits.device)
+    table[_used(widths, most)] = bits.int()
+    shifts = torch.arange(most, device=bits.device, dtype=torch.int32)
+    return (table << shifts).sum(1, dtype=torch.int64)
 
 
 def _to_bytes(parts: Sequence[torch.Tensor]) -> torch.Tensor:

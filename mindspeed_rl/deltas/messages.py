@@ -1,6 +1,6 @@
 """One round of a reshard that moves only what changed: heads first, then coded messages.
 
-A message that both ends code has a :class:`~mindspeed_rl.deltas.codec.Head` per piece, in an
+A message that both ends code has a :class:`~mindspeed_rl.deltas.codec.PieceHead` per piece, in an
 exchange of its own whose sizes follow from the plan. They say how many bytes of the message follow.
 All other messages travel as their words.
 """
@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, field
 
 import torch
 
-from mindspeed_rl.deltas.codec import HEAD_BYTES, HEAD_INTS, Head, decode, encode, pieces_of
+from mindspeed_rl.deltas.codec import HEAD_BYTES, HEAD_INTS, PieceHead, decode, encode, pieces_of
 from mindspeed_rl.weights.exchange import (
     Params,
     Round,
@@ -69,7 +69,7 @@ class _Message:
 
     transfers: Sequence[Transfer]
     pieces: Sequence[int] = ()
-    heads: Sequence[Head] = ()
+    heads: Sequence[PieceHead] = ()
     buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
 
@@ -156,7 +156,7 @@ class DeltaExchange:
         message.buffer = memory[start:end]
         return end
 
-    def _count(self, head: Head, num_words: int) -> None:
+    def _count(self, head: PieceHead, num_words: int) -> None:
         counts = self._counts
         counts.words += num_words
         counts.changed += num_words if head.is_plain else head.changed
@@ -180,7 +180,7 @@ class DeltaExchange:
         for peer, ints in self._incoming.items():
             message = self._receives[peer]
             rows = ints.view(-1, HEAD_INTS).tolist()
-            message.heads = [Head(*row) for row in rows]
+            message.heads = [PieceHead(*row) for row in rows]
             for head, num_words in zip(message.heads, message.pieces, strict=True):
                 head.check(num_words)
         sizes = {peer: self._num_bytes(message) for peer, message in self._receives.items()}

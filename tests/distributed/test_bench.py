@@ -39,12 +39,13 @@ def test_reshard(tmp_path: Path) -> None:
 def test_deltas(tmp_path: Path) -> None:
     """Bits are compared in the run; few words change at a small rate, nearly all at a large one."""
     flags = ("--hidden-size", "128", "--num-layers", "1", "--vocabulary", "500", "--steps", "1")
-    given = (*flags, "--learning-rates", "1e-6", "1")
-    found = result_of("deltas.py", *given, folder=tmp_path)["rates"]
+    found = result_of("deltas.py", *flags, "--learning-rates", "1e-6", "1", folder=tmp_path)[
+        "rates"
+    ]
     few, many = found["1e-06"], found["1"]
     assert few["words"] == many["words"] > 10**5 and few["changed"] < 0.1 * few["words"]
     assert 0 < few["coded_bytes"] < 0.1 * few["words"] and few["entropy_bytes"] > 0
-    assert many["changed"] > 0.9 * many["words"]
+    assert many["changed"] > 0.7 * many["words"], "all but rows of tokens that were not drawn"
     assert many["coded_bytes"] <= 1.01 * 2 * many["words"]
     assert few["encode_s"] > 0 and few["decode_s"] > 0
 

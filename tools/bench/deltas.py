@@ -38,7 +38,7 @@ from bench.jobs import parser_of, print_result
 
 
 @dataclass(slots=True)
-class Figures:
+class CodingFigures:
     """Sums over steps.
 
     Attributes:
@@ -130,9 +130,9 @@ def weights_of_steps(args: argparse.Namespace, rate: float) -> Iterator[dict[str
         }
 
 
-def measure(args: argparse.Namespace, rate: float) -> Figures:
+def measure(args: argparse.Namespace, rate: float) -> CodingFigures:
     """Code the changes of all steps but the first."""
-    figures, before = Figures(), dict[str, torch.Tensor]()
+    figures, before = CodingFigures(), dict[str, torch.Tensor]()
     for step, weights in enumerate(weights_of_steps(args, rate)):
         if step > 1:
             for name, words in weights.items():

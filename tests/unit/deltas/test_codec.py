@@ -11,13 +11,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl.deltas.codec import HEAD_BYTES, Head, decode, encode, pieces_of
+from mindspeed_rl.deltas.codec import HEAD_BYTES, PieceHead, decode, encode, pieces_of
 
 # NaN with payloads, -0.0, 0.0, infinities, the least and the largest numbers, as bits of bfloat16.
 ODD_WORDS = (0x7FC0, 0xFFC1, 0x7F81, 0x8000, 0x0000, 0x7F80, 0xFF80, 0x0001, 0x8001, 0x7F7F, 0x7FFF)
 
 
-def coded(old: torch.Tensor, new: torch.Tensor) -> tuple[Head, int]:
+def coded(old: torch.Tensor, new: torch.Tensor) -> tuple[PieceHead, int]:
     """The head of a piece and its bytes, after it was decoded to the same bits."""
     head, code = encode(old, new)
     assert len(code) == head.num_bytes(len(new), new.element_size()) and code.dtype is torch.uint8
@@ -125,7 +125,7 @@ def test_far_moves_of_most_words_are_not_coded_at_greater_length() -> None:
 
 def test_equal_words_cost_nothing() -> None:
     same = torch.arange(-500, 500, dtype=torch.int16)
-    assert coded(same, same.clone()) == (Head(0), 0)
+    assert coded(same, same.clone()) == (PieceHead(0), 0)
 
 
 def test_messages_are_cut_into_pieces() -> None:
