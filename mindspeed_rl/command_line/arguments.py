@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
-import itertools
 import math
 import re
 import shutil
@@ -38,7 +37,7 @@ from mindspeed_rl.compat.synonyms import synonyms
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
 from mindspeed_rl.config.engine_options import take_engine_options
 from mindspeed_rl.config.needs import needs_of
-from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.errors import Mistakes, UsageError, refuse
 from mindspeed_rl.core.flag import FlagInfo, flag_names
 
 Run = TypeVar("Run", RLRunConfig, PretrainRunConfig, ScoreRunConfig)
@@ -223,30 +222,34 @@ def parse(
         print_for_pager(help_text(run_type, prog, topic))
         raise SystemExit(0)
     takes_options = "engine_options" in run_type.__dataclass_fields__
-    rest, engine_options = take_engine_options(argv) if takes_options else (list(argv), {})
+    rest, engine_options, malformed = (
+        take_engine_options(argv) if takes_options else (list(argv), {}, [])
+    )
     parser = build_parser(run_type, prog)
     off: frozenset[str] = frozenset()
     if run_type is RLRunConfig:
         rest, off = take_switched_off(rest)
     use = _classified(run_type, rest, parser, foreign_flags())
     refused: list[str] = _problems(use, run_type)
-    if refused and not keep_refused:
-        raise UsageError("; ".join(refused))
+    if not keep_refused:
+        refuse(refused)
     flags = _by_spelling(run_type)
     inert = dict.fromkeys(name for name, _ in use.own if flags[name].info.inert)
     honoured = tuple(dict.fromkeys(name for name, _ in use.own if name not in inert))
-    try:
+    mistakes = Mistakes([*malformed, *use.malformed])
+    with mistakes:
         built, preset = _built_with_preset(run_type, use, parser, off)
-    except UsageError as error:
-        raise UsageError("; ".join([*refused, str(error)])) from None
+    mistakes.report(refused)
     if engine_options:
         built["engine_options"] = engine_options
     ignored = [used.typed for used in use.accepted]
     ignored += inert
     ignored += built["parallel"].idle_flags
     config: Any = run_type(**built)
-    if isinstance(config, RLRunConfig):
-        config = as_replay(as_benchmark(config))
+    with mistakes:
+        if isinstance(config, RLRunConfig):
+            config = as_replay(as_benchmark(config))
+    mistakes.report(refused)
     return ParsedArguments(
         config,
         tuple(ignored),
@@ -281,8 +284,7 @@ def parse_sections(
         SystemExit: ``--help`` was asked for.
     """
     use = _classified(run_type, argv, parser, foreign)
-    if problems := _problems(use, run_type):
-        raise UsageError("; ".join(problems))
+    refuse([*_problems(use, run_type), *use.malformed])
     return _built(run_type, use, parser), use
 
 
@@ -299,8 +301,14 @@ def _classified(
 
 def _built(run_type: type[Any], use: ForeignUse, parser: argparse.ArgumentParser) -> dict[str, Any]:
     by_spelling = _by_spelling(run_type)
-    bound = (by_spelling[name].bind(name, values) for name, values in use.own)
-    namespace = vars(parser.parse_args(list(itertools.chain.from_iterable(bound))))
+    mistakes, bound = Mistakes(), list[str]()
+    for name, values in use.own:
+        with mistakes:
+            words = by_spelling[name].bind(name, values)
+            parser.parse_args(words)  # alone, as argparse ends at the first mistake
+            bound += words
+    mistakes.report()
+    namespace = vars(parser.parse_args(bound))
     return {
         name: section(**{f.name: _as_field(namespace[f.name]) for f in dataclasses.fields(section)})
         for name, section in _sections(run_type).items()
@@ -466,6 +474,13 @@ def _unknown(
     word: UnknownToken, elsewhere: Mapping[str, str], other_stacks: Mapping[str, str]
 ) -> str:
     if not word.token.startswith("-"):
+        path, equals, _ = word.token.partition("=")
+        name = "--" + path.rpartition(".")[2].replace("_", "-")
+        if equals and "." in path:
+            hint = f"; {name} {other_stacks[name]}" if name in other_stacks else ""
+            return (
+                f"{word.token} is an override as in verl; flags are written --flag value here{hint}"
+            )
         return f"unexpected value {word.token!r}: the flag before it takes fewer values; remove it"
     name = word.token.partition("=")[0].replace("_", "-")
     if name in elsewhere:

@@ -13,7 +13,7 @@ from typing import Any
 
 from mindspeed_rl.compat.classify import UsedFlag
 from mindspeed_rl.compat.foreign_flags import foreign_flags
-from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.errors import Mistakes, UsageError
 
 HfConfig = Mapping[str, Any]
 
@@ -84,12 +84,12 @@ def check_foreign_architecture(compared: Iterable[UsedFlag], hf_config: HfConfig
     Raises:
         UsageError: Flags contradict the model; the message names each, its value and the model's.
     """
-    wrong = [text for used in compared if (text := _contradiction(used, hf_config))]
-    if wrong:
-        raise UsageError(
-            f"flags contradict the config.json of --hf-checkpoint: {'; '.join(wrong)}; remove the "
-            "flags or point --hf-checkpoint at the right model"
-        )
+    mistakes = Mistakes()
+    for used in compared:
+        with mistakes:
+            if text := _contradiction(used, hf_config):
+                raise UsageError(f"{text}; remove the flag, or give the right --hf-checkpoint")
+    mistakes.report()
 
 
 def _contradiction(used: UsedFlag, config: HfConfig) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mindspeed_rl.compat.foreign_flags import Disposition, ForeignFlag
-from mindspeed_rl.core.errors import UsageError
 
 # A flag with one dash, such as -lr or -lr=3, and no negative number such as -3, -.5 or -inf.
 _ONE_DASH = re.compile(r"-(?!inf$|nan$)[A-Za-z][\w-]+(=.*)?", re.DOTALL)
@@ -50,6 +49,7 @@ class ForeignUse:
         compared: Flags with model numbers to compare with the HF config.
         refused: Flags that end the run; the reason says what to do instead.
         unknown: Tokens that no table explains; they end the run.
+        malformed: A line for every flag with too few values, and every switch with one.
     """
 
     own: list[tuple[str, list[str]]] = field(default_factory=list)
@@ -58,6 +58,7 @@ class ForeignUse:
     compared: list[UsedFlag] = field(default_factory=list)
     refused: list[UsedFlag] = field(default_factory=list)
     unknown: list[UnknownToken] = field(default_factory=list)
+    malformed: list[str] = field(default_factory=list)
 
 
 def classify(
@@ -74,9 +75,6 @@ def classify(
         argv: Tokens after the program name.
         own_flags: All option strings of the project's own parser, with their dashes.
         foreign: Foreign flags by spelling.
-
-    Raises:
-        UsageError: A foreign flag has fewer values than it needs, or a switch has a value.
     """
     use = ForeignUse()
     by_disposition = {
@@ -99,7 +97,9 @@ def classify(
             position = end
         elif name in foreign:
             given = (attached,) if equals else tuple(values)
-            taken = _taken(foreign[name], written, given, attached=bool(equals))
+            if mistake := _miscounted(foreign[name], written, given, attached=bool(equals)):
+                use.malformed.append(mistake)
+            taken = _taken(foreign[name], given)
             disposition = foreign[name].disposition_of(taken)
             by_disposition[disposition].append(
                 UsedFlag(foreign[name].name, taken, foreign[name].reason)
@@ -124,17 +124,20 @@ def _end_of_values(argv: Sequence[str], start: int, own_flags: Collection[str]) 
     return len(argv)
 
 
-def _taken(
-    flag: ForeignFlag, written: str, values: tuple[str, ...], *, attached: bool
-) -> tuple[str, ...]:
-    """The leading ``values`` that belong to ``flag``, which are as many as it needs."""
-    if flag.nargs == "0":
-        if attached:
-            raise UsageError(f"{written} is a switch, got the value {values[0]!r}; remove it")
-        return ()
+def _miscounted(flag: ForeignFlag, written: str, values: tuple[str, ...], *, attached: bool) -> str:
+    """Say which values a flag lacks or has too many; empty where it has what it needs."""
+    if flag.nargs == "0" and attached:
+        return f"{written} is a switch, got the value {values[0]!r}; remove it"
     if flag.nargs in "1+" and not values:
         wanted = "one value" if flag.nargs == "1" else "one or more values"
-        raise UsageError(f"{written} takes {wanted}, got none; add it or remove the flag")
+        return f"{written} takes {wanted}, got none; add it or remove the flag"
+    return ""
+
+
+def _taken(flag: ForeignFlag, values: tuple[str, ...]) -> tuple[str, ...]:
+    """The leading ``values`` that belong to ``flag``, which are as many as it needs."""
+    if flag.nargs == "0":
+        return ()
     return values[:1] if flag.nargs in "1?" else values
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from mindspeed_rl.config import ModelConfig
 from mindspeed_rl.config.layouts import layer_numbers
-from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.errors import UsageError, refuse
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.models.layers import LatentAttention
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
@@ -57,13 +57,9 @@ def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:
             ("--kv-channels", channels, attention.head_dim),
             ("--add-qkv-bias", True if model.add_qkv_bias else None, attention.qkv_bias),
         ]
-    wrong = [
-        f"{name} {given} but the model has {real}"
+    refuse(
+        f"{name} {given} but the model has {real}; remove the flag, or give another model than "
+        f"--hf-checkpoint {model.hf_checkpoint}"
         for name, given, real in pairs
         if given is not None and given != real
-    ]
-    if wrong:
-        raise UsageError(
-            f"flags contradict {model.hf_checkpoint}/config.json: {'; '.join(wrong)}; "
-            "remove the flags or point --hf-checkpoint at the right model"
-        )
+    )

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from mindspeed_rl.core.errors import UsageError
-
 PREFIX = "--vllm-"
 
 
@@ -18,20 +16,21 @@ def as_flag(name: str) -> str:
     return PREFIX + name.replace("_", "-")
 
 
-def take_engine_options(argv: Sequence[str]) -> tuple[list[str], dict[str, object]]:
+def take_engine_options(
+    argv: Sequence[str],
+) -> tuple[list[str], dict[str, object], list[str]]:
     """Split the engine options off a command line.
 
     Values are read as JSON, else kept as text; an option without a value is True. If an option is
     given twice, the last value counts. Names may have hyphens or underscores.
 
     Returns:
-        The other tokens in order, and the options by the engine's names.
-
-    Raises:
-        UsageError: A prefix has no name, or an option has several values.
+        The other tokens in order, the options by the engine's names, and a line for every prefix
+        without a name and every option with several values.
     """
     rest: list[str] = []
     options: dict[str, object] = {}
+    malformed: list[str] = []
     position = 0
     while position < len(argv):
         token = argv[position]
@@ -47,14 +46,15 @@ def take_engine_options(argv: Sequence[str]) -> tuple[list[str], dict[str, objec
             position += 1
         name = spelled.removeprefix(PREFIX).replace("-", "_")
         if not name:
-            raise UsageError(f"{PREFIX}: must be followed by the name of an engine option")
-        if len(values) > 1:
-            raise UsageError(
+            malformed.append(f"{PREFIX}: must be followed by the name of an engine option")
+        elif len(values) > 1:
+            malformed.append(
                 f"{spelled} takes one value, got {len(values)}: {' '.join(values)}; write a list "
                 f"as JSON in quotes, like {spelled} '[1, 2]', or remove the others"
             )
-        options[name] = _read(values[0]) if values else True
-    return rest, options
+        else:
+            options[name] = _read(values[0]) if values else True
+    return rest, options, malformed
 
 
 def _read(text: str) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mindspeed_rl.config.context_parallel import check_dropout, check_heads
 from mindspeed_rl.config.model import ModelConfig, ParallelConfig
 from mindspeed_rl.config.rollout import RolloutConfig
-from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.errors import Mistakes, UsageError
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import StageLayout, accounted_stages, even_stages, listed_stages
 from mindspeed_rl.models.spec import ModelSpec
@@ -27,44 +27,61 @@ def training_layout(
     )
     # megatron-core has one configuration for all layers: this raises where their attention differs.
     attention = spec.attention
-    if not spec.moe:
-        _refuse_expert_flags(parallel)
+    mistakes = Mistakes()
+    with mistakes:
+        _check_expert_flags(parallel, spec)
     if parallel.moe_tp_extend_ep:
-        if etp not in (None, 1):
+        ep, etp = ep * tp, 1
+    with mistakes:
+        check_heads(parallel, attention)
+    with mistakes:
+        check_dropout(parallel, model.attention_dropout)
+    with mistakes:
+        layout = ParallelLayout.build(
+            world=world,
+            stages=stage_layout(model, parallel, spec.num_layers),
+            tp=tp,
+            cp=parallel.context_parallel_size,
+            ep=ep,
+            etp=etp,
+            hybrid_context=parallel.hybrid_context_parallel,
+        )
+    mistakes.report()
+    return layout
+
+
+def _check_expert_flags(parallel: ParallelConfig, spec: ModelSpec) -> None:
+    """Refuse expert flags without experts, and sizes with which gradients would be wrong."""
+    tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
+    mistakes = Mistakes([] if spec.moe else _idle_expert_flags(parallel))
+    with mistakes:
+        if parallel.moe_tp_extend_ep and etp not in (None, 1):
             raise UsageError(
                 f"--moe-tp-extend-ep makes experts whole; --expert-tensor-parallel-size {etp}: "
                 "allowed is 1"
             )
-        ep, etp = ep * tp, 1
-    latent = spec.latent_attention
-    if tp > 1 and (spec.moe or latent) and not parallel.sequence_parallel:
-        what = "experts" if spec.moe else "latent attention"
-        raise UsageError(
-            f"--tensor-model-parallel-size {tp} with {what} needs --sequence-parallel; without it "
-            "megatron-core computes wrong gradients; add the flag"
-        )
-    check_heads(parallel, attention)
-    check_dropout(parallel, model.attention_dropout)
-    return ParallelLayout.build(
-        world=world,
-        stages=stage_layout(model, parallel, spec.num_layers),
-        tp=tp,
-        cp=parallel.context_parallel_size,
-        ep=ep,
-        etp=etp,
-        hybrid_context=parallel.hybrid_context_parallel,
-    )
+    with mistakes:
+        if tp > 1 and (spec.moe or spec.latent_attention) and not parallel.sequence_parallel:
+            what = "experts" if spec.moe else "latent attention"
+            raise UsageError(
+                f"--tensor-model-parallel-size {tp} with {what} needs --sequence-parallel; without "
+                "it megatron-core computes wrong gradients; add the flag"
+            )
+    mistakes.report()
 
 
-def _refuse_expert_flags(parallel: ParallelConfig) -> None:
+def _idle_expert_flags(parallel: ParallelConfig) -> list[str]:
+    """Return a mistake for every flag of experts, for a model that has none."""
     given = (
         ("--expert-model-parallel-size", parallel.expert_model_parallel_size, (1,)),
         ("--expert-tensor-parallel-size", parallel.expert_tensor_parallel_size, (None, 1)),
         ("--moe-tp-extend-ep", parallel.moe_tp_extend_ep, (False,)),
     )
-    for name, value, allowed in given:
-        if value not in allowed:
-            raise UsageError(f"{name} {value}: the model has no experts; remove it")
+    return [
+        f"{name if value is True else f'{name} {value}'}: the model has no experts; remove it"
+        for name, value, allowed in given
+        if value not in allowed
+    ]
 
 
 def engine_layout(rollout: RolloutConfig, world: int) -> EngineLayout:

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_rl.algorithms.advantages import ESTIMATORS
 from mindspeed_rl.algorithms.policy_losses import POLICY_LOSSES
-from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.errors import refuse
 from mindspeed_rl.core.flag import FlagInfo, Needs, flag_names
 
 
@@ -29,7 +29,7 @@ def check_needs(config: Any) -> None:
         config: Configuration of an entry.
 
     Raises:
-        UsageError: The message names the flag, what it needs and the fix.
+        UsageError: There are such flags; each message names one, what it needs and the fix.
     """
     sections = [getattr(config, field.name) for field in dataclasses.fields(config)]
     flags = {
@@ -38,19 +38,20 @@ def check_needs(config: Any) -> None:
         if dataclasses.is_dataclass(section)
         for field in dataclasses.fields(section)
     }
+    found: list[str] = []
     for name, (field, value) in flags.items():
         needs = needs_of(field)
         if value == field.default or needs is None or needs.met_by(flags[needs.flag][1]):
             continue
         typed = name if isinstance(value, bool) else f"{name} {_text(value)}"
         if not needs.values:
-            raise UsageError(
-                f"{typed} has no effect without {needs.flag}; add it, or remove the flag"
-            )
-        raise UsageError(
+            found.append(f"{typed} has no effect without {needs.flag}; add it, or remove the flag")
+            continue
+        found.append(
             f"{typed} has no effect with {needs.flag} {_text(flags[needs.flag][1])}; it is read "
             f"with {', '.join(needs.values)}; remove it, or change {needs.flag}"
         )
+    refuse(found)
 
 
 def _text(value: object) -> str:

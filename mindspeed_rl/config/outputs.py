@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.config import LoggingConfig, PretrainRunConfig, RLRunConfig
-from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.config import CheckpointConfig, LoggingConfig, PretrainRunConfig, RLRunConfig
+from mindspeed_rl.core.errors import UsageError, check_each
 from mindspeed_rl.core.export_names import ADAPTER_FILES, adapter_folder, interval_exports
 from mindspeed_rl.models.hf_code import code_files
 
@@ -148,6 +150,22 @@ def check_paths(config: RLRunConfig | PretrainRunConfig) -> None:
         UsageError: The message names the flag, the path and the fix.
     """
     checkpoint, logging = config.checkpoint, config.logging
+    target = export_target(config)
+    folders = (
+        ("--output-dir", logging.output_dir),
+        ("--tensorboard-dir", logging.tensorboard_dir),
+        ("--save", checkpoint.save),
+        ("--export-hf", str(Path(target).parent) if target else ""),
+    )
+    checks: list[Callable[[], object]] = [partial(_check_load, checkpoint)]
+    checks += [partial(_check_writable, flag, Path(path)) for flag, path in folders if path]
+    checks += [partial(_check_exports, config, target), partial(_check_critic, config, target)]
+    if not checkpoint.load or checkpoint.finetune:
+        checks.append(partial(refuse_earlier_results, logging))
+    check_each(*checks)
+
+
+def _check_load(checkpoint: CheckpointConfig) -> None:
     own = checkpoint.save and Path(checkpoint.load).resolve() == Path(checkpoint.save).resolve()
     # A run may name its own folder before its first checkpoint: it then starts from the beginning.
     if checkpoint.load and not own and not Path(checkpoint.load).is_dir():
@@ -155,23 +173,22 @@ def check_paths(config: RLRunConfig | PretrainRunConfig) -> None:
             f"--load {checkpoint.load}: no such directory; name the --save folder of a run, or "
             "leave --load out to start from --hf-checkpoint"
         )
-    target = export_target(config)
-    for flag, path in (
-        ("--output-dir", logging.output_dir),
-        ("--tensorboard-dir", logging.tensorboard_dir),
-        ("--save", checkpoint.save),
-        ("--export-hf", str(Path(target).parent) if target else ""),
-    ):
-        if path:
-            _check_writable(flag, Path(path))
+
+
+def _check_exports(config: RLRunConfig | PretrainRunConfig, target: str) -> None:
+    """Check the places of exported models, and that their code can be copied."""
     if target:
         _check_export_target("--export-hf", Path(target), config)
         if isinstance(config, RLRunConfig) and config.lora.is_on:
             refuse_foreign_adapters(adapter_folder(target))
-        if checkpoint.export_hf_interval:
+        if config.checkpoint.export_hf_interval:
             for export in interval_exports(target).values():
                 refuse_foreign_target(export, "--export-hf-interval")
         code_files(Path(config.model.hf_checkpoint), Path(config.model.tokenizer_directory))
+
+
+def _check_critic(config: RLRunConfig | PretrainRunConfig, target: str) -> None:
+    """Check the place of the exported critic."""
     if isinstance(config, RLRunConfig) and config.critic.critic_export_hf:
         critic = Path(config.critic.critic_export_hf)
         _check_writable("--critic-export-hf", critic.parent)
@@ -183,8 +200,6 @@ def check_paths(config: RLRunConfig | PretrainRunConfig) -> None:
                 f"--critic-export-hf {critic} is where the policy is exported; choose another "
                 "directory"
             )
-    if not checkpoint.load or checkpoint.finetune:
-        refuse_earlier_results(logging)
 
 
 def check_output_file(flag: str, path: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import Field, dataclass, fields
+from functools import partial
 from typing import Any
 
 from mindspeed_rl.config.reward_spec import (
@@ -11,7 +12,7 @@ from mindspeed_rl.config.reward_spec import (
     check_name,
     check_specs,
 )
-from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.errors import UsageError, check_each, refuse
 from mindspeed_rl.core.flag import Needs, flag, flag_names
 
 REMOTE_BACKOFF_S = 0.2  # first pause before --reward-url is asked again; later ones double
@@ -165,8 +166,22 @@ def check_rewards(
     Raises:
         UsageError: The message names the flag, its value and the fix.
     """
-    names = _check_functions(flags.reward_function, files)
-    _check_readers(flags, names)
+    specs = [RewardSpec.parse(text) for text in flags.reward_function]
+    names = {spec.name for spec in specs}
+    check_each(
+        partial(check_specs, specs),
+        *(
+            partial(check_name, "--reward-function", name, BUILT_IN_REWARDS, files=files)
+            for name in dict.fromkeys(spec.name for spec in specs)
+        ),
+        partial(_check_readers, flags, names),
+        partial(_check_limits, flags, names, phase_timeout_s),
+        partial(_check_partners, flags, names, partner),
+    )
+
+
+def _check_limits(flags: RewardConfig, names: set[str], phase_timeout_s: float) -> None:
+    """Check that every limit is within the one around it."""
     sample_s = flags.reward_timeout_s
     if sample_s > phase_timeout_s:
         raise UsageError(
@@ -192,6 +207,10 @@ def check_rewards(
             f"exceeds --reward-timeout-s {sample_s:g}: the sample would get --reward-timeout-score "
             "instead of an error; lower one of the former or raise the latter"
         )
+
+
+def _check_partners(flags: RewardConfig, names: set[str], partner: str) -> None:
+    """Refuse a reward that asks somebody who is not there."""
     if "remote" in names and not flags.reward_remote_url:
         raise UsageError("--reward-function remote needs --reward-url: the server to ask")
     if "environment" in names and not partner:
@@ -216,20 +235,10 @@ def fields_of(reward: str) -> list[Field[Any]]:
 
 def _check_readers(flags: RewardConfig, names: set[str]) -> None:
     """Refuse a flag of a built-in reward that the run does not have."""
-    for reward in BUILT_IN_REWARDS:
-        for field in fields_of(reward):
-            value = getattr(flags, field.name)
-            if reward not in names and value != field.default:
-                raise UsageError(
-                    f"{flag_names(field)[0]} {value} has no effect without --reward-function "
-                    f"{reward}; add the reward, or remove the flag"
-                )
-
-
-def _check_functions(texts: tuple[str, ...], files: bool) -> set[str]:
-    """Check the reward functions and return their names."""
-    specs = [RewardSpec.parse(text) for text in texts]
-    check_specs(specs)
-    for spec in specs:
-        check_name("--reward-function", spec.name, BUILT_IN_REWARDS, files=files)
-    return {spec.name for spec in specs}
+    refuse(
+        f"{flag_names(field)[0]} {getattr(flags, field.name)} has no effect without "
+        f"--reward-function {reward}; add the reward, or remove the flag"
+        for reward in BUILT_IN_REWARDS
+        for field in fields_of(reward)
+        if reward not in names and getattr(flags, field.name) != field.default
+    )

@@ -298,6 +298,19 @@ class LoggingConfig:
         return PHASE_LIMIT_S if self.phase_timeout_s is None else self.phase_timeout_s
 
 
+def check_warmup(train: TrainConfig) -> None:
+    """Check that the length of the warm-up is said once.
+
+    Raises:
+        UsageError: It is said as a number and as a share.
+    """
+    if train.lr_warmup_iters and train.lr_warmup_fraction:
+        raise UsageError(
+            f"--lr-warmup-iters {train.lr_warmup_iters} and --lr-warmup-fraction "
+            f"{train.lr_warmup_fraction:g} exclude each other; give one of them"
+        )
+
+
 def check_recompute(train: TrainConfig) -> None:
     """Check the flags of recomputation against each other.
 

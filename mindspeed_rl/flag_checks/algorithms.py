@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from mindspeed_rl.algorithms.advantages import ESTIMATORS
 from mindspeed_rl.algorithms.distillation import TEACHER_FLAG
 from mindspeed_rl.algorithms.kl import KL_ESTIMATORS, STRAIGHT_THROUGH
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.needs import check_needs
-from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.errors import UsageError, check_each, refuse
 from mindspeed_rl.flag_checks.partners import check_partner
 
 
@@ -17,24 +19,24 @@ def check_algorithms(config: RLRunConfig) -> None:
     Raises:
         UsageError: The message names the flags, their values, what is allowed and the fix.
     """
-    check_needs(config)
-    _check_group(config)
-    _check_kl(config)
-    _check_sampling(config)
-    _check_reward_model(config)
-    _check_teachers(config)
-    _check_adapters(config)
-    _check_routing(config)
-    check_partner(config)
-    _check_order(config)
-    _check_caps(config)
-    _check_reference_pass(config)
+    checks = (
+        *(check_needs, check_partner, _check_group, _check_kl, _check_groups, _check_carried),
+        *(_check_reward_model, _check_teachers, _check_adapters, _check_routing, _check_order),
+        *(_check_caps, _check_reference_pass, _check_warmup, _check_correction),
+    )
+    check_each(*(partial(check, config) for check in checks))
+
+
+def _check_warmup(config: RLRunConfig) -> None:
     warmup, last = config.critic.critic_warmup_steps, config.train.train_iters
-    if warmup and warmup >= last and not config.prompts.epochs:  # else when prompts are counted
+    if warmup and 0 < last <= warmup:  # else when prompts are counted
         raise UsageError(
             f"--critic-warmup-steps {warmup}: the run has --train-iters {last}, so the policy "
             "would never be trained; lower it"
         )
+
+
+def _check_correction(config: RLRunConfig) -> None:
     if config.correction.active and config.rl.old_logprob == "rollout":
         raise UsageError(
             "--old-logprob rollout puts the engine's log-probs into the ratio, which corrects the "
@@ -61,7 +63,9 @@ def _check_teachers(config: RLRunConfig) -> None:
 
 def _check_adapters(config: RLRunConfig) -> None:
     """Refuse with adapters what copies, keeps apart or records the weights of the policy."""
-    for used, given in (
+    if not config.lora.is_on:
+        return
+    reasons = (
         (
             config.rl.ref_update_interval > 0,
             f"--ref-update-interval {config.rl.ref_update_interval}: the reference is the base, "
@@ -72,11 +76,12 @@ def _check_adapters(config: RLRunConfig) -> None:
             "--reference-pass tail: the reference is the policy, which is away during rollouts",
         ),
         (config.replay.active, "--replay: it compares whole weights"),
-    ):
-        if config.lora.is_on and used:
-            raise UsageError(
-                f"--lora-rank {config.lora.lora_rank}: not with {given}; remove one of the two"
-            )
+    )
+    refuse(
+        f"--lora-rank {config.lora.lora_rank}: not with {given}; remove one of the two"
+        for used, given in reasons
+        if used
+    )
 
 
 def _check_routing(config: RLRunConfig) -> None:
@@ -89,19 +94,20 @@ def _check_routing(config: RLRunConfig) -> None:
         )
     if choice != "rollout":
         return
-    factor, partial = config.sampling.rl_resample_factor, config.balance.partial_rollout_tokens
-    for used, given in (
+    factor, carried = config.sampling.rl_resample_factor, config.balance.partial_rollout_tokens
+    reasons = (
         (factor > 1, f"--rl-resample-factor {factor:g}"),
-        (partial > 0, f"--partial-rollout-tokens {partial}"),
+        (carried > 0, f"--partial-rollout-tokens {carried}"),
         (config.balance.rollout_rebalance == "all", "--rollout-rebalance all"),
         (bool(config.partner), config.partner),
-    ):
-        if used:
-            raise UsageError(
-                f"--rl-routing-replay rollout: not with {given}: the experts of a response are "
-                "known where one engine samples all of it for the step it is trained in; remove "
-                "one of the two, or use --rl-routing-replay trainer"
-            )
+    )
+    refuse(
+        f"--rl-routing-replay rollout: not with {given}: the experts of a response are known where "
+        "one engine samples all of it for the step it is trained in; remove one of the two, or use "
+        "--rl-routing-replay trainer"
+        for used, given in reasons
+        if used
+    )
 
 
 def _check_group(config: RLRunConfig) -> None:
@@ -129,7 +135,7 @@ def _check_reward_model(config: RLRunConfig) -> None:
     """Refuse flags that need rewards during sampling; a reward model scores after it."""
     if not config.rewards.reward_model_hf_checkpoint:
         return
-    for flag, given in (
+    needed = (
         (
             "--grpo-filter-groups-with-same-reward",
             config.sampling.grpo_filter_groups_with_same_reward,
@@ -138,15 +144,16 @@ def _check_reward_model(config: RLRunConfig) -> None:
             f"--rl-advantage-estimator {config.advantages.rl_advantage_estimator}",
             config.advantages.estimator.needs_greedy,
         ),
-    ):
-        if given:
-            raise UsageError(
-                f"{flag} needs rewards while the engine samples, and the reward model of "
-                "--reward-model-hf-checkpoint scores afterwards; remove one of the two"
-            )
+    )
+    refuse(
+        f"{flag} needs rewards while the engine samples, and the reward model of "
+        "--reward-model-hf-checkpoint scores afterwards; remove one of the two"
+        for flag, given in needed
+        if given
+    )
 
 
-def _check_sampling(config: RLRunConfig) -> None:
+def _check_groups(config: RLRunConfig) -> None:
     flags, limit = config.sampling, config.rollout.rollout_max_response_length
     if flags.grpo_filter_groups_with_same_reward and config.rl.grpo_group_size < 2:
         raise UsageError(
@@ -158,7 +165,11 @@ def _check_sampling(config: RLRunConfig) -> None:
             f"--rl-overlong-buffer {flags.rl_overlong_buffer} is longer than "
             f"--rollout-max-response-length {limit}; lower it"
         )
-    weighted = config.correction.weighted
+
+
+def _check_carried(config: RLRunConfig) -> None:
+    """Refuse to carry samples into the next step where nothing weighs them."""
+    flags, weighted = config.sampling, config.correction.weighted
     knows_the_sampler = config.rl.old_logprob == "rollout" or (
         config.rl.old_logprob == "recompute" and weighted
     )
@@ -211,15 +222,16 @@ def _check_caps(config: RLRunConfig) -> None:
             f"--response-length-cap-floor {floor}: with --rollout-max-response-length {limit} no "
             "cap would cut anything; lower it, or remove --response-length-cap-factor"
         )
-    partial, partner = flags.partial_rollout_tokens, config.partner
-    for used, given in (
-        (partial, f"--partial-rollout-tokens {partial}, which continues what was cut"),
+    carried, partner = flags.partial_rollout_tokens, config.partner
+    others = (
+        (carried, f"--partial-rollout-tokens {carried}, which continues what was cut"),
         (partner, f"{partner}, whose turns share one limit"),
-    ):
-        if used:
-            raise UsageError(
-                f"--response-length-cap-factor {factor:g}: not with {given}; remove one of the two"
-            )
+    )
+    refuse(
+        f"--response-length-cap-factor {factor:g}: not with {given}; remove one of the two"
+        for used, given in others
+        if used
+    )
 
 
 def _check_reference_pass(config: RLRunConfig) -> None:
@@ -227,7 +239,7 @@ def _check_reference_pass(config: RLRunConfig) -> None:
     if config.rl.reference_pass != "tail":
         return
     sampling, balance = config.sampling, config.balance
-    for used, given in (
+    reasons = (
         (config.memory.rl_offload == "all", "--rl-offload all: the reference is away then"),
         (
             balance.rollout_rebalance != "off",
@@ -248,9 +260,10 @@ def _check_reference_pass(config: RLRunConfig) -> None:
             bool(config.partner),
             f"{config.partner}: only one rank of an engine knows its conversations",
         ),
-    ):
-        if used:
-            raise UsageError(
-                f"--reference-pass tail: not with {given}; use --reference-pass single or packed, "
-                "or remove the other flag"
-            )
+    )
+    refuse(
+        f"--reference-pass tail: not with {given}; use --reference-pass single or packed, or "
+        "remove the other flag"
+        for used, given in reasons
+        if used
+    )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+from functools import partial
 
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.errors import UsageError, check_each, refuse
 
 
 def check_partner(config: RLRunConfig) -> None:
@@ -14,25 +15,36 @@ def check_partner(config: RLRunConfig) -> None:
     Raises:
         UsageError: The message names the flags, their values, what is allowed and the fix.
     """
-    partner, workers = config.partner, config.environment.rl_environment_ray_workers
+    check_each(*(partial(check, config) for check in (_check_workers, _check_rollouts)))
+    if config.agent.rl_agent:
+        check_each(
+            partial(_check_agent, config), partial(_check_address, config.agent.rl_endpoint_host)
+        )
+
+
+def _check_workers(config: RLRunConfig) -> None:
+    workers = config.environment.rl_environment_ray_workers
     if workers and config.launch.orchestrator != "ray":
         raise UsageError(
             f"--rl-environment-ray-workers {workers} without --orchestrator ray: add it, or remove "
             "the workers"
         )
+
+
+def _check_rollouts(config: RLRunConfig) -> None:
+    """Refuse what conversations cannot share the engine with, and what they cannot outlive."""
+    partner, found = config.partner, []
     if partner and config.prompts.rl_eval_in_rollouts:
-        raise UsageError(
+        found.append(
             f"--rl-eval-in-rollouts: not with {partner}, whose turns have the engine to "
             "themselves; remove the flag"
         )
     if partner and (tokens := config.balance.partial_rollout_tokens):
-        raise UsageError(
+        found.append(
             f"--partial-rollout-tokens {tokens}: not with {partner}, whose conversations end in "
             "the step that began them; remove one of the two"
         )
-    if config.agent.rl_agent:
-        _check_agent(config)
-        _check_address(config.agent.rl_endpoint_host)
+    refuse(found)
 
 
 def _check_agent(config: RLRunConfig) -> None:
@@ -44,7 +56,7 @@ def _check_agent(config: RLRunConfig) -> None:
         )
     drafts, order = config.drafts.rollout_drafts, config.balance.prompt_order
     rebalance, environment = config.balance.rollout_rebalance, config.environment.rl_environment
-    for used, given, why in (
+    reasons = (
         (environment, f"--rl-environment {environment}", "a response has one partner"),
         (
             not config.prompts.apply_chat_template,
@@ -68,9 +80,12 @@ def _check_agent(config: RLRunConfig) -> None:
             "the agent decides how long a prompt is",
         ),
         (config.benchmark.active, "a benchmark of drawn prompts", "an agent needs tasks"),
-    ):
-        if used:
-            raise UsageError(f"{config.partner}: not with {given}: {why}; remove one of the two")
+    )
+    refuse(
+        f"{config.partner}: not with {given}: {why}; remove one of the two"
+        for used, given, why in reasons
+        if used
+    )
 
 
 def _check_address(host: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.errors import refuse
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 
 
@@ -55,6 +55,8 @@ def check_reference_pass(
                 "replicas of the trainer",
             ),
         ]
-    for applies, reason in reasons:
-        if applies:
-            raise UsageError(f"--reference-pass {choice}: {reason}; use --reference-pass packed")
+    refuse(
+        f"--reference-pass {choice}: {reason}; use --reference-pass packed"
+        for applies, reason in reasons
+        if applies
+    )

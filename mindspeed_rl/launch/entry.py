@@ -1,7 +1,7 @@
 """Runs an entry: parses and checks its flags, then is a rank of torchrun or the driver of Ray.
 
-A usage error is printed once, by one rank, in one line, with exit code 2. A failure on any rank is
-published to all others, which end within seconds with the cause.
+A usage error is printed once, by one rank, a line for each mistake, with exit code 2. A failure on
+any rank is published to all others, which end within seconds with the cause.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, NoReturn, cast
 from mindspeed_rl.command_line.arguments import ParsedArguments, Run, parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.launch import LaunchConfig, check_launch
-from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.errors import Mistakes, UsageError
+from mindspeed_rl.flag_checks.single_flags import check_rl_flags, check_supervised_flags
 from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.launch.attempt import check_peer_folder, continued
 from mindspeed_rl.launch.failures import USAGE_ERROR, WatchdogSettings, report_usage_error
@@ -63,21 +64,22 @@ def run_entry(
         bootstrap.refuse_foreign_package()
         typed = parse(run_type, arguments, prog, keep_refused=True)
         parsed, notes = continued(typed, os.environ)
-        parsed = with_local_models(parsed, weights=not _predicts(parsed.config))
+        parsed = _with_local_models(parsed, world.size)
         config = parsed.config
         launch = config.launch if isinstance(config, RLRunConfig) else LaunchConfig()
         in_ray = launch.orchestrator == "ray"
         num_ranks = launch.num_ranks if in_ray else world.size
-        if isinstance(config, RLRunConfig | PretrainRunConfig):
-            if config.dry_run.rl_dry_run:
-                sys.exit(_dry_run(parsed, world, num_ranks if in_ray else None))
-            check_launch(launch, os.environ, prog)
-            check_peer_folder(config, {} if in_ray else os.environ)
-            if in_ray or "RANK" in os.environ:
-                _check_world_size(config, num_ranks, "Ray starts" if in_ray else "torchrun started")
+        if _is_dry_run(config):
+            sys.exit(_dry_run(parsed, world, num_ranks if in_ray else None))
+        mistakes = Mistakes()
+        with mistakes:
+            _check_start(config, launch, num_ranks, prog)
         if not in_ray:
-            bootstrap.join_launcher(prog, os.environ)
-        checked = plan_run(parsed, plan, num_ranks)
+            with mistakes:
+                bootstrap.join_launcher(prog, os.environ)
+        with mistakes:
+            checked = plan_run(parsed, plan, num_ranks)
+        mistakes.report()
         if not in_ray:
             notes += prepare_rank(checked)
     except UsageError as error:
@@ -91,8 +93,10 @@ def run_entry(
 
 def _predicts(config: object) -> bool:
     """Whether a run is only predicted, or starts from drawn weights."""
-    if isinstance(config, RLRunConfig) and config.benchmark.active:
-        return True
+    return (isinstance(config, RLRunConfig) and config.benchmark.active) or _is_dry_run(config)
+
+
+def _is_dry_run(config: object) -> bool:
     return isinstance(config, RLRunConfig | PretrainRunConfig) and config.dry_run.rl_dry_run
 
 
@@ -102,6 +106,42 @@ def _dry_run(parsed: ParsedArguments[Any], world: bootstrap.World, num_ranks: in
         return 0
     given = {"WORLD_SIZE": str(num_ranks)} if num_ranks else {}
     return predict(parsed, os.environ | given)
+
+
+def _with_local_models(parsed: ParsedArguments[Run], num_ranks: int) -> ParsedArguments[Run]:
+    """Return a command line whose models are directories; see :func:`with_local_models`.
+
+    Raises:
+        UsageError: A model is not to be had; it has what else the flags alone say, as well.
+    """
+    config: Any = parsed.config
+    files = not _predicts(config)
+    mistakes = Mistakes()
+    with mistakes:
+        return with_local_models(parsed, weights=files)
+    with mistakes:
+        if isinstance(config, RLRunConfig):
+            check_rl_flags(config, num_ranks, files=files)
+        elif isinstance(config, PretrainRunConfig):
+            check_supervised_flags(config, num_ranks, files=files)
+    mistakes.report(parsed.refused)
+    raise AssertionError("a model is missing, so there is a mistake")
+
+
+def _check_start(config: object, launch: LaunchConfig, num_ranks: int, prog: str) -> None:
+    """Check the flags against the way in which this process was started."""
+    if not isinstance(config, RLRunConfig | PretrainRunConfig):
+        return
+    in_ray = launch.orchestrator == "ray"
+    mistakes = Mistakes()
+    with mistakes:
+        check_launch(launch, os.environ, prog)
+    with mistakes:
+        check_peer_folder(config, {} if in_ray else os.environ)
+    with mistakes:
+        if in_ray or "RANK" in os.environ:
+            _check_world_size(config, num_ranks, "Ray starts" if in_ray else "torchrun started")
+    mistakes.report()
 
 
 def _check_world_size(

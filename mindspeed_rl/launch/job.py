@@ -39,6 +39,12 @@ if TYPE_CHECKING:
 
 Plan_co = TypeVar("Plan_co", covariant=True)
 
+ONE_RANK = (
+    "--rl-dry-run: neither --rl-world-size nor WORLD_SIZE says how many ranks there are, so a run "
+    "of one rank is assumed; --rl-world-size N (nodes x ranks per node) predicts another"
+)
+"""What a dry run says that assumes the number of ranks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Job(Generic[Run, Plan_co]):
@@ -114,7 +120,7 @@ def predict(parsed: ParsedArguments[Any], environment: Mapping[str, str]) -> int
     if find_spec("numpy") is None:
         raise UsageError("--rl-dry-run needs the package numpy: pip install numpy")
     from mindspeed_rl.planning.dry_run import dry_run
-    from mindspeed_rl.planning.findings import world_size
+    from mindspeed_rl.planning.findings import asks_for_ranks, is_world_assumed, world_size
     from mindspeed_rl.planning.suggestions import plan_of
 
     config = parsed.config
@@ -123,11 +129,13 @@ def predict(parsed: ParsedArguments[Any], environment: Mapping[str, str]) -> int
     platform = machine_on(config).platform
     with mistakes:
         check_npu(config.ascend, config.parallel, platform)
+    assumed = (ONE_RANK,) if is_world_assumed(config, environment) else ()
     with mistakes:
         plan = plan_of(config, world_size(config, environment))
         check_engine(config, plan, platform)
-    mistakes.report()
+    mistakes.report(assumed if asks_for_ranks(config) else ())
     notes = [
+        *assumed,
         *flag_lines(parsed, plan, parsed.ignored),
         *experts_note(config.model, platform),
         phase_limits(config, plan, platform).line(),

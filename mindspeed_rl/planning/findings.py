@@ -71,20 +71,36 @@ class Findings:
 
 
 def world_size(config: TrainingRunConfig, environment: Mapping[str, str]) -> int:
-    """Return the number of ranks of the run that is predicted.
+    """Return the number of ranks of the run that is predicted; 1 where nothing gives it.
 
     Raises:
-        UsageError: Neither the flag nor the environment gives it.
+        UsageError: The environment gives what is no number of ranks.
     """
     if config.dry_run.rl_world_size:
         return config.dry_run.rl_world_size
-    given = environment.get("WORLD_SIZE", "")
+    given = environment.get("WORLD_SIZE", "1")
     if not given.isdecimal() or int(given) < 1:
         raise UsageError(
-            "--rl-dry-run needs the number of ranks: add --rl-world-size N (nodes x ranks per "
-            "node), or set WORLD_SIZE"
+            f"WORLD_SIZE={given}: must be the number of ranks, at least 1; mend the variable, or "
+            "add --rl-world-size N (nodes x ranks per node)"
         )
     return int(given)
+
+
+def is_world_assumed(config: TrainingRunConfig, environment: Mapping[str, str]) -> bool:
+    """Whether neither the flag nor the environment gives the number of ranks."""
+    return not config.dry_run.rl_world_size and "WORLD_SIZE" not in environment
+
+
+def asks_for_ranks(config: TrainingRunConfig) -> bool:
+    """Whether some parallel size is above 1, so that one rank is too few."""
+    parallel, sizes = config.parallel, [1]
+    if isinstance(config, RLRunConfig):
+        rollout = config.rollout
+        sizes = [rollout.rl_inference_tensor_model_parallel_size, rollout.rollout_dp]
+    sizes += [parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size]
+    sizes += [parallel.context_parallel_size, parallel.expert_model_parallel_size]
+    return max(sizes) > 1
 
 
 def find_out(config: TrainingRunConfig, world: int) -> Findings:

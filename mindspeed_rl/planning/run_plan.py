@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from mindspeed_rl.adapters.plan import check_adapters
@@ -17,26 +17,23 @@ from mindspeed_rl.config import (
     TrainingRunConfig,
 )
 from mindspeed_rl.config.architecture import check_architecture, model_config
-from mindspeed_rl.config.diagnostics import check_alarms, check_profiler, check_trackers
-from mindspeed_rl.config.environment import BUILT_IN_ENVIRONMENTS
 from mindspeed_rl.config.kernels import check_expert_modules, module_names
 from mindspeed_rl.config.layouts import engine_layout, training_layout
 from mindspeed_rl.config.needs import check_needs
-from mindspeed_rl.config.outputs import check_output_file, check_paths
-from mindspeed_rl.config.reward_spec import check_name
-from mindspeed_rl.config.rewards import check_rewards
-from mindspeed_rl.config.rl import eval_flag
+from mindspeed_rl.config.outputs import check_output_file
 from mindspeed_rl.config.rollout import EngineTuningConfig
-from mindspeed_rl.config.supervised import check_indexed_data
-from mindspeed_rl.config.training import CheckpointConfig, TrainConfig, check_recompute
-from mindspeed_rl.core.agents import AGENT_FLAG
-from mindspeed_rl.core.data_source import ALLOWED, DataSource
-from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.config.score import ScoreConfig
+from mindspeed_rl.config.training import CheckpointConfig, check_recompute, check_warmup
+from mindspeed_rl.core.errors import Mistakes, UsageError, check_each
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout, round_up
 from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.expert_placement.near_trainer import placed_near_trainer
-from mindspeed_rl.flag_checks.algorithms import check_algorithms
 from mindspeed_rl.flag_checks.reference_pass import check_reference_pass
+from mindspeed_rl.flag_checks.single_flags import (
+    check_rl_flags,
+    check_supervised_flags,
+    need_file,
+)
 from mindspeed_rl.models.hf_files import check_tokenizer_files, find_weights
 from mindspeed_rl.models.registry import spec_from_hf_config, value_spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec
@@ -166,18 +163,52 @@ def plan_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     Raises:
         UsageError: A flag is wrong; names it, its value, what is allowed and the fix.
     """
-    _check_rl_flags(config, world, files)
-    config.chat.check(config.prompts.apply_chat_template)
-    base = plan_training(config, world, files)
     limit = config.prompts.max_prompt_length + config.rollout.rollout_max_response_length
-    _check_rl_model(config, base.spec, limit, files)
-    engine = engine_layout(config.rollout, world)
-    batch = batch_arithmetic(config, base.parallel.dp)
-    rollout = engine_provider().layout(base.spec, engine, config.engine)
-    rollout = _with_placed_experts(config, base.megatron, rollout)
-    _check_rollout_share(batch, engine)
-    check_reference_pass(config, base.parallel, engine)
-    check_adapters(base.megatron, config.lora)
+    mistakes = Mistakes()
+    with mistakes:
+        engine_provider().check_options(config.engine_options)
+    with mistakes:
+        check_rl_flags(config, world, files=files)
+    with mistakes:
+        engine = engine_layout(config.rollout, world)
+    with mistakes:
+        base = plan_training(config, world, files, partial(_check_rl_model, config, limit, files))
+        batch = batch_arithmetic(config, base.parallel.dp)
+    with mistakes:
+        check_each(*(partial(model_config, *m, files=files) for m in _other_models(config)))
+    mistakes.report()
+    with mistakes:
+        rollout = engine_provider().layout(base.spec, engine, config.engine)
+        rollout = _with_placed_experts(config, base.megatron, rollout)
+    with mistakes:
+        _check_rollout_share(batch, engine)
+    with mistakes:
+        check_reference_pass(config, base.parallel, engine)
+    with mistakes:
+        check_adapters(base.megatron, config.lora)
+    with mistakes:
+        critic, reward_model, teachers = _other_layouts(config, base, world, files)
+    mistakes.report()
+    return RLPlan(
+        base.spec, base.parallel, base.megatron, engine, rollout, batch, limit, critic,
+        reward_model, teachers,
+    )  # fmt: skip
+
+
+def _other_models(config: RLRunConfig) -> list[tuple[str, str]]:
+    """Return the directories of models besides the policy, with the flags that name them."""
+    found = [
+        (config.critic.critic_hf_checkpoint if config.has_critic else "", "--critic-hf-checkpoint"),
+        (config.rewards.reward_model_hf_checkpoint, "--reward-model-hf-checkpoint"),
+        *((path, "--teacher-hf-checkpoint") for path in config.distillation.teachers.values()),
+    ]
+    return [(path, flag) for path, flag in found if path]
+
+
+def _other_layouts(
+    config: RLRunConfig, base: RunPlan, world: int, files: bool
+) -> tuple[MegatronLayout | None, MegatronLayout | None, dict[str, MegatronLayout]]:
+    """Return the layouts of the critic, the reward model and the teachers."""
     critic = reward_model = None
     if config.has_critic:
         source = (config.critic.critic_hf_checkpoint, "--critic-hf-checkpoint")
@@ -198,10 +229,7 @@ def plan_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     }
     if config.distillation.full:
         _check_equal_shards(base.megatron, teachers)
-    return RLPlan(
-        base.spec, base.parallel, base.megatron, engine, rollout, batch, limit, critic,
-        reward_model, teachers,
-    )  # fmt: skip
+    return critic, reward_model, teachers
 
 
 def _check_equal_shards(policy: MegatronLayout, teachers: Mapping[str, MegatronLayout]) -> None:
@@ -272,57 +300,31 @@ def check_engine(config: object, plan: object, platform: str) -> None:
         UsageError: A flag or the model is refused; names it, and what to use.
     """
     if isinstance(config, RLRunConfig) and isinstance(plan, RLPlan):
-        engine_provider().check_run(config, platform)
-        engine_provider().check_build(config, plan.rollout_layout, platform)
+        engine = engine_provider()
+        check_each(
+            partial(engine.check_run, config, platform),
+            partial(engine.check_build, config, plan.rollout_layout, platform),
+        )
 
 
-def _check_rl_flags(config: RLRunConfig, world: int, files: bool) -> None:
-    """Check what flags alone say, and with ``files`` the files that they name."""
-    engine_provider().check_options(config.engine_options)
-    check_algorithms(config)
-    _check_sampling(config)
-    if files:
-        if not config.benchmark.active:
-            for text in config.prompts.blend.prefixes or ("",):
-                _need_data("--prompt-data", text)
-        for name, text in config.prompts.eval_files.items():
-            _need_data(eval_flag(name), text)
-        check_paths(config)
-        check_trackers(config.trackers)
-    check_alarms(config.alarms, config.rewards, config.checkpoint)
-    check_profiler(config.profiler, world)
-    _check_dropout(config.model)
-    _check_steps(config.train, config.prompts.epochs, rl=True)
-    environment = config.environment.rl_environment
-    check_rewards(config.rewards, config.logging.phase_limit_s, config.partner, files=files)
-    if environment:
-        check_name("--rl-environment", environment, BUILT_IN_ENVIRONMENTS, files=files)
-    if config.agent.rl_agent:
-        check_name(AGENT_FLAG, config.agent.rl_agent, (), files=files)
-
-
-def _check_rl_model(config: RLRunConfig, spec: ModelSpec, limit: int, files: bool) -> None:
+def _check_rl_model(config: RLRunConfig, limit: int, files: bool, spec: ModelSpec) -> None:
     """Check the flags against the model; the longest sequence has ``limit`` tokens."""
+    checks: list[Callable[[], object]] = [
+        partial(_check_mtp, config.checkpoint, config.model, spec),
+        partial(_check_routing, config, spec),
+        partial(_check_length, limit, config, spec),
+        partial(_check_kv_cache, limit, config, spec),
+    ]
     if files:
-        _check_tokenizer(config.model)
-    _check_mtp(config.checkpoint, config.model, spec)
+        checks.append(partial(_check_tokenizer, config.model))
+    check_each(*checks)
+
+
+def _check_routing(config: RLRunConfig, spec: ModelSpec) -> None:
     if config.rl.rl_routing_replay != "none" and not spec.expert_layers:
         raise UsageError(
             f"--rl-routing-replay {config.rl.rl_routing_replay}: the model has no experts; "
             "remove it"
-        )
-    _check_length(limit, config, spec)
-    _check_kv_cache(limit, config, spec)
-
-
-def _check_sampling(config: RLRunConfig) -> None:
-    """Refuse sampling flags that change the distribution which the loss assumes."""
-    rl = config.rl
-    if rl.rl_default_top_p not in (0.0, 1.0) or rl.rl_default_top_k not in (0, -1):
-        raise UsageError(
-            f"--rl-default-top-p {rl.rl_default_top_p} --rl-default-top-k {rl.rl_default_top_k}: "
-            "truncated sampling renormalises the engine's log-probs and biases the update; "
-            "allowed: top-p 1, top-k -1"
         )
 
 
@@ -332,10 +334,25 @@ def plan_score(config: ScoreRunConfig, world: int) -> ScorePlan:
     Raises:
         UsageError: A flag is wrong; names it, its value, what is allowed and the fix.
     """
-    score = config.score
-    check_needs(config)
-    engine_provider().check_options(config.engine_options)
-    _need_file("--tokens", score.tokens, "an .npz file")
+    mistakes = Mistakes()
+    with mistakes:
+        check_needs(config)
+    with mistakes:
+        engine_provider().check_options(config.engine_options)
+    with mistakes:
+        need_file("--tokens", config.score.tokens, "an .npz file")
+    with mistakes:
+        _check_score_output(config.score)
+    with mistakes:
+        engine = engine_layout(config.rollout, world)
+    with mistakes:
+        base = plan_training(config, world)
+    mistakes.report()
+    rollout = engine_provider().layout(base.spec, engine, EngineTuningConfig())
+    return ScorePlan(base.spec, base.parallel, base.megatron, rollout)
+
+
+def _check_score_output(score: ScoreConfig) -> None:
     if not score.output:
         raise UsageError("--output is required: give the .npz file to write")
     check_output_file("--output", score.output)
@@ -344,10 +361,6 @@ def plan_score(config: ScoreRunConfig, world: int) -> ScorePlan:
             f"--temperature {score.temperature} with --backend engine: engines score prompts "
             "without temperature; allowed: 1"
         )
-    base = plan_training(config, world)
-    engine = engine_layout(config.rollout, world)
-    rollout = engine_provider().layout(base.spec, engine, EngineTuningConfig())
-    return ScorePlan(base.spec, base.parallel, base.megatron, rollout)
 
 
 def batch_arithmetic(config: RLRunConfig, dp: int) -> BatchArithmetic:
@@ -388,41 +401,39 @@ def plan_pretrain(config: PretrainRunConfig, world: int, *, files: bool = True) 
     Raises:
         UsageError: A flag is wrong; names it, its value, what is allowed and the fix.
     """
-    check_needs(config)
-    if files and config.sft.stage == "pretrain":
-        check_indexed_data(config.indexed, config.train.seq_length)
-    elif files:
-        _check_sft_data(config)
-    config.chat.check(config.sft.apply_chat_template)
-    _check_steps(config.train)
-    if files:
-        check_paths(config)
-        check_trackers(config.trackers)
-    check_profiler(config.profiler, world)
-    base = plan_training(config, world, files)
-    if files and config.sft.stage == "sft":
-        _check_tokenizer(config.model)
-    _check_mtp(config.checkpoint, config.model, base.spec)
-    if config.train.seq_length > base.spec.max_position_embeddings:
-        raise UsageError(
-            f"--seq-length {config.train.seq_length} exceeds the model's max_position_embeddings "
-            f"{base.spec.max_position_embeddings}; lower it"
-        )
-    if config.train.global_batch_size < 1 or config.train.global_batch_size % base.parallel.dp:
-        raise UsageError(
-            f"--global-batch-size {config.train.global_batch_size}: must be a positive multiple "
-            f"of the data-parallel size {base.parallel.dp}"
-        )
+    mistakes = Mistakes()
+    with mistakes:
+        check_needs(config)
+    with mistakes:
+        check_supervised_flags(config, world, files=files)
+    with mistakes:
+        base = plan_training(config, world, files, partial(_check_supervised_model, config, files))
+        _check_supervised_batch(config.train.global_batch_size, base.parallel.dp)
+    mistakes.report()
     return base
 
 
-def _check_sft_data(config: PretrainRunConfig) -> None:
-    if config.indexed.data_path and not config.sft.sft_data:
+def _check_supervised_model(config: PretrainRunConfig, files: bool, spec: ModelSpec) -> None:
+    """Check the flags against the model."""
+    checks: list[Callable[[], object]] = [
+        partial(_check_mtp, config.checkpoint, config.model, spec)
+    ]
+    if files and config.sft.stage == "sft":
+        checks.append(partial(_check_tokenizer, config.model))
+    check_each(*checks)
+    if config.train.seq_length > spec.max_position_embeddings:
         raise UsageError(
-            "--data-path without --stage pretrain: with --stage sft the data is --sft-data; add "
-            "one of the two"
+            f"--seq-length {config.train.seq_length} exceeds the model's max_position_embeddings "
+            f"{spec.max_position_embeddings}; lower it"
         )
-    _need_data("--sft-data", config.sft.sft_data)
+
+
+def _check_supervised_batch(samples: int, dp: int) -> None:
+    if samples < 1 or samples % dp:
+        raise UsageError(
+            f"--global-batch-size {samples}: must be a positive multiple of the data-parallel size "
+            f"{dp}"
+        )
 
 
 def _check_tokenizer(model: ModelConfig) -> None:
@@ -438,33 +449,6 @@ def _check_mtp(checkpoint: CheckpointConfig, model: ModelConfig, spec: ModelSpec
             f"--keep-mtp: {model.hf_checkpoint}/config.json has no multi-token-prediction layers "
             "(num_nextn_predict_layers); remove the flag"
         )
-
-
-def _check_steps(train: TrainConfig, epochs: float = 0.0, *, rl: bool = False) -> None:
-    if epochs and train.train_iters:
-        raise UsageError(
-            f"--epochs {epochs:g} and --train-iters {train.train_iters} exclude each other; give "
-            "one of them"
-        )
-    if train.train_iters < 1 and not epochs:
-        raise UsageError(
-            "--train-iters is required: give the number of steps, at least 1"
-            + (", or --epochs" if rl else "")
-        )
-
-
-def _check_dropout(model: ModelConfig) -> None:
-    """Refuse dropout in RL, because the engine samples without dropout."""
-    for name, rate in (
-        ("--hidden-dropout", model.hidden_dropout),
-        ("--attention-dropout", model.attention_dropout),
-    ):
-        if rate:
-            raise UsageError(
-                f"{name} {rate:g}: RL allows 0 only; the engine samples without dropout, so the "
-                "ratio and the trainer/engine mismatch would measure dropout instead of learning; "
-                "remove the flag"
-            )
 
 
 def _check_length(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
@@ -486,19 +470,6 @@ def _check_length(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
         )
 
 
-def _need_file(name: str, value: str, kind: str) -> None:
-    if not value:
-        raise UsageError(f"{name} is required: give {kind}")
-    if not Path(value).is_file():
-        raise UsageError(f"{name} {value}: no such file; give {kind}")
-
-
-def _need_data(name: str, value: str) -> None:
-    if not value:
-        raise UsageError(f"{name} is required: give {ALLOWED}")
-    DataSource.parse(value, name)
-
-
 def _check_kv_cache(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
     """Check that a sequence of ``limit`` tokens fits the cache, earlier than the engine does."""
     rollout = config.rollout
@@ -514,30 +485,43 @@ def _check_kv_cache(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
 
 
 def plan_training(
-    config: RLRunConfig | PretrainRunConfig | ScoreRunConfig, world: int, files: bool = True
+    config: RLRunConfig | PretrainRunConfig | ScoreRunConfig,
+    world: int,
+    files: bool = True,
+    check_spec: Callable[[ModelSpec], None] | None = None,
 ) -> RunPlan:
     """Plan the training layout of a model, with ``files`` also checking that weights exist.
 
+    Args:
+        config: Configuration of the run.
+        world: Number of ranks.
+        files: Whether the model's files must be complete.
+        check_spec: Further check of the flags against the model.
+
     Raises:
-        UsageError: A flag is wrong; names it, its value, what is allowed and the fix.
+        UsageError: Flags are wrong; each mistake names its flag, value, what is allowed, the fix.
     """
     model, parallel, train = config.model, config.parallel, config.train
-    if not model.hf_checkpoint:
-        raise UsageError("--hf-checkpoint is required: give a Hugging Face model directory")
-    if train.lr_warmup_iters and train.lr_warmup_fraction:
-        raise UsageError(
-            f"--lr-warmup-iters {train.lr_warmup_iters} and --lr-warmup-fraction "
-            f"{train.lr_warmup_fraction:g} exclude each other; give one of them"
-        )
-    check_recompute(train)
-    checkpoint = model.hf_checkpoint
-    spec = spec_from_hf_config(model_config(checkpoint, "--hf-checkpoint", files=files))
-    if files and not draws_weights(config):
-        find_weights(checkpoint)
-    check_architecture(model, spec, parallel.tensor_model_parallel_size)
-    gathers = spec.moe is not None and config.kernels.moe_token_dispatcher_type == "allgather"
-    check_hybrid_context(train, parallel, gathers=gathers)
-    megatron = _megatron_layout(model, parallel, spec, world)
+    checkpoint, mistakes = model.hf_checkpoint, Mistakes()
+    with mistakes:
+        check_warmup(train)
+    with mistakes:
+        check_recompute(train)
+    with mistakes:
+        spec = spec_from_hf_config(model_config(checkpoint, "--hf-checkpoint", files=files))
+        gathers = spec.moe is not None and config.kernels.moe_token_dispatcher_type == "allgather"
+        with mistakes:
+            check_hybrid_context(train, parallel, gathers=gathers)
+        with mistakes:
+            check_architecture(model, spec, parallel.tensor_model_parallel_size)
+        if check_spec is not None:
+            with mistakes:
+                check_spec(spec)
+        if files and not draws_weights(config):
+            with mistakes:
+                find_weights(checkpoint)
+        megatron = _megatron_layout(model, parallel, spec, world)
+    mistakes.report()
     return RunPlan(spec, megatron.parallel, megatron)
 
 

@@ -97,7 +97,7 @@ ROOMS: Mapping[str, Room] = {
     "launch": Room(
         (
             *("core", "compat", "config", "command_line", "models", "platforms", "engines"),
-            *("planning", "rewards", "diagnosis", "elastic", "checkpoint"),
+            *("flag_checks", "planning", "rewards", "diagnosis", "elastic", "checkpoint"),
         ),
         TORCH_DISTRIBUTED,
     ),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.compat.ascend_builds import check_dummy_batches, check_routed_experts
@@ -12,7 +13,7 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.architecture import model_config
 from mindspeed_rl.config.engine_options import as_flag
 from mindspeed_rl.config.rollout import EngineTuningConfig
-from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.errors import Mistakes, UsageError, check_each
 from mindspeed_rl.core.graph_sizes import even_graph_sizes
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.engines.vllm.arguments import check_host_tuning, host_arguments
@@ -84,11 +85,16 @@ class VllmProvider(EngineProvider):
         return ENVIRONMENT | ASCEND_ENVIRONMENT | level
 
     def check_options(self, options: Mapping[str, object]) -> None:
-        for name in options:
-            if reason := reserved_for(name):
-                raise UsageError(f"{as_flag(name)} is not available: {reason}; remove this flag")
-        check_option_types(options)
-        check_own_drafts(options)
+        reserved = {name: reason for name in options if (reason := reserved_for(name))}
+        mistakes = Mistakes(
+            f"{as_flag(name)} is not available: {reason}; remove this flag"
+            for name, reason in reserved.items()
+        )
+        with mistakes:
+            check_option_types({n: v for n, v in options.items() if n not in reserved})
+        with mistakes:
+            check_own_drafts(options)
+        mistakes.report()
 
     def layout(
         self, spec: ModelSpec, engine: EngineLayout, tuning: EngineTuningConfig
@@ -139,30 +145,15 @@ class VllmProvider(EngineProvider):
 
     def check_run(self, config: RLRunConfig, platform: str) -> None:
         """Refuse flags whose feature the installed engine lacks on the platform."""
-        row = CAPABILITIES[platform]
-        check_drafts(config, platform)
+        checks: list[Callable[[], object]] = [
+            partial(check, config, platform)
+            for check in (check_drafts, _check_rebalance, _check_placement, _check_routing)
+        ]
         if platform == "cuda":
-            check_runner(os.environ)
+            checks.append(partial(check_runner, os.environ))
         if platform == "npu" and config.rollout.rollout_dp > 1:
-            check_dummy_batches(config.engine.rollout_graph_mode)
-        if config.balance.rollout_rebalance == "all" and not row.seeded_draws:
-            raise UsageError(
-                f"--rollout-rebalance all: vLLM on {platform} is not known to draw the same "
-                "for a request that goes on in another engine; use waiting"
-            )
-        _check_placement(config, platform)
-        if config.rl.rl_routing_replay == "rollout":
-            if not row.routed_experts:
-                raise UsageError(
-                    f"--rl-routing-replay rollout: the experts that vLLM on {platform} chooses "
-                    "cannot be had from it; use trainer, or none"
-                )
-            if platform == "npu":
-                check_routed_experts(
-                    ep=config.rollout.rl_inference_expert_model_parallel_size,
-                    dp=config.rollout.rollout_dp,
-                    flashcomm=config.engine.rollout_flashcomm,
-                )
+            checks.append(partial(check_dummy_batches, config.engine.rollout_graph_mode))
+        check_each(*checks)
 
     def check_build(self, config: RLRunConfig, layout: RolloutLayout, platform: str) -> None:
         """Refuse what the backends of vLLM and vLLM-Ascend refuse, by the same functions."""
@@ -211,6 +202,30 @@ class VllmProvider(EngineProvider):
         from mindspeed_rl.engines.vllm.engine import VllmEngine
 
         return VllmEngine(settings, platform)
+
+
+def _check_rebalance(config: RLRunConfig, platform: str) -> None:
+    if config.balance.rollout_rebalance == "all" and not CAPABILITIES[platform].seeded_draws:
+        raise UsageError(
+            f"--rollout-rebalance all: vLLM on {platform} is not known to draw the same "
+            "for a request that goes on in another engine; use waiting"
+        )
+
+
+def _check_routing(config: RLRunConfig, platform: str) -> None:
+    """Refuse to take the experts from an engine that does not tell them."""
+    if config.rl.rl_routing_replay == "rollout":
+        if not CAPABILITIES[platform].routed_experts:
+            raise UsageError(
+                f"--rl-routing-replay rollout: the experts that vLLM on {platform} chooses "
+                "cannot be had from it; use trainer, or none"
+            )
+        if platform == "npu":
+            check_routed_experts(
+                ep=config.rollout.rl_inference_expert_model_parallel_size,
+                dp=config.rollout.rollout_dp,
+                flashcomm=config.engine.rollout_flashcomm,
+            )
 
 
 def _check_placement(config: RLRunConfig, platform: str) -> None:

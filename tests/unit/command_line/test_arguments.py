@@ -139,8 +139,9 @@ def test_engine_options_are_json_switches_or_text():
     argv = ["--vllm-block-size", "512", "--vllm_enable_prefix_caching=true", "--vllm-enforce-eager"]
     argv += ["--vllm-scheduling-policy", "fcfs", "--lr", "1", "--vllm-stream-interval", "-1"]
     argv += ["--vllm-compilation-config", '{"level": 0}', "--vllm-block-size", "8"]
-    rest, options = take_engine_options(argv)
+    rest, options, malformed = take_engine_options([*argv, "--vllm-a", "1", "2", "--vllm-=3"])
     assert rest == ["--lr", "1"]
+    assert [line.split()[0] for line in malformed] == ["--vllm-a", "--vllm-:"]
     assert options == {
         "block_size": 8,
         "enable_prefix_caching": True,
@@ -264,7 +265,7 @@ def inputs(tmp_path):
     [
         ("--prompt-data no.jsonl", ("--prompt-data no.jsonl", "no such file")),
         ("--prompt-dat x", ("unknown flag --prompt-dat", "--prompt-data")),
-        ("--num-experts 8", ("--num-experts 8", "model has no experts", "remove the flags")),
+        ("--num-experts 8", ("--num-experts 8", "model has no experts", "remove the flag")),
         ("--rl-world-size 2", ("--rl-world-size 2", "torchrun started 1 ranks")),
     ],
 )

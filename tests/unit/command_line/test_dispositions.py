@@ -9,6 +9,7 @@ from support.checked_runs import check_rl_run, write_inputs
 from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.command_line.dispositions import disposition_lines
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.metrics.telemetry import log_description
 
 FLAGS = (
@@ -87,8 +88,13 @@ def print_lines(*lines):
 
 def test_a_malformed_value_does_not_hide_what_is_refused():
     flags = [*FLAGS.split(), "--o2-optimizer", "--micro-batch-size", "x"]
-    with pytest.raises(ValueError, match=r"--o2-optimizer.*--micro-batch-size"):
+    flags += ["--lr", "y", "--bf16", "2", "--vllm-seed", "1", "2", "--rl-benchmark-lengths", "3"]
+    with pytest.raises(UsageError) as found:
         parse(RLRunConfig, flags, "test", keep_refused=True)
+    lines = found.value.mistakes
+    wanted = ["--nosuch", "--o2-optimizer", "--vllm-seed", "--micro-batch-size", "--lr", "--bf16"]
+    places = [next(i for i, line in enumerate(lines) if flag in line) for flag in wanted]
+    assert places == sorted(places) and len({*places}) == len(wanted)
 
 
 def test_flags_that_are_idle_on_the_device_are_counted_once():

@@ -40,13 +40,14 @@ def pairs(used):
 
 @pytest.mark.parametrize("text", ["--one", "--one --own 4", "--some", "--some --zero"])
 def test_missing_value_is_an_error(text):
-    with pytest.raises(ValueError, match=text.split()[0]):
-        sort(text)
+    (line,) = sort(text).malformed
+    assert line.startswith(f"{text.split()[0]} takes one ")
 
 
 def test_value_of_a_switch_is_an_error():
-    with pytest.raises(ValueError, match="--zero"):
-        sort("--zero=true")
+    use = sort("--zero=true --zero=false --own 4")
+    assert [line.split()[0] for line in use.malformed] == ["--zero", "--zero"]
+    assert use.own == [("--own", ["4"])]
 
 
 @pytest.mark.parametrize("text", ["--zero true", "--one a true", "--maybe a true", "--one=a true"])

@@ -19,7 +19,7 @@ OWN = {name for _, flags in own_flags(RLRunConfig) for flag in flags for name in
 
 
 def test_answers_name_flags_that_exist() -> None:
-    named = {flag for answer in synonyms().values() for flag in re.findall(r"--[a-z-]+", answer)}
+    named = {flag for answer in synonyms().values() for flag in re.findall(r"--[a-z0-9-]+", answer)}
     assert len(named) > 30
     assert named <= OWN
 
@@ -39,12 +39,26 @@ def test_no_name_has_two_answers() -> None:
         ("--num_generations=8", "--num-generations of other stacks; it is --grpo-group-size here"),
         ("--lora-dropout 0.1", "adapters have no dropout"),
         ("--use-lora", "--use-lora of other stacks; it is --lora-rank here"),
+        ("--deepspeed ds.json", "--deepspeed of other stacks; it has no counterpart, as Megatron"),
+        ("--finetuning_type lora", "--finetuning-type of other stacks; it is --lora-rank here"),
+        ("--enable_thinking false", "--chat-template-kwargs enable_thinking=false"),
+        (
+            "trainer.total_epochs=3",
+            "written --flag value here; --total-epochs is --epochs here",
+        ),
+        ("a.b=3", "a.b=3 is an override as in verl; flags are written --flag value here"),
         ("--learning-rat 1e-6", "unknown flag --learning-rat; "),
     ],
 )
 def test_the_message_of_an_unknown_flag(typed: str, told: str) -> None:
     with pytest.raises(UsageError, match=re.escape(told)):
         parse(RLRunConfig, typed.split(), "mindspeed_rl.train_rl")
+
+
+def test_what_a_published_script_says_of_thinking_is_what_happens() -> None:
+    said = ("--enable-thinking true", "--enable-thinking none")
+    words = [*" ".join(said).split(), "--lr", "1e-6"]
+    assert parse(RLRunConfig, words, "x").ignored == said
 
 
 def test_an_entry_names_only_flags_that_it_has() -> None:

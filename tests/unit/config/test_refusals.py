@@ -226,7 +226,7 @@ REFUSED = {
         --padded-vocab-size 384 -> --padded-vocab-size 384 but the model has 512
         --rotary-base 1000000.0 -> --rotary-base 1000000.0 but the model has 10000.0
         --norm-epsilon 1e-05 -> --norm-epsilon 1e-05 but the model has 1e-06
-        --num-layers 5 --hidden-size 64 -> --num-layers 5 & ; --hidden-size 64 & --hf-checkpoint
+        --num-layers 5 --hidden-size 64 -> --num-layers 5 & - --hidden-size 64 & --hf-checkpoint
         --num-layers 6 --noop-layers 2 -> --num-layers less --noop-layers = 5 & model has 4
         --num-layers 6 --noop-layers x -> --noop-layers x & 94,95
     """,
@@ -296,5 +296,5 @@ def test_a_mistake_is_refused_with_its_flag(check: str, row: str, folder: Path) 
     with pytest.raises(UsageError) as refused:
         CHECKS[check](folder, flags.replace("DIR", str(folder)))
     message = str(refused.value)
-    assert "\n" not in message
+    assert all("\n" not in line for line in refused.value.mistakes)
     assert [word for word in (words or flags).split(" & ") if word not in message] == [], message
