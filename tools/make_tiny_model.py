@@ -195,7 +195,8 @@ def build_tokenizer(corpus_texts: Iterable[str], vocab_size: int) -> PreTrainedT
     num_tokens = tokenizer.get_vocab_size()
     if num_tokens != vocab_size:
         raise UsageError(
-            f"--vocab-size {vocab_size}: the corpus gives only {num_tokens} tokens; give fewer"
+            f"--vocab-size {vocab_size}: the corpus gives {num_tokens} tokens; give fewer, and "
+            "--embedding-rows for a larger embedding"
         )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -303,22 +304,28 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--output", required=True, help="Directory to write.")
-    parser.add_argument("--family", choices=tuple(FAMILIES), default="qwen2")
+    parser.add_argument("--family", choices=tuple(FAMILIES), default="qwen2", help="Model.")
     notes = {"num_experts": "In families with experts.", "expert_ffn": "Of one expert.",
-             "vocab_size": "Odd: TP does not divide it."}  # fmt: skip
+             "vocab_size": "Tokens, some hundred at most. Odd: TP does not divide it.",
+             "hidden_size": "Channels of a token.", "num_layers": "Layers.",
+             "num_heads": "Query heads.", "num_kv_heads": "Key and value heads.",
+             "ffn": "Channels of a dense MLP."}  # fmt: skip
     for size, flag in _FLAGS.items():
         usual = getattr(TinySizes(), size)
         parser.add_argument(flag, dest=size, type=int, default=usual, help=notes.get(size))
-    parser.add_argument("--max-position-embeddings", type=int, default=256)
+    parser.add_argument("--max-position-embeddings", type=int, default=256, help="Tokens.")
     parser.add_argument(
-        "--embedding-rows", type=int, default=0, help="0: as many as the tokenizer has tokens."
+        "--embedding-rows",
+        type=int,
+        default=0,
+        help="Rows of embedding and head, as 151936 of Qwen2.5; 0: the tokens of the tokenizer.",
     )
     parser.add_argument("--tied", action="store_true", help="The embedding is the head as well.")
     parser.add_argument(
         "--no-weights", dest="weights", action="store_false",
         help="Write no weights: for --rl-benchmark-lengths.",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="Of the drawn weights.")
     args = vars(parser.parse_args())
     try:
         print(f"model: {write_tiny_model(args.pop('output'), **args)}")

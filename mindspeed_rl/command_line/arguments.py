@@ -222,14 +222,16 @@ def parse(
         print_for_pager(help_text(run_type, prog, topic))
         raise SystemExit(0)
     takes_options = "engine_options" in run_type.__dataclass_fields__
-    rest, engine_options, malformed = (
-        take_engine_options(argv) if takes_options else (list(argv), {}, [])
-    )
+    rest: list[str] = list(argv)
+    malformed: list[str] = []
+    engine_options: dict[str, object] = {}
+    if takes_options:
+        rest, engine_options, malformed = take_engine_options(argv)
     parser = build_parser(run_type, prog)
     off: frozenset[str] = frozenset()
     if run_type is RLRunConfig:
         rest, off = take_switched_off(rest)
-    use = _classified(run_type, rest, parser, foreign_flags())
+    use: ForeignUse = _classified(run_type, rest, parser, foreign_flags())
     refused: list[str] = _problems(use, run_type)
     if not keep_refused:
         refuse(refused)

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspeed_rl.core.agents import AgentConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.types import Prompt
+from mindspeed_rl.endpoint.answers import ModelTurn
 from mindspeed_rl.endpoint.history import ChatHistory, ChatPlace
 from mindspeed_rl.endpoint.requests import ApiError, ChatRequest
-from mindspeed_rl.endpoint.tasks import MODEL
+from mindspeed_rl.endpoint.tools import ToolCall, Tools, split_calls, text_pieces, why_no_tools
 from mindspeed_rl.endpoint.workers import AgentEnd
 from mindspeed_rl.environments import Failed, Observation
 from mindspeed_rl.environments.chat import TemplateRefusal, message_tokens, opening_tokens
@@ -45,12 +45,20 @@ class ConversationRules:
 
 
 @dataclass(frozen=True, slots=True)
-class _Said:
-    """A turn of the model: its number, the digest of what was asked, and the answer."""
+class SaidTurn:
+    """A turn of the model, and where it belongs.
+
+    Attributes:
+        turn: Its number, counted from 1.
+        asked: Digest of what was asked.
+        answer: The answer.
+        read: Number of the turn that the agent had read last before.
+    """
 
     turn: int
     asked: bytes
-    answer: dict[str, Any]
+    answer: ModelTurn
+    read: int
 
 
 @dataclass
@@ -76,7 +84,7 @@ class Conversation:
     end: Answer | None = None
     read: int = 0
     refused: bool = False
-    undelivered: _Said | None = None
+    undelivered: SaidTurn | None = None
     timer: asyncio.TimerHandle | None = None
 
 
@@ -100,6 +108,7 @@ class AgentConversations:
         self._answer = answer
         self._all: dict[int, Conversation] = {}
         self._noted: set[str] = set()
+        self._no_tools: str | None = None  # why the template has no tools; not yet looked at
 
     def __getitem__(self, number: int) -> Conversation:
         return self._all[number]
@@ -145,8 +154,8 @@ class AgentConversations:
 
     async def complete(
         self, conversation: Conversation, request: ChatRequest, is_connected: Callable[[], bool]
-    ) -> dict[str, Any]:
-        """Return the answer to a request; those of one conversation wait for each other.
+    ) -> SaidTurn:
+        """Return the turn that answers a request; those of one conversation wait for each other.
 
         Args:
             conversation: Conversation that the client's key stands for.
@@ -159,47 +168,83 @@ class AgentConversations:
         self._note_overridden(request)
         async with conversation.turn:
             _check_open(conversation)
-            place = conversation.history.find(request.messages)
+            self._check_tools(request)
+            place = conversation.history.find(request.messages, request.tools)
             undelivered, conversation.undelivered = conversation.undelivered, None
             if undelivered is not None and undelivered.asked == place.digest:
                 said = undelivered  # a client that asks again after it had gone
             else:
-                said = await self._turn(conversation, place, request.max_tokens)
+                said = await self._turn(conversation, place, request)
             if is_connected():
                 conversation.read = said.turn
             else:
                 conversation.undelivered = said
-            return said.answer
+            return said
+
+    def take_back(self, conversation: Conversation, said: SaidTurn) -> None:
+        """Take a turn back that its client was reading when the connection broke."""
+        if conversation.read == said.turn and conversation.undelivered is None:
+            conversation.read, conversation.undelivered = said.read, said
 
     async def _turn(
-        self, conversation: Conversation, place: ChatPlace, max_tokens: int | None
-    ) -> _Said:
+        self, conversation: Conversation, place: ChatPlace, request: ChatRequest
+    ) -> SaidTurn:
         history = conversation.history
-        heard = self._tokens(conversation, place)
+        heard = self._tokens(conversation, place, request.tools)
         before = history.length(place.behind) + len(heard)
         self._check_limits(conversation, before)
         if place.behind != len(history):
             self._note_branch(conversation, place)
         reply = conversation.reply = asyncio.get_running_loop().create_future()
-        self._give(conversation, Observation(heard, behind=place.behind, max_tokens=max_tokens))
+        most = request.max_tokens
+        self._give(conversation, Observation(heard, behind=place.behind, max_tokens=most))
         token_ids = await reply
         _check_open(conversation)
         cut = token_ids[-1] not in self._rules.stop_token_ids
         said = token_ids if cut else token_ids[:-1]
-        text = str(self._tokenizer.decode(list(said), skip_special_tokens=True))
-        history.add(place, before + len(token_ids), text, cut=cut)
-        asked = len(conversation.prompt.token_ids) + before
-        reason = "length" if cut else "stop"
-        answer = _completion(conversation, text, reason, asked, len(token_ids))
-        return _Said(len(history), place.digest, answer)
+        text, calls = self._decode(said), tuple[ToolCall, ...]()
+        pieces = text_pieces(self._decode, said) if request.stream else [text]
+        if request.tools and not cut:
+            text, calls = split_calls(text)
+            pieces = [text] if calls else pieces
+        history.add(
+            place, before + len(token_ids), text, [call.function for call in calls], cut=cut
+        )
+        answer = ModelTurn(
+            f"chatcmpl-{conversation.number}-{len(history)}",
+            tuple(piece for piece in pieces if piece),
+            calls,
+            cut,
+            asked=len(conversation.prompt.token_ids) + before,
+            said=len(token_ids),
+        )
+        return SaidTurn(len(history), place.digest, answer, conversation.read)
 
-    def _tokens(self, conversation: Conversation, place: ChatPlace) -> tuple[int, ...]:
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def _check_tools(self, request: ChatRequest) -> None:
+        """Refuse tools and calls with a chat template that has no place for them."""
+        if request.tools or any("tool_calls" in message for message in request.messages):
+            if self._no_tools is None:
+                self._no_tools = why_no_tools(self._tokenizer)
+            if self._no_tools:
+                raise ApiError(
+                    400,
+                    "unsupported_parameter",
+                    f"tools: {self._no_tools}; describe the tools in a message, and read the call "
+                    "in the text",
+                )
+
+    def _tokens(
+        self, conversation: Conversation, place: ChatPlace, tools: Tools
+    ) -> tuple[int, ...]:
         """Return the tokens that the new messages of a request are."""
         try:
             if place.behind:
                 cut = conversation.history.cut(place.behind)
                 return message_tokens(self._tokenizer, place.messages, cut=cut)
-            heard = opening_tokens(self._tokenizer, place.messages)
+            heard = opening_tokens(self._tokenizer, place.messages, tools)
         except (TemplateRefusal, UsageError) as error:
             raise ApiError(
                 400, "chat_template", f"messages: the model's chat template: {error}"
@@ -280,28 +325,3 @@ def _outcome(conversation: Conversation, how: AgentEnd) -> Answer:
     return Observation(
         done=True, reward=how.reward, behind=conversation.read, cut=conversation.refused
     )
-
-
-def _completion(
-    conversation: Conversation, text: str, finish_reason: str, asked: int, said: int
-) -> dict[str, Any]:
-    """Return an answer in the form of the OpenAI API."""
-    return {
-        "id": f"chatcmpl-{conversation.number}-{len(conversation.history)}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": MODEL,
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": text},
-                "logprobs": None,
-                "finish_reason": finish_reason,
-            }
-        ],
-        "usage": {
-            "prompt_tokens": asked,
-            "completion_tokens": said,
-            "total_tokens": asked + said,
-        },
-    }

@@ -48,26 +48,42 @@ class ChatHistory:
     def __len__(self) -> int:
         return len(self._turns)
 
-    def find(self, messages: Sequence[ChatMessage]) -> ChatPlace:
-        """Return the latest turn that the messages contain with all that came before it. Pure."""
-        digest, behind, read = _START, 0, 0
+    def find(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> ChatPlace:
+        """Return the latest turn that the messages contain with all that came before it. Pure.
+
+        Tools are a part of how a conversation begins, so other tools belong to no turn.
+        """
+        digest, behind, read = _chained(_START, {"tools": tools}) if tools else _START, 0, 0
         for number, message in enumerate(messages, start=1):
             digest = _chained(digest, message)
             if digest in self._known:
                 behind, read = self._known[digest], number
         return ChatPlace(behind, tuple(messages[read:]), digest)
 
-    def add(self, place: ChatPlace, length: int, text: str, *, cut: bool) -> None:
+    def add(
+        self,
+        place: ChatPlace,
+        length: int,
+        text: str,
+        calls: Sequence[Mapping[str, Any]] = (),
+        *,
+        cut: bool,
+    ) -> None:
         """Add the model's answer.
 
         Args:
             place: Where it was asked for.
             length: Tokens of the conversation up to its end, behind the prompt.
             text: Text of the answer, as the client gets it.
+            calls: Calls of tools behind it, each a function with its name and its arguments.
             cut: Whether it has no stop token.
         """
         self._turns.append(_Turn(length, cut))
-        said = {"role": "assistant", "content": text}
+        said: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            said["tool_calls"] = [{"type": "function", "function": call} for call in calls]
         self._known[_chained(place.digest, said)] = len(self._turns)
 
     def length(self, turn: int) -> int:
@@ -80,5 +96,7 @@ class ChatHistory:
 
 
 def _chained(digest: bytes, message: ChatMessage) -> bytes:
+    if calls := message.get("tool_calls"):  # their names are for the answers, not the model's words
+        message = {**message, "tool_calls": [{**call, "id": ""} for call in calls]}
     text = json.dumps(message, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.blake2b(digest + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

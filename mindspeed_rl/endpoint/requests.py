@@ -40,11 +40,17 @@ class ChatRequest:
             content is text.
         max_tokens: Most tokens that the client wants; ``None``: no limit of its own.
         overridden: Settings of sampling in the request that are those of the run instead.
+        tools: Tools for the chat template.
+        stream: Whether the answer comes as events.
+        usage: Whether the last event has the numbers of tokens.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     max_tokens: int | None
     overridden: tuple[str, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    stream: bool = False
+    usage: bool = False
 
 
 # Sampling is the run's: log-probs of another distribution could not be trained on.
@@ -52,18 +58,16 @@ _OF_THE_RUN = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
 _WITHOUT_EFFECT = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("parallel_tool_calls", "stream_options"),
+        "parallel_tool_calls",
     }
 )
 # Values with which a field asks for nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "stream": (False,),
     "n": (1,),
     "logprobs": (False,),
     "top_logprobs": (0,),
     "stop": ([], ""),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
+    "tool_choice": ("auto",),
     "functions": ([],),
     "response_format": ({"type": "text"},),
     "presence_penalty": (0,),
@@ -73,15 +77,24 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
 }
 _FIX = {
-    "stream": "the answer comes whole; leave stream out",
     "n": "a turn has one answer; ask again for another, which begins a branch",
     "logprobs": "leave it out; the trainer has them",
     "stop": "a turn ends with the model's own stop token; cut the text in the agent, or leave it",
-    "tools": "tool calls are not parsed; describe the tools in a message and read the call in the "
-    "text",
+    "tool_choice": "the model decides whether it calls a tool: decoding is not constrained; leave "
+    "it out, and the tools as well for a turn without",
     "response_format": "decoding is not constrained, which would change the distribution",
 }
-_READ = frozenset({"model", "messages", "max_tokens", "max_completion_tokens"})
+_READ = frozenset(
+    {
+        "model",
+        "messages",
+        "max_tokens",
+        "max_completion_tokens",
+        "tools",
+        "stream",
+        "stream_options",
+    }
+)
 
 
 def parse_request(body: bytes) -> ChatRequest:
@@ -111,7 +124,49 @@ def parse_request(body: bytes) -> ChatRequest:
         messages=_messages(given.get("messages")),
         max_tokens=_max_tokens(given),
         overridden=tuple(sorted(given.keys() & _OF_THE_RUN)),
+        tools=_tools(given.get("tools", [])),
+        stream=_switch("stream", given.get("stream", False)),
+        usage=_usage(given.get("stream_options", {})),
     )
+
+
+def _switch(name: str, given: Any) -> bool:
+    if not isinstance(given, bool):
+        raise ApiError(400, "invalid_value", f"{name} {json.dumps(given)[:80]}: give true or false")
+    return given
+
+
+def _usage(given: Any) -> bool:
+    if not isinstance(given, dict):
+        raise ApiError(400, "invalid_value", "stream_options: give an object")
+    if others := sorted(given.keys() - {"include_usage", "include_obfuscation"}):
+        raise ApiError(
+            400, "unsupported_parameter", f"stream_options: {others[0]} is not known; leave it out"
+        )
+    return _switch("stream_options.include_usage", given.get("include_usage", False))
+
+
+def _tools(given: Any) -> tuple[Mapping[str, Any], ...]:
+    if not isinstance(given, list):
+        raise ApiError(400, "invalid_value", "tools: give a list")
+    for number, tool in enumerate(given):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type") != "function":
+            raise ApiError(
+                400,
+                "invalid_value",
+                f'tools[{number}]: give {{"type": "function", "function": {{...}}}}; other tools '
+                "are not served",
+            )
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise ApiError(400, "invalid_value", f"tools[{number}]: its function needs a name")
+        if function.get("strict"):
+            raise ApiError(
+                400,
+                "unsupported_parameter",
+                f"tools[{number}]: strict: decoding is not constrained; leave it out",
+            )
+    return tuple(given)
 
 
 def _max_tokens(given: Mapping[str, Any]) -> int | None:
@@ -149,9 +204,31 @@ def _message(number: int, given: Any) -> Mapping[str, Any]:
         content = ""
     if not isinstance(content, str):
         raise ApiError(400, "invalid_value", f"{where}: content must be text or parts of text")
-    if "tool_calls" in kept or "function_call" in kept:
-        raise ApiError(400, "unsupported_parameter", f"{where}: {_FIX['tools']}")
+    if "function_call" in kept:
+        raise ApiError(400, "unsupported_parameter", f"{where}: function_call: use tool_calls")
+    if "tool_calls" in kept:
+        if given["role"] != "assistant" or not isinstance(kept["tool_calls"], list):
+            raise ApiError(400, "invalid_value", f"{where}: tool_calls: a list of the assistant's")
+        kept["tool_calls"] = [
+            _tool_call(f"{where}.tool_calls[{i}]", one) for i, one in enumerate(kept["tool_calls"])
+        ]
     return {**kept, "content": content}
+
+
+def _tool_call(where: str, given: Any) -> Mapping[str, Any]:
+    """Return a call with its arguments as an object, as chat templates read it."""
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ApiError(400, "invalid_value", f"{where}: give a function with name and arguments")
+    arguments = function.get("arguments")
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ApiError(400, "invalid_value", f"{where}: arguments: give a JSON object as text")
+    found = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return found | ({"id": given["id"]} if isinstance(given.get("id"), str) else {})
 
 
 def _part(where: str, part: Any) -> str:

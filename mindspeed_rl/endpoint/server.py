@@ -14,6 +14,7 @@ from mindspeed_rl.endpoint.tasks import MODEL
 
 MAX_BODY_BYTES = 2**26
 _SEPARATOR = "."
+_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 
 class Gate:
@@ -72,11 +73,21 @@ def make_app(gate: Gate, conversations: AgentConversations) -> web.Application:
         one = {"id": MODEL, "object": "model", "created": 0, "owned_by": "mindspeed_rl"}
         return web.json_response({"object": "list", "data": [one]})
 
-    async def chat(request: web.Request) -> web.Response:
+    async def chat(request: web.Request) -> web.StreamResponse:
         conversation = gate.conversation(request)
         asked = parse_request(await request.read())
-        answer = await conversations.complete(conversation, asked, _connection(request))
-        return web.json_response(answer)
+        said = await conversations.complete(conversation, asked, _connection(request))
+        if not asked.stream:
+            return web.json_response(said.answer.completion())
+        response = web.StreamResponse(headers=_STREAM)
+        try:
+            await response.prepare(request)
+            for event in said.answer.events(usage=asked.usage):
+                await response.write(event)
+            await response.write_eof()
+        except ConnectionError:  # the client has gone; it may ask again
+            conversations.take_back(conversation, said)
+        return response
 
     app = web.Application(middlewares=[_errors], client_max_size=MAX_BODY_BYTES)
     app.router.add_get("/v1/models", models)

@@ -67,19 +67,38 @@ def message_tokens(
 
 
 def opening_tokens(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[int, ...]:
     """Return the tokens of messages that a conversation begins with, and the opening of a turn.
+
+    Args:
+        tokenizer: Tokenizer with the chat template.
+        messages: What was said.
+        tools: Tools that the template shows to the model.
 
     Raises:
         TemplateRefusal: the template refuses the messages.
         UsageError: the tokenizer has no chat template.
     """
-    return _encoded(tokenizer, rendered(tokenizer, messages))
+    return _encoded(tokenizer, rendered(tokenizer, messages, tools))
 
 
-def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return messages and the opening of the model's turn as the chat template has them.
+def rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    opened: bool = True,
+) -> str:
+    """Return messages as the chat template has them.
+
+    Args:
+        tokenizer: Tokenizer with the chat template.
+        messages: What was said.
+        tools: Tools that the template shows to the model.
+        opened: Whether the opening of the model's turn follows.
 
     Raises:
         TemplateRefusal: the template refuses the messages.
@@ -90,10 +109,11 @@ def rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str,
             f"tokenizer {tokenizer.name_or_path!r} has no chat template, which a conversation of "
             "several turns needs; give --tokenizer-name-or-path of one that has"
         )
+    more: dict[str, Any] = {"tools": [dict(tool) for tool in tools]} if tools else {}
     try:
         return str(
             tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
+                list(messages), tokenize=False, add_generation_prompt=opened, **more
             )
         )
     except Exception as error:  # a template can fail in any way that an expression can

@@ -223,7 +223,10 @@ def read_hf_config(
             if or_file
             else "a directory that holds config.json, the tokenizer and safetensors weights"
         )
-        raise UsageError(f"{flag} {checkpoint}: {path} is missing; give {wanted}") from None
+        what = f"{path} is missing"
+        if Path(checkpoint).is_file():
+            what, wanted = "is a file", f"its folder, {wanted.removeprefix('a config.json, or ')}"
+        raise UsageError(f"{flag} {checkpoint}: {what}; give {wanted}") from None
     except OSError as error:
         raise UsageError(f"{flag} {checkpoint}: {path}: {why_unreadable(path, error)}") from error
     except UnicodeDecodeError as error:

@@ -10,12 +10,13 @@ from faults.planting import Fault, gives, skipped, takes
 
 _AGENTS = "tests/unit/endpoint/test_agents.py::"
 _EXACT = _AGENTS + "test_the_sampled_tokens_are_trained_on_and_nothing_else"
+_TOOLS = "tests/unit/endpoint/test_tools.py::"
 _EPISODES = "tests/unit/generation/test_episodes.py::test_a_branch_has_the_tokens_that_lead_to_it"
 
 
 def _from_the_start(original: Callable[..., Any]) -> Callable[..., Any]:
-    def changed(self: Any, messages: Any) -> Any:
-        return replace(original(self, messages), behind=0, messages=tuple(messages))
+    def changed(self: Any, messages: Any, *tools: Any) -> Any:
+        return replace(original(self, messages, *tools), behind=0, messages=tuple(messages))
 
     return changed
 
@@ -38,6 +39,14 @@ AGENTS = (
     Fault("text-of-the-model-is-tokenised-again",
           "mindspeed_rl.endpoint.history:ChatHistory.find", _from_the_start, _EXACT,
           "Tokens would be trained on that nobody sampled, and those sampled would not."),
+    Fault("a-turn-with-calls-is-rendered-again",
+          "mindspeed_rl.endpoint.history:ChatHistory.add", takes(calls=lambda calls: ()),
+          _TOOLS + "test_the_openai_client_streams_and_calls_tools_on_the_sampled_tokens",
+          "The blanks and the order of a template would be trained on, not those sampled."),
+    Fault("other-tools-are-the-same-conversation",
+          "mindspeed_rl.endpoint.history:ChatHistory.find", takes(tools=lambda tools: ()),
+          _TOOLS + "test_other_tools_begin_another_branch_and_the_same_do_not",
+          "The model would be asked for tools that it was never shown."),
     Fault("an-edited-turn-is-the-models-own",
           "mindspeed_rl.endpoint.history:_chained",
           takes(message=lambda message: {"role": message["role"]}),

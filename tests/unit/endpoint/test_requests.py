@@ -25,6 +25,17 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
     assert found == ChatRequest(tuple(MESSAGES), None, ())
 
 
+def test_streams_and_tools_are_read_with_arguments_as_objects() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    given = [{"role": "assistant", "content": None, "tool_calls": [call]}, *MESSAGES]
+    options = {"include_usage": True}
+    found = parsed(stream=True, stream_options=options, tools=[tool], messages=given)
+    assert (found.stream, found.usage, found.tools) == (True, True, (tool,))
+    read = {**call, "function": {"name": "f", "arguments": {"a": 1}}}
+    assert found.messages[0] == {"role": "assistant", "content": "", "tool_calls": [read]}
+
+
 def test_settings_of_sampling_are_the_runs_and_named() -> None:
     assert parsed(temperature=0.2, top_p=0.9).overridden == ("temperature", "top_p")
 
@@ -62,11 +73,24 @@ def test_messages_are_what_the_template_reads() -> None:
     ("fields", "status", "code", "told"),
     [
         ({"model": "gpt"}, 404, "model_not_found", "'gpt': this endpoint has 'policy'"),
-        ({"stream": True}, 400, "unsupported_parameter", "stream true: .* whole"),
+        ({"stream": 1}, 400, "invalid_value", "stream 1: give true or false"),
+        ({"stream_options": {"x": 1}}, 400, "unsupported_parameter", "stream_options: x"),
         ({"n": 2}, 400, "unsupported_parameter", "n 2: a turn has one answer"),
         ({"logprobs": True}, 400, "unsupported_parameter", "the trainer has them"),
         ({"stop": ["\n"]}, 400, "unsupported_parameter", "own stop token"),
-        ({"tools": [{"type": "function"}]}, 400, "unsupported_parameter", "describe the tools"),
+        ({"tools": {}}, 400, "invalid_value", "tools: give a list"),
+        ({"tools": [{"type": "function"}]}, 400, "invalid_value", r"tools\[0\]: give"),
+        ({"tools": [{"type": "web_search"}]}, 400, "invalid_value", r"tools\[0\]: .* not served"),
+        (
+            {"tools": [{"type": "function", "function": {"parameters": {}}}]},
+            400, "invalid_value", r"tools\[0\]: .* name",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+            400, "unsupported_parameter", "strict: decoding is not constrained",
+        ),
+        ({"tool_choice": "required"}, 400, "unsupported_parameter", "tool_choice .* constrained"),
+        ({"tool_choice": "none"}, 400, "unsupported_parameter", "tool_choice .* tools as well"),
         ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "constrained"),
         ({"beam_width": 3}, 400, "unsupported_parameter", "beam_width 3: .* leave it out"),
         ({"messages": []}, 400, "invalid_value", "at least one message"),
@@ -83,7 +107,20 @@ def test_messages_are_what_the_template_reads() -> None:
         ),
         (
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}, *MESSAGES]},
-            400, "unsupported_parameter", r"messages\[0\]: tool calls",
+            400, "invalid_value", r"messages\[0\].tool_calls\[0\]: give a function",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "", "tool_calls": [1]}]},
+            400, "invalid_value", r"messages\[0\]: tool_calls: .* assistant",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [
+                {"function": {"name": "f", "arguments": "[1]"}}]}, *MESSAGES]},
+            400, "invalid_value", "arguments: give a JSON object",
+        ),
+        (
+            {"messages": [{"role": "assistant", "function_call": {"name": "f"}}, *MESSAGES]},
+            400, "unsupported_parameter", "use tool_calls",
         ),
         ({"max_tokens": 0}, 400, "invalid_value", "max_tokens 0: give a positive integer"),
         ({"max_tokens": True}, 400, "invalid_value", "positive integer"),
