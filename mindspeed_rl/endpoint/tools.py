@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_MAX_BYTES = 4  # of a character, and so the most tokens that have a part of one
 Tools = Sequence[Mapping[str, Any]]
 
 
@@ -119,12 +120,13 @@ def text_pieces(decode: Callable[[list[int]], str], token_ids: Sequence[int]) ->
     for end in range(1, len(token_ids) + 1):
         known = decode(list(token_ids[begin:read]))
         now = decode(list(token_ids[begin:end]))
-        if now.endswith("\ufffd") or not now.startswith(known):
-            continue
+        if now.endswith("\ufffd") and end - read < _MAX_BYTES:
+            continue  # a character may go on in the next token
+        if not now.startswith(known):
+            break
         pieces.append(now[len(known) :])
         begin, read = read, end
-    whole = decode(list(token_ids))
-    joined = "".join(pieces)
-    if whole.startswith(joined):
-        return [piece for piece in [*pieces, whole[len(joined) :]] if piece]
-    return [whole]
+    whole, joined = decode(list(token_ids)), "".join(pieces)
+    if not whole.startswith(joined):  # bytes that are no text
+        pieces, joined = [], ""
+    return [piece for piece in [*pieces, whole[len(joined) :]] if piece]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 
 from mindspeed_rl.metrics.names import RESPONSE_LENGTH, REWARD
@@ -17,6 +18,8 @@ def sample_metrics(
     lengths = [s.num_tokens for s in samples]
     values = {
         REWARD: sum(known) / max(1, len(known)),
+        "reward/std": spread(known),
+        "reward/group_std": _mean_spread(samples, group_size),
         "reward/max": max(known, default=math.nan),
         "reward/min": min(known, default=math.nan),
         "reward/abstained": float(len(samples) - len(known)),
@@ -39,6 +42,19 @@ def quantiles(prefix: str, values: Sequence[float]) -> dict[str, float]:
     ordered = sorted(values)
     places = {q: max(0, math.ceil(len(ordered) * q / 100) - 1) for q in (10, 50, 90)}
     return {f"{prefix}p{q}": float(ordered[i]) if ordered else math.nan for q, i in places.items()}
+
+
+def spread(values: Sequence[float]) -> float:
+    """Return the standard deviation of values, divided by their number; NaN without values."""
+    return statistics.pstdev(values) if values else math.nan
+
+
+def _mean_spread(samples: Sequence[RolloutInfo], group_size: int) -> float:
+    """Return the mean over groups of the spread of a group's rewards; NaN where none has two."""
+    groups = [samples[i : i + group_size] for i in range(0, len(samples), group_size)]
+    known = [[s.reward for s in group if not math.isnan(s.reward)] for group in groups]
+    found = [spread(rewards) for rewards in known if len(rewards) > 1]
+    return sum(found) / len(found) if found else math.nan
 
 
 def _degenerate(samples: Sequence[RolloutInfo], group_size: int) -> float:

@@ -131,6 +131,8 @@ def test_rewards_and_lengths_of_a_step(tmp_path: Path) -> None:
     samples = [sample(i, r) for i, r in enumerate((1.0, math.nan, 0.0, 0.5, 0.5, 0.5))]
     assert sample_metrics(samples, ("format",), 3) == {
         "reward/mean": 0.5,
+        "reward/std": math.sqrt(0.1),
+        "reward/group_std": 0.25,  # of 1 and 0, and of three that are equal
         "reward/max": 1.0,
         "reward/min": 0.0,
         "reward/abstained": 1.0,
