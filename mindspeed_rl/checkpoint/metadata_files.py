@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
-import sys
 from contextlib import AbstractContextManager
 from dataclasses import is_dataclass
 from enum import Enum
@@ -30,16 +29,6 @@ _NAMES = {
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
 }
-
-_ENUMS = "megatron.core.transformer.enums"
-_ENUM_NAMES = (
-    "AttnBackend",
-    "AttnMaskType",
-    "AttnType",
-    "CudaGraphScope",
-    "LayerType",
-    "ModelType",
-)
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -99,7 +88,7 @@ def problem_of_metadata(folder: Path) -> str:
         if kind.get("sharded_backend") != "torch_dist":
             return f"{FORMAT_FILE} names the format {kind.get('sharded_backend')!r}"
         index = read_index(folder / INDEX)
-        with known_arguments():
+        with known_arguments(folder):
             torch.load(folder / COMMON, map_location="cpu", weights_only=True)
         files = {str(info.relative_path) for info in index.storage_data.values()}
     except FileNotFoundError as error:
@@ -110,19 +99,19 @@ def problem_of_metadata(folder: Path) -> str:
     return f"{lost[0]}, which {INDEX} names, is missing" if lost else ""
 
 
-def known_arguments() -> AbstractContextManager[None]:
-    """Let ``torch.load`` build, in this block, a run's arguments as Megatron-LM saves them.
+def known_arguments(folder: Path) -> AbstractContextManager[None]:
+    """Let ``torch.load`` build, in this block, a run's arguments as Megatron-LM saves them. Local.
 
-    These are plain values by their names, some of them megatron-core's enumerations. Where
-    megatron-core is not imported, as in the doctor, their values take the place of those.
+    These are plain values by their names. Where Megatron's own classes are named, such as those of
+    its enumerations, what they are made of takes their place, and none of them is called.
     """
-    kinds = vars(sys.modules[_ENUMS]) if _ENUMS in sys.modules else {}
-    known = [(kinds.get(name, _value), f"{_ENUMS}.{name}") for name in _ENUM_NAMES]
-    return torch.serialization.safe_globals([argparse.Namespace, SimpleNamespace, *known])
+    named = torch.serialization.get_unsafe_globals_in_checkpoint(folder / COMMON)
+    inert = [(_value, name) for name in named if name.startswith("megatron.")]
+    return torch.serialization.safe_globals([argparse.Namespace, SimpleNamespace, *inert])
 
 
-def _value(value: object) -> object:
-    return value
+def _value(*values: object) -> tuple[object, ...]:
+    return values
 
 
 def has_arguments(folder: Path) -> bool:

@@ -96,7 +96,7 @@ def threads_for(num_bytes: int) -> int:
 
 
 @contextmanager
-def plain_objects_only() -> Iterator[None]:
+def plain_objects_only(folder: Path) -> Iterator[None]:
     """Make ``torch.load`` refuse, in this block, to build objects that could run code.
 
     Libraries ask for more than they need. What this project saves are tensors and plain types; a
@@ -105,7 +105,7 @@ def plain_objects_only() -> Iterator[None]:
     before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
     os.environ[_FORCE] = "1"
     try:
-        with known_arguments():
+        with known_arguments(folder):
             yield
     finally:
         del os.environ[_FORCE]

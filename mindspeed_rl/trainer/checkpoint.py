@@ -326,7 +326,7 @@ def _load_tensors(
         for place, part in leaves(wanted)
         if isinstance(part, ShardedTensor)
     }
-    with plain_objects_only():
+    with plain_objects_only(path):
         state = with_own_groups(dist_checkpointing.load(wanted, str(path), strategy))
     loaded = (
         (names.get(place) or ".".join(map(str, place)), value)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mindspeed_rl.core.shared_memory import check_shared_memory
 from mindspeed_rl.engines.vllm.arguments import check_host_tuning, host_arguments
 from mindspeed_rl.engines.vllm.backend import ROUTING_STRATEGY, EngineParts
 from mindspeed_rl.engines.vllm.capabilities import check_model_support
@@ -62,7 +63,7 @@ class HostBackend:
             expert_parallel.apply()
         if engine.tp > 1 and os.environ.get("LOCAL_RANK", "0") == "0":  # before any rank builds
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", engine.tp))
-            shared_memory_names.check_space(ranks, engine.tp)
+            check_shared_memory(ranks, engine.tp)
         shared_memory_names.name_segments()
         packed = engine.dp > 1 and self._tuning.rollout_dp_sync != "engine"
         return step_sync.apply(self._platform.name) if packed else None

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rl.core import owned_folders
+from mindspeed_rl.core import owned_folders, shared_memory
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.engines.vllm.patches import shared_memory_names
 
@@ -32,12 +32,12 @@ def test_too_little_room_is_refused_with_both_sizes(
 ) -> None:
     for free, fits in ((90 * MIB, True), (69 * MIB, False)):
         disk: Any = lambda path, free=free: SimpleNamespace(free=free)  # noqa: E731
-        monkeypatch.setattr(shared_memory_names.shutil, "disk_usage", disk)
+        monkeypatch.setattr(shared_memory.shutil, "disk_usage", disk)
         if fits:
-            shared_memory_names.check_space(4, 2)
+            shared_memory.check_shared_memory(4, 2)
         else:
             with pytest.raises(UsageError, match=r"--rollout-tp 2: .*need 70 MiB.*69 MiB are free"):
-                shared_memory_names.check_space(4, 2)
+                shared_memory.check_shared_memory(4, 2)
 
 
 OWNER = """

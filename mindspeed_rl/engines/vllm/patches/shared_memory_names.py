@@ -10,7 +10,6 @@ removes them. Segments of CPU engines lose their names as soon as all ranks have
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,14 +18,11 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed_rl.core import owned_folders
-from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.patching import Patch, apply_patch
 from mindspeed_rl.parallel.small_collectives import gather_objects
 
 _SHARED_MEMORY = Path(owned_folders.SHARED_MEMORY)
 _KEYS: list[str] = []
-# Segments of a rank for the sums of tensor parallelism, and of an engine for messages of vLLM.
-_RANK_BYTES, _QUEUE_BYTES = 5 << 20, 25 << 20
 _NAME, _SUMS = "engine", "sums-"
 # Where vLLM makes its sockets.
 SOCKETS = "VLLM_RPC_BASE_PATH"
@@ -91,26 +87,6 @@ def _with_key(original: Callable[..., str]) -> Callable[..., str]:
         return owned_folders.segment_name(_KEYS[0], _SUMS + original(communicator).replace("/", ""))
 
     return make_group_name
-
-
-def check_space(num_ranks: int, tp: int) -> None:
-    """Check that shared memory has room for the engines of this node. Local.
-
-    Args:
-        num_ranks: Number of ranks on this node.
-        tp: Number of ranks of an engine that share each layer.
-
-    Raises:
-        UsageError: It has less; without this check a rank would be killed by SIGBUS.
-    """
-    needed = num_ranks * _RANK_BYTES + -(-num_ranks // tp) * _QUEUE_BYTES
-    free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0
-    if free < needed:
-        raise UsageError(
-            f"--rollout-tp {tp}: engines of this node share memory through {_SHARED_MEMORY} and "
-            f"need {needed / 2**20:.0f} MiB of it, {free / 2**20:.0f} MiB are free; start the "
-            "container with a larger --shm-size, or end what fills it"
-        )
 
 
 def unlink() -> None:
