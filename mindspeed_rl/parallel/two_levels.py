@@ -83,9 +83,7 @@ def gather_in_two_levels(
     table[rank] = values
     for step in steps_of(rank, world, group_ranks):
         operations = [
-            dist.P2POp(
-                kind, table[move.rows.start : move.rows.stop], _global(move.peer, group), group
-            )
+            dist.P2POp(kind, _rows(table, move.rows), _global(move.peer, group), group)
             for kind, moves in ((dist.irecv, step.receives), (dist.isend, step.sends))
             for move in moves
         ]
