@@ -64,16 +64,16 @@ class Mistakes:
             UsageError: There were; it has each of them once.
         """
         if self._found:
-            refuse(dict.fromkeys([*first, *self._found]))
+            refuse([*first, *self._found])
 
 
 def refuse(mistakes: Iterable[str]) -> None:
     """Raise all of these mistakes as one error; nothing where there are none.
 
     Raises:
-        UsageError: There are some.
+        UsageError: There are some; it has each of them once.
     """
-    if found := tuple(mistakes):
+    if found := tuple(dict.fromkeys(mistakes)):
         raise UsageError(*found)
 
 

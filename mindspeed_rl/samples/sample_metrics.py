@@ -19,7 +19,7 @@ def sample_metrics(
     values = {
         REWARD: sum(known) / max(1, len(known)),
         "reward/std": spread(known),
-        "reward/group_std": _mean_spread(samples, group_size),
+        **_mean_spread(samples, group_size),
         "reward/max": max(known, default=math.nan),
         "reward/min": min(known, default=math.nan),
         "reward/abstained": float(len(samples) - len(known)),
@@ -49,12 +49,12 @@ def spread(values: Sequence[float]) -> float:
     return statistics.pstdev(values) if values else math.nan
 
 
-def _mean_spread(samples: Sequence[RolloutInfo], group_size: int) -> float:
-    """Return the mean over groups of the spread of a group's rewards; NaN where none has two."""
+def _mean_spread(samples: Sequence[RolloutInfo], group_size: int) -> dict[str, float]:
+    """Return the mean over groups of the spread of a group's rewards; nothing if none has two."""
     groups = [samples[i : i + group_size] for i in range(0, len(samples), group_size)]
     known = [[s.reward for s in group if not math.isnan(s.reward)] for group in groups]
     found = [spread(rewards) for rewards in known if len(rewards) > 1]
-    return sum(found) / len(found) if found else math.nan
+    return {"reward/group_std": sum(found) / len(found)} if found else {}
 
 
 def _degenerate(samples: Sequence[RolloutInfo], group_size: int) -> float:

@@ -14,6 +14,7 @@ from support.recipes import recipe_flags
 
 from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import MemoryPhase
 from mindspeed_rl.models.flops import active_parameters, attention_flops
 from mindspeed_rl.models.registry import spec_from_hf_config
@@ -134,8 +135,9 @@ def test_world_size_comes_from_the_flag_or_the_environment() -> None:
     assert world_size(config, {"WORLD_SIZE": "4"}) == 8
     config = parse(RLRunConfig, [], "test").config
     assert world_size(config, {"WORLD_SIZE": "4"}) == 4
-    with pytest.raises(ValueError, match="--rl-world-size N"):
-        world_size(config, {})
+    assert world_size(config, {}) == 1
+    with pytest.raises(UsageError, match=r"WORLD_SIZE=none: .*--rl-world-size N"):
+        world_size(config, {"WORLD_SIZE": "none"})
 
 
 @pytest.mark.parametrize(("gigabytes", "fits"), [(8, False), (640, True)])

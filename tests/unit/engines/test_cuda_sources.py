@@ -42,6 +42,7 @@ from mindspeed_rl.engines.vllm.cuda_arguments import (
 )
 from mindspeed_rl.engines.vllm.engine import VllmEngine, _fixed_options
 from mindspeed_rl.engines.vllm.layout import VllmLayout
+from mindspeed_rl.engines.vllm.patches import shared_memory_names
 
 EAGER, GRAPHS = (EngineTuningConfig(rollout_graph_mode=m) for m in ("eager", "full-decode"))
 
@@ -233,6 +234,7 @@ def test_the_memory_check_at_the_start_is_passed_beside_the_trainer(
     def refuses(*_: object, **__: object) -> None:
         request_memory(device(0.5), cache)
 
+    monkeypatch.setattr(shared_memory_names, "own", lambda: None)  # needs other ranks
     monkeypatch.setattr(vllm, "LLM", refuses)
     with pytest.raises(UsageError, match=r"does not fit on the device: .*0\.5.*--rl-offload all"):
         engine._build("model", {})

@@ -93,7 +93,9 @@ def test_any_command_line(run_type: Any, words: list[str]) -> None:
     try:
         parse(run_type, argv, ENTRIES[run_type])
     except UsageError as error:
-        assert "\n" not in str(error).strip() or any("\n" in word for word in argv)
+        assert len(set(error.mistakes)) == len(error.mistakes) > 0
+        broken = any("\n" in word for word in argv)
+        assert broken or not any("\n" in mistake.strip() for mistake in error.mistakes)
 
 
 # -- data ------------------------------------------------------------------------------------------
