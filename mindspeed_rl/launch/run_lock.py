@@ -23,7 +23,8 @@ from mindspeed_rl.core.errors import UsageError
 
 LOCK_FILE = ".run.lock"
 LEASE_S = 120.0  # a file server frees the locks of a machine that is gone a while later (NFS: 90 s)
-_HELD: dict[Path, int] = {}  # descriptors of the locks of this process
+# Descriptors of the locks of this process, and what their files said before.
+_HELD: dict[Path, tuple[int, bytes]] = {}
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -116,12 +117,16 @@ def refuse_living_run(flag: str, path: str) -> None:
         os.close(descriptor)
 
 
-def release() -> None:
-    """Give all locks back after a good end; their files then name nobody."""
+def release(*, refused: bool = False) -> None:
+    """Give all locks back after a good end; their files then name nobody.
+
+    A start that was ``refused`` before its first step leaves the files as it found them.
+    """
     while _HELD:
-        _, descriptor = _HELD.popitem()
+        _, (descriptor, before) = _HELD.popitem()
         with suppress(OSError):  # the disk is full or gone, and the end of the process unlocks
             os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, before if refused else b"", 0)
         os.close(descriptor)
 
 
@@ -153,8 +158,9 @@ def _lock(flag: str, folder: Path, me: Note, end: float) -> list[str]:
         if error.errno not in _NO_LOCKS:
             raise
         return [f"{flag} {folder}: its file system has no locks, so a second run is not noticed"]
-    before = _parsed(os.pread(descriptor, 4096, 0))  # closing another descriptor would unlock
-    _HELD[folder] = descriptor
+    text = os.pread(descriptor, 4096, 0)  # closing another descriptor would unlock
+    before = _parsed(text)
+    _HELD[folder] = descriptor, text
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, (json.dumps(asdict(me)) + "\n").encode(), 0)
     if before is None:
