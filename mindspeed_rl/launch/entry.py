@@ -35,6 +35,8 @@ from mindspeed_rl.launch.job import (
 # them see. With several nodes it imports torch to report it to them, too.
 FIRST_RANK_S = 5.0
 FIRST_RANK_OF_NODES_S = 60.0
+CHECK_ONLY = "MINDSPEED_RL_CHECK_ONLY"
+"""Variable with a number of ranks: the flags are checked for so many, and nothing is started."""
 
 
 def run_entry(
@@ -69,6 +71,9 @@ def run_entry(
         launch = config.launch if isinstance(config, RLRunConfig) else LaunchConfig()
         in_ray = launch.orchestrator == "ray"
         num_ranks = launch.num_ranks if in_ray else world.size
+        if only_for := os.environ.get(CHECK_ONLY):  # what launches the ranks is not there yet
+            plan_run(parsed, plan, int(only_for))
+            sys.exit(0)
         if _is_dry_run(config):
             sys.exit(_dry_run(parsed, world, num_ranks if in_ray else None))
         mistakes = Mistakes()
