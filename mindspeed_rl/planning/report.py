@@ -176,11 +176,16 @@ def _verdict(found: Findings) -> Iterator[str]:
         f"{peak.rank}; {budget / _GIB:.2f} GiB may be used: "
         f"{'fits' if found.fits else 'DOES NOT FIT'}"
     )
-    if found.suggestions:
+    if any(change.number == 1 for change in found.suggestions):
         yield "single changes that would help, each with its own prediction:"
     for change in found.suggestions:
         after = change.peak
         verdict = "fits" if after.num_bytes <= budget else "still too much"
+        if change.number > 1:
+            yield f"{change.number} changes together:"
+        elif verdict != "fits" and change.mended:
+            mended = ", ".join(phase.value for phase in change.mended)
+            verdict += f", but {mended} {'fits' if len(change.mended) == 1 else 'fit'}"
         yield (
             f"  {change.flags}: {after.num_bytes / unit:.2f} {name} in phase {after.phase.value}, "
             f"{verdict}"
