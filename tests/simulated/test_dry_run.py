@@ -134,8 +134,9 @@ def test_world_size_comes_from_the_flag_or_the_environment() -> None:
     assert world_size(config, {"WORLD_SIZE": "4"}) == 8
     config = parse(RLRunConfig, [], "test").config
     assert world_size(config, {"WORLD_SIZE": "4"}) == 4
+    assert world_size(config, {}) == 1, "and the dry run says that it assumes so"
     with pytest.raises(ValueError, match="--rl-world-size N"):
-        world_size(config, {})
+        world_size(config, {"WORLD_SIZE": "two"})
 
 
 @pytest.mark.parametrize(("gigabytes", "fits"), [(8, False), (640, True)])
