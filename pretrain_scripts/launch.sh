@@ -44,11 +44,12 @@ has_flag() {
 }
 
 # config_of DIR PUBLISHED ARG...: DIR; before it is downloaded, the published config.json for a dry run
-# and for the doctor
+# and for the doctor, which a note says
 config_of() {
     local checkpoint="$1" published="$ROOT/pretrain_scripts/models/configs/$2.json"
     shift 2
     if [[ ! -e "$checkpoint" ]] && { has_flag --rl-dry-run "$@" || has_flag --doctor "$@"; }; then
+        echo "note: $checkpoint is not on this machine; the published config of the model is used: $published" >&2
         echo "$published"
     else
         echo "$checkpoint"

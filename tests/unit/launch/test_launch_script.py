@@ -75,3 +75,20 @@ def test_right_flags_pass_the_check_for_the_ranks_of_the_node(tmp_path: Path) ->
     wrong = started(tmp_path, "mindspeed_rl.train_rl", *flags, NPUS_PER_NODE="3")
     assert wrong.returncode == 2 and "--tensor-model-parallel-size" in wrong.stderr
     assert "started" not in wrong.stdout
+
+
+def test_a_dry_run_without_the_model_says_whose_config_it_reads(tmp_path: Path) -> None:
+    script = f'NNODES=1; source "{ROOT}/pretrain_scripts/launch.sh"; config_of "$@"'
+    absent = str(tmp_path / "absent")
+
+    def config(directory: str, *flags: str) -> tuple[str, str]:
+        done = subprocess.run(
+            ["bash", "-euc", script, "config_of", directory, "qwen2.5-7b", *flags],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return done.stdout.strip(), done.stderr
+
+    published, told = config(absent, "--rl-dry-run")
+    assert Path(published).is_file() and absent in told and published in told
+    assert config(absent) == (absent, "")
+    assert config(str(tmp_path), "--rl-dry-run") == (str(tmp_path), "")
