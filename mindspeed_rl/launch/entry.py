@@ -16,6 +16,7 @@ from mindspeed_rl.command_line.arguments import ParsedArguments, Run, parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.launch import LaunchConfig, check_launch
 from mindspeed_rl.core.errors import Mistakes, UsageError
+from mindspeed_rl.core.ranks import counted
 from mindspeed_rl.flag_checks.single_flags import check_rl_flags, check_supervised_flags
 from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.launch.attempt import check_peer_folder, continued
@@ -155,8 +156,8 @@ def _check_world_size(
     given = config.dry_run.rl_world_size
     if given and given != num_ranks:
         raise UsageError(
-            f"--rl-world-size {given}, but {starter} {num_ranks} ranks; start that many, or remove "
-            "the flag"
+            f"--rl-world-size {given}, but {starter} {counted(num_ranks, 'rank')}; start that "
+            "many, or remove the flag"
         )
 
 

@@ -81,7 +81,8 @@ def lock_folders(folders: Mapping[str, str], output_dir: str, wait_s: float = 0.
         Lines about locks that were left by runs that are gone, and about file systems without.
 
     Raises:
-        UsageError: A living run has one of the folders; the message names it.
+        UsageError: A living run has one of the folders, or one cannot be made; the message names
+            it.
     """
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     me = Note(socket.gethostname(), os.getpid(), now, str(Path(output_dir).resolve()))
@@ -89,7 +90,11 @@ def lock_folders(folders: Mapping[str, str], output_dir: str, wait_s: float = 0.
     for flag, path in folders.items():
         folder = Path(path).resolve()
         if folder not in _HELD:
-            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                why = f"the folder cannot be made ({error.strerror}); choose another place"
+                raise UsageError(f"{flag} {path}: {why}") from None
             lines += _lock(flag, folder, me, end)
     return lines
 

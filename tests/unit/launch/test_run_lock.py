@@ -101,3 +101,9 @@ def test_a_refused_start_leaves_the_note_that_it_found(tmp_path: Path) -> None:
         assert note is not None and note.pid == process.pid
         (line,) = lock_folders({"--save": str(tmp_path)}, "results")
         assert f"process {process.pid}" in line
+
+
+def test_a_folder_that_cannot_be_made_is_refused_by_its_flag() -> None:
+    """Not even root makes a folder in /proc."""
+    with pytest.raises(UsageError, match=r"--output-dir /proc/x: .*cannot be made"):
+        lock_folders({"--output-dir": "/proc/x"}, "results")

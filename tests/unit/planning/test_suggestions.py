@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from support.planned_run import RECOMPUTE, WORLD, expert_config
+import re
 
+from support.planned_run import RECOMPUTE, WORLD, expert_config
+from support.published import PUBLISHED
+
+from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.memory import MemoryPhase
 from mindspeed_rl.planning.findings import Findings, find_out
 from mindspeed_rl.planning.report import lines
+
+ONE_RANK = f"""
+    --hf-checkpoint {PUBLISHED["qwen3-30b-a3b"]} --train-iters 1 --bf16 --grpo-prompts-per-step 1
+    --grpo-group-size 8 --max-prompt-length 512 --rollout-max-response-length 512
+    --rl-dry-run-machine h200 --rollout-kv-cache-gb 4
+"""
+
+
+def test_one_of_a_kind_is_not_told_as_several() -> None:
+    text = "\n".join(lines(find_out(parse(RLRunConfig, ONE_RANK.split(), "test").config, 1)))
+    assert "\nrank 0:\n" in text and "layout: 1 rank = " in text
+    assert "1 replica of" in text and "rollouts: 1 engine, " in text
+    assert not re.search(r"\b1 (ranks|engines|replicas|prompts|samples)\b", text)
 
 
 def config_on(memory_gb: int, *flags: str) -> RLRunConfig:
