@@ -50,7 +50,7 @@ class _Change:
 
     flags: str
     section: str
-    values: Mapping[str, Any]
+    values: dict[str, Any]
 
     def applied(self, config: TrainingRunConfig) -> TrainingRunConfig:
         part: Any = getattr(config, self.section)
