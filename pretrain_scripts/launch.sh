@@ -86,7 +86,7 @@ check_flags() {
     local rc=0
     case "$1" in mindspeed_rl.train_rl|mindspeed_rl.pretrain) ;; *) return 0 ;; esac
     (( NNODES == 1 )) || return 0
-    MINDSPEED_RL_CHECK_ONLY="$WORLD_SIZE" "$PYTHON" -m "$@" || rc=$?
+    MINDSPEED_RL_CHECK_ONLY="$WORLD_SIZE" "$PYTHON" -m "$@" > /dev/null || rc=$?
     (( rc != 2 )) || exit 2
 }
 
