@@ -16,7 +16,7 @@ case "$MACHINE" in
 esac
 NNODES="${NNODES:-1}"
 NODE_RANK="${NODE_RANK:-0}"
-MASTER_ADDR="${MASTER_ADDR:-localhost}"
+MASTER_ADDR="${MASTER_ADDR:-}"
 MASTER_PORT="${MASTER_PORT:-6000}"
 
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

@@ -13,7 +13,7 @@ set -euo pipefail
 NPUS_PER_NODE="${NPUS_PER_NODE:-16}"
 NNODES="${NNODES:-8}"
 NODE_RANK="${NODE_RANK:-0}"
-MASTER_ADDR="${MASTER_ADDR:-localhost}"
+MASTER_ADDR="${MASTER_ADDR:-}"
 MASTER_PORT="${MASTER_PORT:-6000}"
 
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

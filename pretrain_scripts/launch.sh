@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # How recipes start an entry; sourced after NPUS_PER_NODE (or GPUS_PER_NODE), NNODES, NODE_RANK,
-# MASTER_ADDR and MASTER_PORT are set. Among the arguments of launch
+# MASTER_ADDR (may be empty with one node) and MASTER_PORT are set. Among the arguments of launch
 #   --rl-dry-run   starts nothing: one process predicts the run, on any machine with python 3.11
 #                  and numpy
 #   --doctor       starts the ranks, looks at packages, environment and devices, tries every process
@@ -44,11 +44,12 @@ has_flag() {
 }
 
 # config_of DIR PUBLISHED ARG...: DIR; before it is downloaded, the published config.json for a dry run
-# and for the doctor
+# and for the doctor, which a note says
 config_of() {
     local checkpoint="$1" published="$ROOT/pretrain_scripts/models/configs/$2.json"
     shift 2
     if [[ ! -e "$checkpoint" ]] && { has_flag --rl-dry-run "$@" || has_flag --doctor "$@"; }; then
+        echo "note: $checkpoint is not on this machine; the published config of the model is used: $published" >&2
         echo "$published"
     else
         echo "$checkpoint"
@@ -58,6 +59,35 @@ config_of() {
 # is_in_ray ARG...: whether --orchestrator ray is among the arguments
 is_in_ray() {
     [[ " $* " == *" --orchestrator ray "* || " $* " == *" --orchestrator=ray "* ]]
+}
+
+# meeting_address: sets MASTER_ADDR of one node, and refuses several nodes without it: each of them
+# would wait for itself
+meeting_address() {
+    if (( NNODES <= 1 )); then
+        MASTER_ADDR="${MASTER_ADDR:-localhost}"
+        return
+    fi
+    case "${MASTER_ADDR:-}" in
+        "")
+            echo "NNODES=$NNODES needs MASTER_ADDR, the address of the first node, the same on every" \
+                "node: export MASTER_ADDR=..., or leave NNODES out to run on this machine alone" >&2
+            exit 2 ;;
+        localhost|127.*|::1)
+            echo "warning: MASTER_ADDR=$MASTER_ADDR with NNODES=$NNODES: only launchers on this machine" \
+                "reach it; other machines need the address of the first node" >&2 ;;
+    esac
+    echo "node $NODE_RANK: waiting for $NNODES nodes at $MASTER_ADDR:$MASTER_PORT" >&2
+}
+
+# check_flags MODULE ARG...: ends with the mistakes of the flags, once, before a process per rank is
+# started. With several nodes the ranks do it: a node that has ended would leave the others waiting.
+check_flags() {
+    local rc=0
+    case "$1" in mindspeed_rl.train_rl|mindspeed_rl.pretrain) ;; *) return 0 ;; esac
+    (( NNODES == 1 )) || return 0
+    MINDSPEED_RL_CHECK_ONLY="$WORLD_SIZE" "$PYTHON" -m "$@" > /dev/null || rc=$?
+    (( rc != 2 )) || exit 2
 }
 
 # launch MODULE ARG...
@@ -98,7 +128,14 @@ launch() {
     if has_flag --rl-dry-run "${arguments[@]}"; then
         exec "$PYTHON" -m "$module" --rl-world-size "$WORLD_SIZE" "${arguments[@]}"
     fi
+    if has_flag --help "${arguments[@]}" || has_flag -h "${arguments[@]}"; then
+        exec "$PYTHON" -m "$module" "${arguments[@]}"
+    fi
     "$ROOT/pretrain_scripts/check_package.sh" "$PYTHON"
+    if [[ "$module" == mindspeed_rl.doctor ]] || ! is_in_ray "${arguments[@]}"; then
+        meeting_address
+        check_flags "$module" --rl-world-size "$WORLD_SIZE" "${arguments[@]}"
+    fi
     if [[ -n "${LOG_DIR:-}" ]]; then
         mkdir -p "$LOG_DIR"
         # Not a pipe: signals and the exit code stay those of torchrun, which replaces this shell.

@@ -134,19 +134,19 @@ RAY_ARGS=()
 [[ "$ORCHESTRATOR" != ray ]] ||
     RAY_ARGS=(--ray-num-nodes "$NNODES" --ray-ranks-per-node "$NPROC_PER_NODE")
 
-make_model() {
-    "$PYTHON" "$ROOT/tools/make_tiny_model.py" --family "$FAMILY" --output "$MODEL" --seed "$SEED"
+make_model() {  # DIR
+    "$PYTHON" "$ROOT/tools/make_tiny_model.py" --family "$FAMILY" --output "$1" --seed "$SEED"
 }
-predict() {
-    "$PYTHON" -m mindspeed_rl.train_rl --hf-checkpoint "$MODEL" --rl-dry-run \
+predict() {  # MODEL
+    "$PYTHON" -m mindspeed_rl.train_rl --hf-checkpoint "$1" --rl-dry-run \
         --rl-world-size "$(( NPROC_PER_NODE * NNODES ))" --rl-dry-run-machine cpu \
         "${MODEL_PARALLEL_ARGS[@]}" "${TRAIN_ARGS[@]}" "${RL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" \
         "${ALGORITHM_ARGS[@]}" "${RAY_ARGS[@]}" "${EXTRA[@]}"
 }
 
 if (( DRY_RUN )); then
-    [[ -e "$MODEL/config.json" ]] || make_model
-    predict
+    [[ -e "$MODEL/config.json" ]] || make_model "$MODEL"
+    predict "$MODEL"
     exit
 fi
 
@@ -161,9 +161,13 @@ launch_rl() {
 }
 
 echo "== a tiny model and data"
-make_model
-# a wrong flag of the RL run ends the job here, not after the warm start; 3 is a doubt about memory
-predict > /dev/null || (( $? == 3 )) || exit 2
+# A wrong flag of the RL run ends the job here, before anything is replaced; 3 is a doubt about memory.
+NEW="$OUTPUT/new_model$NODE_RANK"
+trap 'rm -rf "$NEW"' EXIT
+make_model "$NEW"
+predict "$NEW" > /dev/null || (( $? == 3 )) || exit 2
+[[ ! -e "$RL/summary.json" ]] || echo "== replacing the results of $OUTPUT"
+mkdir -p "$MODEL" && mv -f "$NEW"/* "$MODEL"
 make_data --num-rows 4000 --seed "$((1000 + SEED))" --output "$DATA/sft.jsonl"
 make_data --num-rows 16000 --seed "$((2000 + SEED))" --output "$DATA/rl.jsonl"
 make_data --num-rows 500 --seed 3000 --split heldout --output "$DATA/heldout.jsonl" \

@@ -17,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import needs_environment  # noqa: F401
 from layout_texts import ROLLOUT_KEYS, TRAIN_KEYS, config_from_texts, layouts_from_texts
 
 from mindspeed_rl.checkpoint.names import BUFFERS, mtp_tensors

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import needs_environment  # noqa: F401
+
 from mindspeed_rl.metrics.equality import computed, row_differences
 
 MOST_TOLD = 20

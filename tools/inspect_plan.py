@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import needs_environment  # noqa: F401
 from layout_texts import ROLLOUT_KEYS, TRAIN_KEYS, layouts_from_texts
 from reshard_figures import (
     RoundTraffic,

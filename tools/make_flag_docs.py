@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import needs_environment  # noqa: F401
+
 from mindspeed_rl.algorithms.advantages import ESTIMATORS
 from mindspeed_rl.algorithms.aggregation import AGGREGATIONS
 from mindspeed_rl.algorithms.catalogue import Catalogue

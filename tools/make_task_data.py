@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import needs_environment  # noqa: F401
+
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.files import write_text_atomic
 from mindspeed_rl.data.rows import read_rows

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import needs_environment  # noqa: F401
 from make_task_data import generate_task
 
 from mindspeed_rl.core.errors import UsageError

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import needs_environment  # noqa: F401
+
 from mindspeed_rl.metrics.curves import plot_run
 
 

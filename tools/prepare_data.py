@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import needs_environment  # noqa: F401
 from make_task_data import write_jsonl
 
 from mindspeed_rl.config.supervised import parse_blend

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 
+import needs_environment  # noqa: F401
+
 from mindspeed_rl.metrics.rollouts_page import main
 
 if __name__ == "__main__":

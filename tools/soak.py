@@ -38,6 +38,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import needs_environment  # noqa: F401
 from compare_runs import metrics
 from make_task_data import generate_task, write_jsonl
 from make_tiny_model import write_tiny_model

@@ -412,7 +412,8 @@ def help_text(run_type: type[Any], prog: str, topic: str) -> str:
                 group = parser.add_argument_group(f"a flag of --help {name}")
                 _add_flag(group, flag, columns - _HELP_INDENT)
                 return parser.format_help().strip("\n")
-    raise UsageError(unknown_topic(topic, found))
+    spellings = [s for _, flags in found.values() for flag in flags for s in flag.spellings]
+    raise UsageError(unknown_topic(topic, found, spellings))
 
 
 class _Parser(argparse.ArgumentParser):

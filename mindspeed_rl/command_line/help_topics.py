@@ -48,10 +48,17 @@ def index(usage: str, about: str, titles: Mapping[str, str], prog: str, columns:
     return "\n".join(lines) + "\n" + textwrap.fill(told, columns, break_on_hyphens=False)
 
 
-def unknown_topic(topic: str, topics: Collection[str]) -> str:
-    """Return the sentence about a topic that does not exist. Pure."""
-    near = get_close_matches(topic, topics, n=1)
-    meant = f" (did you mean {near[0]}?)" if near else ""
+def unknown_topic(topic: str, topics: Collection[str], flags: Collection[str]) -> str:
+    """Return the sentence about a topic that does not exist. Pure.
+
+    Args:
+        topic: The word behind ``--help``.
+        topics: Names of all topics.
+        flags: All flags of the entry.
+    """
+    near = [name for name in topics if topic in name] or get_close_matches(topic, topics, n=1)
+    near = near or get_close_matches(f"--{topic.lstrip('-')}", flags, n=3)
+    meant = f" (did you mean {' or '.join(near)}?)" if near else ""
     return f"--help {topic}: no topic or flag of this entry{meant}; topics: {', '.join(topics)}"
 
 

@@ -110,9 +110,9 @@ class RLRunConfig:
 
     @property
     def algorithm(self) -> str:
-        """What a line of progress calls the run: its estimator, if it trains on rewards."""
+        """What a line of progress calls the run: its preset, or else its estimator."""
         name = self.advantages.rl_advantage_estimator
-        return "distillation" if name == "none" else name
+        return self.rl.rl_preset or ("distillation" if name == "none" else name)
 
     @property
     def watched_constant_steps(self) -> int:

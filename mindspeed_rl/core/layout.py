@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.ranks import counted
 from mindspeed_rl.core.stages import StageLayout
 
 
@@ -260,7 +261,7 @@ class EngineLayout:
 
     def describe(self, *, experts: bool) -> str:
         """The layout in words, for a run's start; ``experts``: whether the model has experts."""
-        engines = f"{self.num_replicas} replicas of tp {self.tp} x dp {self.dp}"
+        engines = f"{counted(self.num_replicas, 'replica')} of tp {self.tp} x dp {self.dp}"
         return engines + (f"; experts: tp {self.expert_tp} x ep {self.ep}" if experts else "")
 
     @property

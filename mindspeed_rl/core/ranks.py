@@ -1,9 +1,14 @@
-"""Writes numbers of ranks in short."""
+"""Writes ranks, and numbers of them, in words."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import groupby
+
+
+def counted(number: int, noun: str) -> str:
+    """Write a number of things: ``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def rank_ranges(ranks: Iterable[int]) -> str:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from mindspeed_rl.core.installed import ALLOW_SHARED_DEVICES, VISIBLE_DEVICES
+from mindspeed_rl.core.ranks import counted
 from mindspeed_rl.diagnosis.facts import Facts, local_size
 from mindspeed_rl.diagnosis.npu_smi import DeviceProcess
 from mindspeed_rl.diagnosis.rows import DoctorRow, green, note, red
@@ -69,11 +70,13 @@ def visible_rows(facts: Facts, platform: str) -> Iterator[DoctorRow]:
         yield red(AREA, f"{name}={given}: {wrong}",
                   f"unset {name}, or export {name}={every} or some of these")  # fmt: skip
     elif (ranks := local_size(facts.environ)) > usable:
-        yield red(AREA, f"{ranks} ranks on this node and {usable} devices",
+        yield red(AREA, f"{counted(ranks, 'rank')} on this node and {usable} devices",
                   f"start torchrun with --nproc-per-node {usable}"
                   + (f", or change {name}" if given is not None else ""))  # fmt: skip
     else:
-        yield green(AREA, f"{usable} of {there} devices are visible, {ranks} ranks on this node")
+        yield green(
+            AREA, f"{usable} of {there} devices are visible, {counted(ranks, 'rank')} on this node"
+        )
 
 
 def _wrong_list(given: str, there: int, platform: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -51,16 +52,23 @@ def note(area: str, what: str, fix: str = "") -> DoctorRow:
 
 
 def lines(rows: Sequence[DoctorRow], *, colour: bool = False) -> Iterator[str]:
-    """Yield the rows as lines for a terminal, by area in the order in which areas appear."""
+    """Yield the rows as lines for a terminal, by area in the order in which areas appear.
+
+    A fix that several rows of an area share is told once, under the last of them.
+    """
     for area in dict.fromkeys(row.area for row in rows):
         yield f"{area}:"
+        shared = Counter(row.fix for row in rows if row.area == area)
+        to_come = shared.copy()
         for row in (row for row in rows if row.area == area):
             word = f"{row.status.value:4}"
             if colour:
                 word = f"\x1b[{_COLOURS[row.status]}m{word}\x1b[0m"
             yield f"  {word}  {row.what}"
-            if row.fix:
-                yield f"        fix: {row.fix}"
+            to_come[row.fix] -= 1
+            if row.fix and not to_come[row.fix]:
+                of_all = f" (of {shared[row.fix]} rows)" if shared[row.fix] > 1 else ""
+                yield f"        fix{of_all}: {row.fix}"
 
 
 def verdict(rows: Iterable[DoctorRow]) -> str:

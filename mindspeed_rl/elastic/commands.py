@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from mindspeed_rl.core.ranks import counted
 from mindspeed_rl.elastic.meeting import AttemptRound
 from mindspeed_rl.planning.dry_run import DOES_NOT_FIT
 
@@ -126,8 +127,3 @@ def value_of(flag: str, arguments: Sequence[str]) -> str:
         elif word == flag and at + 1 < len(words):
             found = arguments[at + 1]
     return found
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.ranks import counted
 from mindspeed_rl.elastic.commands import (
     NodeCommand,
-    counted,
     in_round,
     smaller_problem,
     value_of,

@@ -16,6 +16,7 @@ from mindspeed_rl.command_line.arguments import ParsedArguments, Run, parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.launch import LaunchConfig, check_launch
 from mindspeed_rl.core.errors import Mistakes, UsageError
+from mindspeed_rl.core.ranks import counted
 from mindspeed_rl.flag_checks.single_flags import check_rl_flags, check_supervised_flags
 from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.launch.attempt import check_peer_folder, continued
@@ -35,6 +36,8 @@ from mindspeed_rl.launch.job import (
 # them see. With several nodes it imports torch to report it to them, too.
 FIRST_RANK_S = 5.0
 FIRST_RANK_OF_NODES_S = 60.0
+CHECK_ONLY = "MINDSPEED_RL_CHECK_ONLY"
+"""Variable with a number of ranks: the flags are checked for so many, and nothing is started."""
 
 
 def run_entry(
@@ -69,6 +72,9 @@ def run_entry(
         launch = config.launch if isinstance(config, RLRunConfig) else LaunchConfig()
         in_ray = launch.orchestrator == "ray"
         num_ranks = launch.num_ranks if in_ray else world.size
+        if only_for := os.environ.get(CHECK_ONLY):  # what launches the ranks is not there yet
+            plan_run(parsed, plan, int(only_for))
+            sys.exit(0)
         if _is_dry_run(config):
             sys.exit(_dry_run(parsed, world, num_ranks if in_ray else None))
         mistakes = Mistakes()
@@ -150,8 +156,8 @@ def _check_world_size(
     given = config.dry_run.rl_world_size
     if given and given != num_ranks:
         raise UsageError(
-            f"--rl-world-size {given}, but {starter} {num_ranks} ranks; start that many, or remove "
-            "the flag"
+            f"--rl-world-size {given}, but {starter} {counted(num_ranks, 'rank')}; start that "
+            "many, or remove the flag"
         )
 
 

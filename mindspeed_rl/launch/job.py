@@ -21,6 +21,7 @@ from mindspeed_rl.config.npu import NpuSetup, check_npu, group_buffers, npu_setu
 from mindspeed_rl.core.errors import Mistakes, UsageError
 from mindspeed_rl.core.installed import probable_platform, resolve_platform
 from mindspeed_rl.engines.registry import engine_provider
+from mindspeed_rl.flag_checks.absent_files import absent_files
 from mindspeed_rl.launch import attempt, bootstrap, machine, run_lock
 from mindspeed_rl.launch.cores import bind_cores
 from mindspeed_rl.launch.failures import JOIN, WatchdogSettings
@@ -136,6 +137,7 @@ def predict(parsed: ParsedArguments[Any], environment: Mapping[str, str]) -> int
     mistakes.report(assumed if asks_for_ranks(config) else ())
     notes = [
         *assumed,
+        *absent_files(config),
         *flag_lines(parsed, plan, parsed.ignored),
         *experts_note(config.model, platform),
         phase_limits(config, plan, platform).line(),

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from mindspeed_rl.core.ranks import counted
 from mindspeed_rl.diagnosis.rows import DoctorRow, green, lines, red
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.platforms.base import Platform
@@ -201,7 +202,9 @@ def preflight_rows(
             continue  # a rank is missing: a later group or the end reports it
         if kind == CREATION:
             num_hosts = len({report.host for report in reports.values()})
-            yield green(AREA, f"{len(results)} ranks on {num_hosts} hosts meet")
+            yield green(
+                AREA, f"{counted(len(results), 'rank')} on {counted(num_hosts, 'host')} meet"
+            )
             continue
         seconds = max(result.seconds for result in results.values())
         held = max(result.num_bytes for result in results.values()) / _MIB

@@ -26,8 +26,9 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.launch import LaunchConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.installed import VISIBLE_DEVICES, import_ray, resolve_platform
+from mindspeed_rl.core.ranks import counted
 from mindspeed_rl.core.redaction import is_secret
-from mindspeed_rl.elastic.commands import counted, smaller_problem
+from mindspeed_rl.elastic.commands import smaller_problem
 from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.launch.attempt import BEGAN, RESTARTS, End, continued
 from mindspeed_rl.launch.failures import (

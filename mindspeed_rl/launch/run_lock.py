@@ -23,7 +23,8 @@ from mindspeed_rl.core.errors import UsageError
 
 LOCK_FILE = ".run.lock"
 LEASE_S = 120.0  # a file server frees the locks of a machine that is gone a while later (NFS: 90 s)
-_HELD: dict[Path, int] = {}  # descriptors of the locks of this process
+# Descriptors of the locks of this process, and what their files said before.
+_HELD: dict[Path, tuple[int, bytes]] = {}
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -80,7 +81,8 @@ def lock_folders(folders: Mapping[str, str], output_dir: str, wait_s: float = 0.
         Lines about locks that were left by runs that are gone, and about file systems without.
 
     Raises:
-        UsageError: A living run has one of the folders; the message names it.
+        UsageError: A living run has one of the folders, or one cannot be made; the message names
+            it.
     """
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     me = Note(socket.gethostname(), os.getpid(), now, str(Path(output_dir).resolve()))
@@ -88,7 +90,11 @@ def lock_folders(folders: Mapping[str, str], output_dir: str, wait_s: float = 0.
     for flag, path in folders.items():
         folder = Path(path).resolve()
         if folder not in _HELD:
-            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                why = f"the folder cannot be made ({error.strerror}); choose another place"
+                raise UsageError(f"{flag} {path}: {why}") from None
             lines += _lock(flag, folder, me, end)
     return lines
 
@@ -116,12 +122,16 @@ def refuse_living_run(flag: str, path: str) -> None:
         os.close(descriptor)
 
 
-def release() -> None:
-    """Give all locks back after a good end; their files then name nobody."""
+def release(*, refused: bool = False) -> None:
+    """Give all locks back after a good end; their files then name nobody.
+
+    A start that was ``refused`` before its first step leaves the files as it found them.
+    """
     while _HELD:
-        _, descriptor = _HELD.popitem()
+        _, (descriptor, before) = _HELD.popitem()
         with suppress(OSError):  # the disk is full or gone, and the end of the process unlocks
             os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, before if refused else b"", 0)
         os.close(descriptor)
 
 
@@ -153,8 +163,9 @@ def _lock(flag: str, folder: Path, me: Note, end: float) -> list[str]:
         if error.errno not in _NO_LOCKS:
             raise
         return [f"{flag} {folder}: its file system has no locks, so a second run is not noticed"]
-    before = _parsed(os.pread(descriptor, 4096, 0))  # closing another descriptor would unlock
-    _HELD[folder] = descriptor
+    text = os.pread(descriptor, 4096, 0)  # closing another descriptor would unlock
+    before = _parsed(text)
+    _HELD[folder] = descriptor, text
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, (json.dumps(asdict(me)) + "\n").encode(), 0)
     if before is None:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from mindspeed_rl.core import owned_folders
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flights import Position, recent_lines, stuck_text
-from mindspeed_rl.launch import stop_request
+from mindspeed_rl.launch import run_lock, stop_request
 from mindspeed_rl.launch.attempt import current_step, note_end
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.failure_store import (
@@ -415,6 +415,8 @@ class Watchdog:
     def _follow(self, failure: Failure) -> NoReturn:
         """Report the failure that ends the job, once per node, and leave."""
         reporter, here = failure.reporter, self._me
+        if failure.kind == "usage" and current_step() is None:
+            run_lock.release(refused=True)
         if reporter == here or (reporter.node != here.node and self._world.local_rank == 0):
             self._print(failure)
         if failure.with_stacks:

@@ -56,8 +56,17 @@ def headline(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def format_fields(fields: Mapping[str, float]) -> str:
-    """Format ``{"reward": 0.5, "length": 210}`` as ``reward 0.5 | length 210``."""
-    return " | ".join(f"{name} {format_number(value)}" for name, value in fields.items())
+    """Format ``{"reward": 0.5, "length": 210}`` as ``reward 0.5 | length 210``.
+
+    A reward that no sample has is ``reward -``.
+    """
+    nothing = {
+        name for name, value in fields.items() if name == HEADLINE[REWARD] and math.isnan(value)
+    }
+    return " | ".join(
+        f"{name} {'-' if name in nothing else format_number(value)}"
+        for name, value in fields.items()
+    )
 
 
 def format_number(value: float) -> str:

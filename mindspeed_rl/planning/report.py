@@ -9,6 +9,7 @@ from typing import Any
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.memory import LOAD_BUFFER_BYTES, MemoryOwner
+from mindspeed_rl.core.ranks import counted, rank_ranges
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.packing.micro_batches import SIGMA
 from mindspeed_rl.planning.findings import Findings
@@ -32,7 +33,7 @@ def _arithmetic(found: Findings) -> Iterator[str]:
     parallel, experts = plan.parallel, bool(plan.spec.expert_layers)
     sharded = prediction.config.parallel.shards_sequence
     layout = parallel.describe(experts=experts, sequence_parallel=sharded)
-    yield f"layout: {parallel.world} ranks = {layout}"
+    yield f"layout: {counted(parallel.world, 'rank')} = {layout}"
     if isinstance(plan, RLPlan):
         yield f"engines: {plan.engine.describe(experts=experts)}"
         yield from plan.batch.lines(parallel.dp, plan.engine.num_replicas)
@@ -97,7 +98,7 @@ def _memory(found: Findings) -> Iterator[str]:
     if sizes := prediction.group_bytes(0):
         groups = prediction.groups(0)
         named = ", ".join(
-            f"{name} {size / _MIB:.0f} MiB ({len(groups[name])} ranks)"
+            f"{name} {size / _MIB:.0f} MiB ({counted(len(groups[name]), 'rank')})"
             for name, size in sizes.items()
         )
         yield f"communicators of rank 0, {sum(sizes.values()) / _MIB:.0f} MiB: {named}"
@@ -115,7 +116,8 @@ def _memory(found: Findings) -> Iterator[str]:
             f"{copies * ranks / _GIB:.1f} GiB of a node (--peer-checkpoint-steps)"
         )
     for rank in sorted({0, found.peak.rank, max(found.tables)}):
-        yield f"ranks {rank}-{rank + found.ranks_per_stage - 1}:"
+        stage = range(rank, rank + found.ranks_per_stage)
+        yield f"{'ranks' if len(stage) > 1 else 'rank'} {rank_ranges(stage)}:"
         tables = found.tables[rank].values()
         rows = [["owner", *(phase.value for phase in found.tables[rank])]]
         for owner in (o for o in MemoryOwner if any(o in table for table in tables)):
@@ -176,11 +178,16 @@ def _verdict(found: Findings) -> Iterator[str]:
         f"{peak.rank}; {budget / _GIB:.2f} GiB may be used: "
         f"{'fits' if found.fits else 'DOES NOT FIT'}"
     )
-    if found.suggestions:
+    if any(change.number == 1 for change in found.suggestions):
         yield "single changes that would help, each with its own prediction:"
     for change in found.suggestions:
         after = change.peak
         verdict = "fits" if after.num_bytes <= budget else "still too much"
+        if change.number > 1:
+            yield f"{change.number} changes together:"
+        elif verdict != "fits" and change.mended:
+            mended = ", ".join(phase.value for phase in change.mended)
+            verdict += f", but {mended} {'fits' if len(change.mended) == 1 else 'fit'}"
         yield (
             f"  {change.flags}: {after.num_bytes / unit:.2f} {name} in phase {after.phase.value}, "
             f"{verdict}"

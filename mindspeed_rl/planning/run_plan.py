@@ -26,6 +26,7 @@ from mindspeed_rl.config.score import ScoreConfig
 from mindspeed_rl.config.training import CheckpointConfig, check_recompute, check_warmup
 from mindspeed_rl.core.errors import Mistakes, UsageError, check_each
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout, round_up
+from mindspeed_rl.core.ranks import counted
 from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.expert_placement.near_trainer import placed_near_trainer
 from mindspeed_rl.flag_checks.reference_pass import check_reference_pass
@@ -76,10 +77,11 @@ class BatchArithmetic:
             else f"off-policy within a step: {self.updates} optimizer steps per rollout batch"
         )
         return [
-            f"samples/step {self.samples} = {self.prompts} prompts x {self.group_size} samples",
+            f"samples/step {self.samples} = {counted(self.prompts, 'prompt')} x "
+            f"{counted(self.group_size, 'sample')}",
             f"optimizer steps/step {self.updates} of {self.samples_per_update} samples "
             f"({self.samples_per_update / dp:g} per data-parallel rank)",
-            f"rollouts: {replicas} engines, {self.samples / replicas:g} samples each",
+            f"rollouts: {counted(replicas, 'engine')}, {self.samples / replicas:g} samples each",
             verdict,
         ]
 
@@ -446,7 +448,7 @@ def _check_tokenizer(model: ModelConfig) -> None:
 def _check_mtp(checkpoint: CheckpointConfig, model: ModelConfig, spec: ModelSpec) -> None:
     if checkpoint.keep_mtp and not spec.num_mtp_layers:
         raise UsageError(
-            f"--keep-mtp: {model.hf_checkpoint}/config.json has no multi-token-prediction layers "
+            f"--keep-mtp: the model {model.hf_checkpoint} has no multi-token-prediction layers "
             "(num_nextn_predict_layers); remove the flag"
         )
 

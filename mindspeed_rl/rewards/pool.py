@@ -7,8 +7,8 @@ that samples are scored while the caller does other work. A worker enforces the 
 
 from __future__ import annotations
 
-import logging
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -25,11 +25,10 @@ from mindspeed_rl.rewards.types import (
     RewardSettings,
     RewardStatus,
 )
-from mindspeed_rl.rewards.worker_process import WorkerProcess
-
-logger = logging.getLogger(__name__)
+from mindspeed_rl.rewards.worker_process import WorkerProcess, failed_samples
 
 LEAST_TIMED = 20  # samples that are judged together by the rate of their time-outs
+JUDGE_S = 0.25  # how often the rates are judged while samples are still scored
 TICK_S = 0.05  # how long a thread may wait for a result before it sees that the result is unwanted
 
 
@@ -64,6 +63,7 @@ class _Sample(NamedTuple):
 
 
 _Queue = SimpleQueue[_Sample | None]
+_Waited = tuple[set[Future[RewardResult]], set[Future[RewardResult]]]
 
 
 class RewardPool:
@@ -155,24 +155,27 @@ class RewardPool:
             yield scoring
         finally:
             scoring.give_up()
+            failed_samples.close()
 
-    def check_error_rate(self, results: Sequence[RewardResult]) -> None:
+    def check_error_rate(self, results: Sequence[RewardResult], to_come: int = 0) -> None:
         """Check the rates of errors and time-outs over enough samples, of several calls.
 
-        There are enough when a single error is allowed, so that it ends no run.
+        There are enough when a single error is allowed, so that it ends no run. While samples are
+        ``to_come`` nothing is noted, and only `LEAST_TIMED` failures or more are judged, as if all
+        others were to succeed.
 
         Raises:
             RewardError: too many samples failed or timed out.
         """
         flags = self.settings.flags
         rate = flags.reward_max_error_rate
-        if text := self._judge(results, "error", rate, 1 / rate if rate else 0.0):
+        if text := self._judge(results, "error", rate, 1 / rate if rate else 0.0, to_come):
             raise RewardError(
                 f"{text} failed, above --reward-max-error-rate {rate:g}; fix the reward function "
                 f"or the data. First failure, {_first(results, 'error')}"
             )
         rate = flags.reward_max_timeout_rate
-        if text := self._judge(results, "timeout", rate, LEAST_TIMED):
+        if text := self._judge(results, "timeout", rate, LEAST_TIMED, to_come):
             raise RewardError(
                 f"{text} timed out, above --reward-max-timeout-rate {rate:g}; raise "
                 f"--reward-timeout-s ({flags.reward_timeout_s:g}), or mend the reward function. "
@@ -180,16 +183,23 @@ class RewardPool:
             )
 
     def _judge(
-        self, results: Sequence[RewardResult], status: RewardStatus, limit: float, enough: float
+        self,
+        results: Sequence[RewardResult],
+        status: RewardStatus,
+        limit: float,
+        enough: float,
+        to_come: int,
     ) -> str:
         """Return the share of a status if it is above its limit, in words; else nothing."""
         new = sum(result.status == status for result in results)
         with self._lock:
             before, num_before = self._counts.get(status, (0, 0))
             failed, count = before + new, num_before + len(results)
-            too_many = new > 0 and failed > limit * max(count, enough)
+            least = LEAST_TIMED if to_come else 1
+            too_many = new >= least and failed > limit * max(count + to_come, enough)
             judged = too_many or count >= enough
-            self._counts[status] = (0, 0) if judged else (failed, count)
+            if too_many or not to_come:
+                self._counts[status] = (0, 0) if judged else (failed, count)
         return f"{failed} of {count} rewards ({failed / count:.1%})" if too_many else ""
 
 
@@ -228,11 +238,7 @@ class Scoring:
         The time limit of the batch starts here.
         """
         futures = [sample.result for sample in self._samples]
-        done, late = wait(futures, self._pool.batch_timeout_s, return_when=FIRST_EXCEPTION)
-        for future in done:
-            if error := future.exception():
-                self._pool.close()
-                raise error
+        done, late = self._wait(futures)
         if late:
             self.give_up()
         results = [
@@ -242,10 +248,24 @@ class Scoring:
         self._pool.check_error_rate(results)
         return results
 
+    def _wait(self, futures: Sequence[Future[RewardResult]]) -> _Waited:
+        """Return what is done at the limit of the batch, and what is not; raises as `score`."""
+        end_s = time.monotonic() + self._pool.batch_timeout_s
+        while True:
+            wait_s = max(0.0, min(JUDGE_S, end_s - time.monotonic()))
+            done, late = wait(futures, wait_s, return_when=FIRST_EXCEPTION)
+            for future in done:
+                if error := future.exception():
+                    self._pool.close()
+                    raise error
+            if not late or time.monotonic() >= end_s:
+                return done, late
+            self._pool.check_error_rate([f.result() for f in futures if f in done], len(late))
+
     def _expired(self, request: RewardRequest) -> RewardResult:
         reward = self._pool.settings.flags.reward_timeout_score
         detail = f"the batch was not done within {self._pool.batch_timeout_s:g} s"
-        logger.warning("sample %d: %s; reward %s", request.sample_id, detail, reward)
+        failed_samples.warn("sample %d: %s; reward %s", request.sample_id, detail, reward)
         return RewardResult(request.sample_id, reward, {}, "timeout", detail)
 
 

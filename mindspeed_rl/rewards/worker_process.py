@@ -15,6 +15,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 START_LIMIT_S = 120.0  # user files may import torch from a cold network file system
 EXIT_GRACE_S = 1.0  # lets a worker that is ending do so, so that its exit code is its own
 MAX_LOGGED_CHARS = 300
+MAX_TOLD = 5  # samples of a batch that get a line each when they cost their worker
 # A worker must neither look like a training rank nor load the trainer's allocator.
 _DROPPED = frozenset({"LD_PRELOAD", "RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"})
 _DROPPED_PREFIXES = ("LOCAL_", "MASTER_", "ROLE_", "TORCHELASTIC_")
@@ -64,6 +66,33 @@ def worker_environment(
     result["PYTHONPATH"] = os.pathsep.join(filter(None, (package_parent, inherited)))
     result.update(dict.fromkeys(_ONE_THREAD, "1"))
     return result
+
+
+class FewLines:
+    """Warnings about samples: a line each for the first ones, then a number. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+
+    def warn(self, text: str, *values: object) -> None:
+        """Log a warning unless `MAX_TOLD` were logged since the last `close`."""
+        with self._lock:
+            self._count += 1
+            told = self._count <= MAX_TOLD
+        if told:
+            logger.warning(text, *values)
+
+    def close(self) -> None:
+        """Log how many were left out, and begin anew."""
+        with self._lock:
+            left_out, self._count = self._count - MAX_TOLD, 0
+        if left_out > 0:
+            logger.warning("%d more samples had no score, each like the ones above", left_out)
+
+
+failed_samples = FewLines()
+"""Those of all workers of this process."""
 
 
 class WorkerProcess:
@@ -201,7 +230,7 @@ class WorkerProcess:
     def _fail(self, status: RewardStatus, reward: float | None, detail: str) -> RewardResult:
         """Fail the oldest sample, which has cost the process, and replace the process."""
         request = self._held.popleft()
-        logger.warning(
+        failed_samples.warn(
             "sample %d: %s; reward %s, its worker is replaced; response: %.*r",
             request.sample_id,
             detail,

@@ -13,11 +13,14 @@ from mindspeed_rl.samples.rollout_info import RolloutInfo
 def sample_metrics(
     samples: Sequence[RolloutInfo], reward_names: Sequence[str], group_size: int
 ) -> dict[str, float]:
-    """Return the metrics of rewards and lengths of a step, equal on every rank."""
+    """Return the metrics of rewards and lengths of a step, equal on every rank.
+
+    What is known of no sample, such as rewards that all abstained, is NaN.
+    """
     known = [s.reward for s in samples if not math.isnan(s.reward)]
     lengths = [s.num_tokens for s in samples]
     values = {
-        REWARD: sum(known) / max(1, len(known)),
+        REWARD: sum(known) / len(known) if known else math.nan,
         "reward/std": spread(known),
         **_mean_spread(samples, group_size),
         "reward/max": max(known, default=math.nan),
@@ -33,7 +36,7 @@ def sample_metrics(
     }
     for i, name in enumerate(reward_names):
         scores = [s.parts[i] for s in samples if not math.isnan(s.parts[i])]
-        values[f"reward/{name}"] = sum(scores) / max(1, len(scores))
+        values[f"reward/{name}"] = sum(scores) / len(scores) if scores else math.nan
     return values
 
 

@@ -53,7 +53,7 @@ def test_groups_that_work_are_green(tmp_path: Path) -> None:
     assert others == [[], [], []]
     assert [status for status, _ in first] == ["ok", "ok", "ok"]
     created, world, pair = (what for _, what in first)
-    assert created == "4 ranks on 1 hosts meet"
+    assert created == "4 ranks on 1 host meet"
     assert world.startswith("world: 1 x 4 ranks; all-reduce and all-to-all-v right")
     assert pair.startswith("pair: 2 x 2 ranks;")
 

@@ -144,6 +144,11 @@ SAMPLES = (
           gives(_zero_where_it_failed),
           _POOL + "test_raising_reward_is_counted_and_above_the_limit_raises",
           "A bug in a reward function would teach that all answers are wrong."),
+    Fault("samples-to-come-are-not-counted",
+          "mindspeed_rl.rewards.pool:RewardPool.check_error_rate", takes(to_come=lambda _: 0),
+          "tests/unit/rewards/test_faults.py::"
+          "test_samples_to_come_may_still_bring_a_share_down",
+          "A few slow samples that are scored first would end a run."),
     Fault("rows-of-the-reference-in-another-order",
           "mindspeed_rl.rl.reference:_of_micro_batch",
           takes(computed=lambda computed: dict(zip(computed, reversed([*computed.values()]),

@@ -96,7 +96,7 @@ def started(recipe: str, folder: Path, *flags: str) -> tuple[dict[str, str], lis
         ["bash", str(SCRIPTS / recipe), *flags],
         env={
             "PATH": os.environ["PATH"], "PYTHON": str(python), "LOG_DIR": str(logs),
-            "NODE_RANK": "0", "OUTPUT_DIR": str(folder / "out"),
+            "NODE_RANK": "0", "OUTPUT_DIR": str(folder / "out"), "MASTER_ADDR": "10.0.0.1",
         },
         capture_output=True, text=True, timeout=30,
     )  # fmt: skip

@@ -194,6 +194,9 @@ def test_the_index_of_the_help_leads_to_every_flag(run_type, monkeypatch):
 def test_help_of_what_does_not_exist_names_the_topics():
     with pytest.raises(ValueError, match=r"--help rewrds: .*did you mean rewards\?.*model"):
         parse(RLRunConfig, ["--lr", "1", "--help", "rewrds"], "mindspeed_rl.train_rl")
+    for word, meant in (("loss", "policy-loss"), ("--grpo-promts-per-step", "--grpo-prompts-per")):
+        with pytest.raises(ValueError, match=rf"--help {word}: .*did you mean {meant}"):
+            parse(RLRunConfig, ["--help", word], "mindspeed_rl.train_rl")
     with pytest.raises(ValueError, match="--help --xyz: no topic or flag"):
         help_text(RLRunConfig, "mindspeed_rl.train_rl", "--xyz")
 
@@ -266,7 +269,7 @@ def inputs(tmp_path):
         ("--prompt-data no.jsonl", ("--prompt-data no.jsonl", "no such file")),
         ("--prompt-dat x", ("unknown flag --prompt-dat", "--prompt-data")),
         ("--num-experts 8", ("--num-experts 8", "model has no experts", "remove the flag")),
-        ("--rl-world-size 2", ("--rl-world-size 2", "torchrun started 1 ranks")),
+        ("--rl-world-size 2", ("--rl-world-size 2", "torchrun started 1 rank; ")),
     ],
 )
 def test_usage_errors_are_one_line_with_exit_code_2(inputs, extra, words):

@@ -138,3 +138,8 @@ def test_the_numbers_of_the_update_are_said():
     assert len(settings_lines(slow, 494_000_000)) == 1
     without = parsed("--rl-preset rloo").config
     assert settings_lines(without, 1)[0].endswith("temperature 1; no KL to a reference")
+
+
+def test_a_line_of_progress_has_the_name_of_the_preset():
+    names = ("--rl-preset dapo", "--rl-preset ppo", "--rl-advantage-estimator gae", "")
+    assert [parsed(flags).config.algorithm for flags in names] == ["dapo", "ppo", "gae", "grpo"]

@@ -353,6 +353,15 @@ def test_rows_for_a_terminal() -> None:
     assert verdict(rows) == "2 ok, 0 to know, 1 red: mend the red ones first"
 
 
+def test_a_fix_that_rows_share_is_told_once_in_each_area() -> None:
+    rows = [red("a", "one", "do x"), red("a", "two", "do y"), red("a", "three", "do x")]
+    rows.append(red("b", "four", "do x"))
+    assert [line.split("  ")[-1].strip() for line in lines(rows)] == [
+        "a:", "one", "two", "fix: do y", "three", "fix (of 2 rows): do x", "b:", "four",
+        "fix: do x",
+    ]  # fmt: skip
+
+
 # ---- the command
 
 

@@ -85,3 +85,25 @@ def test_a_run_that_ended_well_leaves_no_trace(tmp_path: Path) -> None:
     assert lock_folders(folders, "results") == [] and (tmp_path / "new" / "out").is_dir()
     assert lock_folders(folders, "results") == [], "this process has it already"
     refuse_living_run("--load", str(tmp_path))
+
+
+def test_a_refused_start_leaves_the_note_that_it_found(tmp_path: Path) -> None:
+    """The next start tells nobody of it, but still of a run that was killed before."""
+    lock_folders({"--save": str(tmp_path)}, "refused")
+    release(refused=True)
+    assert read_note(tmp_path) is None
+    with other_run(tmp_path) as process:
+        process.kill()
+        process.wait()
+        lock_folders({"--save": str(tmp_path)}, "refused")
+        release(refused=True)
+        note = read_note(tmp_path)
+        assert note is not None and note.pid == process.pid
+        (line,) = lock_folders({"--save": str(tmp_path)}, "results")
+        assert f"process {process.pid}" in line
+
+
+def test_a_folder_that_cannot_be_made_is_refused_by_its_flag() -> None:
+    """Not even root makes a folder in /proc."""
+    with pytest.raises(UsageError, match=r"--output-dir /proc/x: .*cannot be made"):
+        lock_folders({"--output-dir": "/proc/x"}, "results")

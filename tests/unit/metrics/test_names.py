@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,3 +32,9 @@ def test_large_numbers_are_integers() -> None:
     assert [format_number(x) for x in (0.00012346, -12345.6, 999.94, float("nan"))] == [
         *("0.0001235", "-12346", "999.9", "nan")
     ]
+
+
+def test_a_reward_that_no_sample_has_is_no_number() -> None:
+    """A gradient norm that is NaN stays in sight."""
+    fields = {"reward": math.nan, "grad_norm": math.nan, "kl": 0.5}
+    assert format_fields(fields) == "reward - | grad_norm nan | kl 0.5"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from support.rewards_support import (
 from mindspeed_rl.core.cores import bind_process, release_process
 from mindspeed_rl.rewards import RewardRequest
 from mindspeed_rl.rewards.types import RewardError, RewardResult, RewardStatus
-from mindspeed_rl.rewards.worker_process import worker_environment
+from mindspeed_rl.rewards.worker_process import MAX_TOLD, worker_environment
 
 
 @pytest.fixture(autouse=True)
@@ -239,6 +240,36 @@ def test_too_many_timeouts_end_the_run_with_their_flags() -> None:
             pool.check_error_rate(results(60, *["ok"] * 4, *["timeout"] * 6))
         assert "6 of 10" in str(error.value) and "sample 64:\nslow" in str(error.value)
         assert "--reward-timeout-s" in str(error.value)
+
+
+def test_a_hanging_reward_ends_the_batch_once_its_share_is_certain(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """21 of 200 are above a tenth whatever the others do; each line once, then a number."""
+    with make_pool(":hangs_on_bad", workers=2, timeout_s=0.02, max_timeout_rate=0.1) as pool:
+        with (
+            caplog.at_level(logging.WARNING),
+            pytest.raises(RewardError, match="--reward-max-timeout-rate") as error,
+        ):
+            pool.score(make_requests(*["bad"] * 200))
+        assert {r.reward for r in pool.score(make_requests(*["good"] * 8))} == {1.0}
+    failed, count = map(int, re.findall(r"(\d+) of (\d+)", str(error.value))[0])
+    assert 21 <= failed == count < 150
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("worker is replaced" in message for message in messages) == MAX_TOLD
+    assert len(messages) == MAX_TOLD + 1 and int(messages[-1].split()[0]) >= 21 - MAX_TOLD
+
+
+def test_samples_to_come_may_still_bring_a_share_down() -> None:
+    def results(*statuses: RewardStatus) -> list[RewardResult]:
+        return [RewardResult(i, 0.0, {}, s, "slow") for i, s in enumerate(statuses)]
+
+    with make_pool("format", max_timeout_rate=0.25) as pool:
+        pool.check_error_rate(results(*["timeout"] * 25), to_come=75)
+        pool.check_error_rate(results(*["timeout"] * 19), to_come=1)
+        with pytest.raises(RewardError, match="26 of 26 rewards"):
+            pool.check_error_rate(results(*["timeout"] * 26), to_come=74)
+        pool.check_error_rate(results(*["timeout"] * 5, *["ok"] * 15))  # of the others no trace
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")

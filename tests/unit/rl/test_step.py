@@ -151,6 +151,13 @@ def test_rewards_and_lengths_of_a_step(tmp_path: Path) -> None:
     }
 
 
+def test_where_every_sample_abstains_rewards_have_no_mean() -> None:
+    values = sample_metrics([sample(i, math.nan) for i in range(3)], ("format",), 3)
+    rewards = ("mean", "std", "min", "max", "p50", "format")
+    assert all(math.isnan(values[f"reward/{name}"]) for name in rewards)
+    assert values["reward/abstained"] == 3.0
+
+
 # --- advantages --------------------------------------------------------------------------------
 
 
