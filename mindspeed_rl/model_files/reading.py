@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from math import prod
 from pathlib import Path
 from types import TracebackType
 
@@ -51,11 +52,12 @@ class RowReader:
         Raises:
             UsageError: The file has another length than when its header was read.
         """
-        values = torch.empty(box.size, dtype=STORED_TYPES[entry.dtype])
-        row_bytes = values.nbytes // max(1, box.size[0])
+        dtype = STORED_TYPES[entry.dtype]
+        row_bytes = prod(box.size[1:]) * dtype.itemsize
+        content = torch.empty(box.size[0] * row_bytes, dtype=torch.uint8)
         if path not in self._files:
             self._files[path] = os.open(path, os.O_RDONLY)
-        memory = values.flatten().view(torch.uint8).numpy().data
+        memory = content.numpy().data
         position, done = entry.offset + box.lo[0] * row_bytes, 0
         while done < len(memory):
             count = os.preadv(self._files[path], [memory[done:]], position + done)
@@ -66,4 +68,4 @@ class RowReader:
                 )
             done += count
         self.num_bytes += done
-        return values
+        return content.view(dtype).view(box.size)
