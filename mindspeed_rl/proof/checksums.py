@@ -142,11 +142,11 @@ def sum_rows(
     """Write the weighted sums of the rows of a rectangle, on its device. Local.
 
     Args:
-        values: [box.size], any type.
+        values: [box.size], any type; or [n, *box.size] of n matrices, the same place in each.
         box: Place of the values in the HF tensor.
         dtype: Type that the values are cast to first, in a kernel of its own where they have
             another one.
-        out: [rows.count(box)] int32, for the sums modulo 2^32.
+        out: [n x rows.count(box)] int32, for the sums modulo 2^32.
         rows: The rows to sum.
     """
     if values.ndim > 1:
@@ -156,8 +156,19 @@ def sum_rows(
         values = values[None]
     per_element = max(1, dtype.itemsize // 2)
     weights = _column_weights(box.lo[-1] * per_element, box.size[-1] * per_element, values.device)
+    _sum_parts(values, dtype, weights, out)
+
+
+def _sum_parts(
+    values: torch.Tensor, dtype: torch.dtype, weights: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Write the weighted sums of rows, of as many at a time as there may be products in memory."""
     lines = prod(values.shape[1:-1])
     limit = _CPU_DIGITS if values.device.type == "cpu" else _DEVICE_DIGITS
+    if values.ndim > 2 and lines * len(weights) > limit:
+        for one, sums in zip(values, torch.split(out, lines), strict=True):
+            _sum_parts(one, dtype, weights, sums)
+        return
     step = max(1, limit // max(1, lines * len(weights)))
     for first in range(0, len(values), step):
         part = values[first : first + step].to(dtype)
@@ -198,15 +209,15 @@ def fold_rows(
     """Return what the sums of a rectangle's rows add to the checksum of its tensor. Local.
 
     Args:
-        sums: [rows.count(box)]: what :func:`sum_rows` wrote.
+        sums: [rows.count(box)]: what :func:`sum_rows` wrote; [n, rows.count(box)] of n tensors.
         box: Place of the rectangle.
         shape: Shape of the whole HF tensor.
         rows: The rows that were summed.
 
     Returns:
-        [2], modulo 2^32.
+        [2], or [n, 2], modulo 2^32.
     """
-    found: npt.NDArray[np.uint32] = (_row_weights(box, shape, rows) * sums).sum(1, dtype=np.uint32)
+    found: npt.NDArray[np.uint32] = sums @ _row_weights(box, shape, rows).T
     return found
 
 

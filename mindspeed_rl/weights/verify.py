@@ -12,9 +12,12 @@ the target with that.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
+from typing import cast
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -31,7 +34,7 @@ from mindspeed_rl.proof.checksums import (
     sum_rows,
 )
 from mindspeed_rl.weights.executor import wire_dtype
-from mindspeed_rl.weights.layouts.base import Piece, Shard, ShardLayout, pieces_of
+from mindspeed_rl.weights.layouts.base import Piece, Shard, ShardLayout, expert_name
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SLICE_ELEMENTS = 1 << 24  # Elements broadcast at a time in the search for a difference.
@@ -41,29 +44,46 @@ _SLICE_ELEMENTS = 1 << 24  # Elements broadcast at a time in the search for a di
 SAMPLED_ROWS = 32
 
 
-def sampled_rows(sample: int, num_tensors: int) -> tuple[RowSample, ...]:
-    """Return the rows of a sample in each HF tensor; they begin at random, tensor by tensor. Local.
+@lru_cache(maxsize=1 << 12)
+def sampled_rows(kind: str, sample: int) -> RowSample:
+    """Return the rows that a sample has of all tensors of one kind and layer. Local.
 
-    Consecutive samples have consecutive rows: each row is in one of any :data:`SAMPLED_ROWS`.
+    Which row the sample 0 begins with follows from the name, the same in every run. Consecutive
+    samples have consecutive rows: each row is in one of any :data:`SAMPLED_ROWS`.
 
     Args:
+        kind: Name of an HF tensor, with ``{e}`` for the expert.
         sample: Number of the sample, equal on all ranks.
-        num_tensors: Number of HF tensors.
     """
-    starts = splitmix64(np.arange(1, num_tensors + 1, dtype=np.uint64)) % np.uint64(SAMPLED_ROWS)
-    return tuple(
-        RowSample((start + sample) % SAMPLED_ROWS, SAMPLED_ROWS) for start in starts.tolist()
-    )
+    start = int(splitmix64(np.array([crc32(kind.encode())], dtype=np.uint64))[0])
+    return RowSample((start + sample) % SAMPLED_ROWS, SAMPLED_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
 class _HeldPiece:
-    """A rectangle of this rank, its tensor's row in the table of HF tensors, and shape and type."""
+    """A rectangle of this rank, or that of all experts of a run that lie in one parameter.
+
+    Attributes:
+        piece: The rectangle; of a run that of its first expert.
+        kind: Name of the HF tensors, with ``{e}`` for the expert.
+        tensors: Their rows in the table of HF tensors.
+        shape: Shape of a whole HF tensor.
+        dtype: Type of its elements on the wire.
+    """
 
     piece: Piece
-    row: int
+    kind: str
+    tensors: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    def shown(self, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the values as a view: a rectangle, of several experts stacked in the first dim."""
+        piece, param = self.piece, params[self.piece.param].detach()
+        slices, count = piece.param_box.slices, len(self.tensors)
+        if count == 1:
+            return cast(torch.Tensor, piece.view.of(param)[slices])
+        return cast(torch.Tensor, piece.view.of_run(param, count)[:, *slices])
 
 
 def _held_pieces(
@@ -74,52 +94,68 @@ def _held_pieces(
     *,
     primary_only: bool,
 ) -> tuple[_HeldPiece, ...]:
-    return tuple(
-        _HeldPiece(
-            shard.piece,
-            table[name],
-            layout.shape_of(name),
-            wire_dtype(layout.dtype_of(name), default),
-        )
-        for shard in pieces_of(layout, rank)
-        for name in [shard.piece.hf_name]
-        if not primary_only or (not shard.is_replica and shard.owner_ranks[0] == rank)
-    )
+    """Return the rectangles that a rank holds, run by run. O(what the rank holds)."""
+    found: list[_HeldPiece] = []
+    for kind, run in layout.held_runs(rank):
+        names = [expert_name(kind, expert) for expert in run]
+        tensors = tuple(table[name] for name in names)
+        shape = layout.shape_of(names[0])
+        dtype = wire_dtype(layout.dtype_of(names[0]), default)
+        for shard in layout.shards(names[0]):
+            if rank not in shard.owner_ranks:
+                continue
+            if primary_only and (shard.is_replica or shard.owner_ranks[0] != rank):
+                continue
+            if shard.piece.view.index:  # All lie in one parameter.
+                found.append(_HeldPiece(shard.piece, kind, tensors, shape, dtype))
+                continue
+            for name, tensor in zip(names, tensors, strict=True):
+                param = layout.param_like(shard.piece, name)
+                piece = replace(shard.piece, hf_name=name, param=param)
+                found.append(_HeldPiece(piece, kind, (tensor,), shape, dtype))
+    return tuple(found)
 
 
 def _sum_pieces(
-    pieces: Sequence[_HeldPiece], params: Mapping[str, torch.Tensor], rows: Sequence[RowSample]
+    pieces: Sequence[_HeldPiece],
+    params: Mapping[str, torch.Tensor],
+    num_tensors: int,
+    sample: int | None,
 ) -> torch.Tensor:
-    """Return what pieces add to the checksums of the HF tensors: [len(rows), 2] int32. Local."""
-    by_device: dict[torch.device, list[tuple[_HeldPiece, int]]] = {}
+    """Return what pieces add to the checksums of the HF tensors: [num_tensors, 2] int32. Local."""
+    by_device: dict[torch.device, list[tuple[_HeldPiece, RowSample, int]]] = {}
     for held in pieces:
-        if count := rows[held.row].count(held.piece.hf_box):
+        rows = ALL_ROWS if sample is None else sampled_rows(held.kind, sample)
+        if count := rows.count(held.piece.hf_box):
             device = params[held.piece.param].device
-            by_device.setdefault(device, []).append((held, count))
-    total = np.zeros((len(rows), 2), dtype=np.uint32)
+            by_device.setdefault(device, []).append((held, rows, count * len(held.tensors)))
+    total = np.zeros((num_tensors, 2), dtype=np.uint32)
     for device, several in by_device.items():
         check_arithmetic(device)
-        counts = [count for _, count in several]
+        counts = [count for *_, count in several]
         # One tensor for the sums of all rows, so that each device needs one copy to the host.
         sums = torch.empty(sum(counts), dtype=torch.int32, device=device)
-        for (held, _), out in zip(several, torch.split(sums, counts), strict=True):
-            piece = held.piece
-            shown = piece.view.of(params[piece.param].detach())[piece.param_box.slices]
-            sum_rows(shown, piece.hf_box, held.dtype, out, rows[held.row])
+        for (held, rows, _), out in zip(several, torch.split(sums, counts), strict=True):
+            sum_rows(held.shown(params), held.piece.hf_box, held.dtype, out, rows)
         on_host, first = sums.cpu().numpy().view(np.uint32), 0
-        for held, count in several:
-            of_piece = on_host[first : first + count]
-            total[held.row] += fold_rows(of_piece, held.piece.hf_box, held.shape, rows[held.row])
+        for held, rows, count in several:
+            of_tensors = on_host[first : first + count].reshape(len(held.tensors), -1)
+            total[[*held.tensors]] += fold_rows(of_tensors, held.piece.hf_box, held.shape, rows)
             first += count
     return torch.from_numpy(total.view(np.int32))
 
 
 def copies_held(layout: ShardLayout, names: Sequence[str]) -> torch.Tensor:
     """Count the ranks that hold each element of some HF tensors: [n] int32."""
+    of_places: dict[Hashable, int] = {}
     copies = []
     for name in names:
-        held = sum(s.piece.hf_box.num_elements * len(s.owner_ranks) for s in layout.shards(name))
-        copies.append(held // prod(layout.hf_shapes[name]))
+        place = layout.placement_key(name), layout.run_of(name).start
+        if place not in of_places:
+            shards = layout.shards(name)
+            held = sum(s.piece.hf_box.num_elements * len(s.owner_ranks) for s in shards)
+            of_places[place] = held // prod(layout.shape_of(name))
+        copies.append(of_places[place])
     return torch.tensor(copies, dtype=torch.int32)
 
 
@@ -132,7 +168,7 @@ def source_sums(
     """
     table = {name: i for i, name in enumerate(layout.hf_shapes)}
     held = _held_pieces(layout, rank, table, dtype, primary_only=True)
-    sums = all_reduce_sum(_sum_pieces(held, params, [ALL_ROWS] * len(table)), None)
+    sums = all_reduce_sum(_sum_pieces(held, params, len(table), None), None)
     return {name: (one, two) for name, (one, two) in zip(table, sums.tolist(), strict=True)}
 
 
@@ -237,10 +273,8 @@ class WeightVerifier:
         Returns:
             [2 sides, number of HF tensors, 2] int32, in the order of ``source.hf_shapes``.
         """
-        count = len(self._names)
-        rows = (ALL_ROWS,) * count if sample is None else sampled_rows(sample, count)
         sides = ((self._source, read), (self._target, write))
-        return torch.stack([_sum_pieces(*side, rows) for side in sides])
+        return torch.stack([_sum_pieces(*side, len(self._names), sample) for side in sides])
 
     def differing_tensors(
         self,

@@ -146,13 +146,13 @@ def test_the_values_are_cast_as_on_the_wire() -> None:
 
 
 def test_every_row_is_in_one_of_some_samples_and_vectors_are_in_all() -> None:
-    """They begin in other rows, tensor by tensor."""
+    """They begin in other rows, layer by layer."""
     whole = Box.whole((40, 8))
     firsts = set()
     for tensor in range(20):
         seen: list[int] = []
         for sample in range(100, 100 + SAMPLED_ROWS):
-            rows = sampled_rows(sample, 20)[tensor]
+            rows = sampled_rows(f"model.layers.{tensor}.mlp.experts.{{e}}.up_proj.weight", sample)
             assert rows.within(Box.whole((9,))) == range(1)
             seen += rows.within(whole)
         assert sorted(seen) == list(range(40))
