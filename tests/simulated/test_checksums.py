@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -12,13 +13,14 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.layout_arrays import PADDING, Array, Case, hf_arrays
-from support.layout_cases import GQA, LATENT, MOE, TIED, cases, layouts_of
+from support.layout_cases import GQA, LATENT, MOE, SLICED, TIED, cases, layouts_of
 from support.layout_oracle import megatron_params, vllm_params
 from torch.profiler import ProfilerActivity, profile
 
 from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.proof import checksums as checksums_module
-from mindspeed_rl.proof.checksums import ALL_ROWS, RowSample, box_checksum, sum_rows
+from mindspeed_rl.proof.checksums import ALL_ROWS, RowSample, box_checksum, fold_rows, sum_rows
+from mindspeed_rl.weights import verify
 from mindspeed_rl.weights.verify import SAMPLED_ROWS, WeightVerifier, copies_held, sampled_rows
 
 Params = dict[str, torch.Tensor]
@@ -173,6 +175,79 @@ def test_a_sample_finds_what_is_wrong_in_its_rows_alone() -> None:
     flip_sign_everywhere(weights)
     for sample in range(3):
         assert "model.norm.weight" in engine_differs(GQA, weights, torch.bfloat16, sample)
+
+
+# --- runs of experts ------------------------------------------------------------------------
+
+W2 = "model.layers.{}.mlp.experts.routed_experts.w2_weight"
+DOWN = "model.layers.{}.mlp.experts.{}.down_proj.weight"
+
+
+def flip_in_one_expert(weights: list[Params]) -> None:
+    weights[6][W2.format(2)].view(torch.int16)[5, 1, 2] ^= 1
+
+
+def swap_two_experts(weights: list[Params]) -> None:
+    for params in weights:
+        stack = params[W2.format(1)]
+        stack[[0, 7]] = stack[[7, 0]]
+
+
+@pytest.mark.parametrize(
+    ("fault", "named", "row"),
+    [
+        (flip_in_one_expert, [DOWN.format(2, 5)], 2),
+        (swap_two_experts, [DOWN.format(1, 0), DOWN.format(1, 7)], 1),
+    ],
+)
+def test_experts_that_are_summed_together_are_named_one_by_one(
+    fault: Callable[[list[Params]], None], named: list[str], row: int
+) -> None:
+    """In full, and by the sample that has a wrong row, but not by one that has no row."""
+    weights = engine_weights(SLICED, torch.bfloat16)
+    fault(weights)
+    assert engine_differs(SLICED, weights, torch.bfloat16) == named
+    kind = re.sub(r"experts\.\d+", "experts.{e}", named[0])
+    rows = [sampled_rows(kind, n).within(Box.whole((3, 16))) for n in range(SAMPLED_ROWS)]
+    has, has_not = rows.index(range(row, 3, 32)), next(n for n, one in enumerate(rows) if not one)
+    assert engine_differs(SLICED, weights, torch.bfloat16, has) == named
+    assert engine_differs(SLICED, weights, torch.bfloat16, has_not) == []
+
+
+def test_the_experts_of_a_run_are_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they lie in one parameter, on each side; a parameter has at most two matrices."""
+    source, target = layouts_of(SLICED)
+    hf, pieces = hf_arrays(SLICED), 0
+
+    def counted(*args: Any) -> None:
+        nonlocal pieces
+        pieces += 1
+        sum_rows(*args)
+
+    monkeypatch.setattr(verify, "sum_rows", counted)
+    write = as_weights(vllm_params(SLICED, hf, 3), torch.bfloat16)
+    for sample in (None, 0):
+        pieces = 0
+        WeightVerifier(source, target, 3, torch.bfloat16).checksums({}, write, sample)
+        assert 0 < pieces <= 2 * len(write)
+
+
+@pytest.mark.parametrize("limit", [1, 40, 1 << 19])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_matrices_together_have_the_checksums_of_each(
+    limit: int, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where products of a row, of a matrix or of all do not fit into memory at once."""
+    monkeypatch.setattr(checksums_module, "_CPU_DIGITS", limit)
+    stack = patterns(3, 6, 5, dtype=torch.bfloat16)
+    stack = stack.mT.contiguous().mT if transposed else stack
+    shape, box = (11, 9), Box((4, 2), (6, 5))
+    for rows in (ALL_ROWS, RowSample(1, 4)):
+        sums = torch.empty(3 * rows.count(box), dtype=torch.int32)
+        sum_rows(stack, box, stack.dtype, sums, rows)
+        together = fold_rows(sums.numpy().view(np.uint32).reshape(3, -1), box, shape, rows)
+        alone = [box_checksum(one, box, shape, one.dtype, rows).tolist() for one in stack]
+        assert together.tolist() == alone and len({*map(tuple, alone)}) == 3
 
 
 # --- rectangles -----------------------------------------------------------------------------
