@@ -41,6 +41,8 @@ def all_reduce_sum(values: torch.Tensor, group: dist.ProcessGroup | None = None)
         dist.all_reduce(total, group=group)
         return total
     world = dist.get_world_size(group)
+    if world > two_levels.FROM_RANKS:
+        return two_levels.sum_in_two_levels(values, group, two_levels.GROUP_RANKS)
     if world * values.nbytes <= DIRECT_BYTES:
         return gather_rows(values, group).sum(0, dtype=values.dtype)
     share = -(-values.numel() // world)

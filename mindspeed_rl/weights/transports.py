@@ -65,7 +65,7 @@ class _GroupTransport:
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         if self._world <= FROM_RANKS:  # one collective of the device; two levels are the host's
             mine = mine.to(self.device)
-        return [bytes(other.tolist()) for other in gather_rows(mine, self._group)]
+        return [bytes(other.tolist()) for other in gather_rows(mine, self._group).cpu()]
 
 
 class AllToAllTransport(_GroupTransport):

@@ -104,7 +104,9 @@ def _two_levels(world: World) -> bool:
     def gathered() -> list[Any]:
         rows = small_collectives.gather_rows(torch.tensor([[world.rank, 7]]))
         texts = small_collectives.gather_objects({"rank": "x" * world.rank})
-        return [rows.tolist(), texts, transport.all_gather(bytes([world.rank] * 32))]
+        total = small_collectives.all_reduce_sum(torch.arange(5) + world.rank**3)
+        told = transport.all_gather(bytes([world.rank] * 32))
+        return [rows.tolist(), texts, total.tolist(), told]
 
     direct = gathered()
     sizes = {"FROM_RANKS": 2, "GROUP_RANKS": 3}

@@ -218,6 +218,10 @@ WEIGHTS = (
           _matrices_alone,
           _CHECKSUMS + "test_a_sample_finds_what_is_wrong_in_its_rows_alone",
           "Norms and biases would be wrong until the next full proof."),
+    Fault("last-rank-of-a-group-is-not-added", "mindspeed_rl.parallel.two_levels:_add",
+          takes(peers=lambda peers: list(peers)[:-1]),
+          "tests/unit/parallel/test_two_levels.py::test_every_rank_ends_with_the_sum[9-4-shape2]",
+          "In worlds of more than 1,000 ranks sound weights would end the run."),
     Fault("an-engine-that-restarted-is-not-noticed",
           "mindspeed_rl.weights.sync:unexpected_versions", returns(""),
           "tests/unit/weights/test_proofs.py::"
