@@ -85,8 +85,9 @@ class RolloutConfig:
     )
     reshard_relay: str = flag(
         "auto",
-        "On several nodes, send each rectangle once to a node and pass it on there (auto), or "
-        "always from its holder (off: right for a flat fabric such as A3's).",
+        "On several nodes, send each rectangle once to a node and pass it on there (auto; not for "
+        "models with experts that the engine does not spread with --rollout-ep, which would take "
+        "many messages), or always from its holder (off: right for a flat fabric such as A3's).",
         choices=("auto", "off"),
         needs=Needs("--reshard-path", ("direct",)),
     )
@@ -122,10 +123,17 @@ class RolloutConfig:
         minimum=0.0,
     )
 
-    def relays(self, world: int, ranks_per_node: int) -> bool:
-        """Whether a weight update relays messages within nodes."""
+    def relays(self, world: int, ranks_per_node: int, *, experts_everywhere: bool) -> bool:
+        """Whether a weight update relays messages within nodes.
+
+        Args:
+            world: Number of ranks.
+            ranks_per_node: Number of ranks per node.
+            experts_everywhere: Whether every rank of an engine has a part of every expert. Such an
+                update has few messages by turns, which a relay does not take.
+        """
         may = self.reshard_relay == "auto" and self.reshard_deltas == "off"
-        return may and world > ranks_per_node
+        return may and world > ranks_per_node and not experts_everywhere
 
     def keeps_sent(self, *, on_host: bool) -> bool:
         """Whether copies of what was sent are in the memory of devices, here the host's or not."""

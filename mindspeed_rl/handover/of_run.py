@@ -12,6 +12,7 @@ from mindspeed_rl.handover.hiding import Hiding, hiding
 from mindspeed_rl.handover.joint import Handover, handover
 from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 from mindspeed_rl.weights.planner import Overlaps, plan_reshard
 from mindspeed_rl.weights.traffic import RankTraffic, element_bytes_of, rank_traffic
 
@@ -89,12 +90,13 @@ def handover_of_run(
 def update_traffic(
     config: RLRunConfig,
     source: MegatronLayout,
-    target: ShardLayout,
+    target: RolloutLayout,
     ranks: Sequence[int],
     ranks_per_node: int,
 ) -> list[RankTraffic]:
     """Count what a weight update moves on some ranks. Pure; a second for 671e9 weights."""
-    relay = config.rollout.relays(source.parallel.world, ranks_per_node)
+    world, everywhere = source.parallel.world, target.has_experts_everywhere
+    relay = config.rollout.relays(world, ranks_per_node, experts_everywhere=everywhere)
     bytes_of = element_bytes_of(source, _engine_item(config))
     overlaps = Overlaps(source, target, ranks_per_node, relay)
     plans = (

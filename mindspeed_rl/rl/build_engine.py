@@ -349,8 +349,10 @@ def build_weight_path(job: Job[RLRunConfig, RLPlan], dtype: torch.dtype) -> Weig
     }
     if options.reshard_path == "stream":
         return stream_path(TensorStream(plan.megatron, range(world.size), **common))
-    relay = options.relays(world.size, world.local_size)
-    resharder = Resharder(plan.megatron, plan.rollout_layout, relay=relay, **common)
+    target = plan.rollout_layout
+    everywhere = target.has_experts_everywhere
+    relay = options.relays(world.size, world.local_size, experts_everywhere=everywhere)
+    resharder = Resharder(plan.megatron, target, relay=relay, **common)
     if options.reshard_deltas == "off":
         return reshard_path(resharder)
     keeps = job.platform.device if options.reshard_deltas == "device" else torch.device("cpu")

@@ -21,6 +21,7 @@ from reshard_figures import (
     round_traffic,
 )
 from scipy.optimize import linprog
+from support.checked_runs import configured
 from support.layout_arrays import PADDING, Array, Case, hf_arrays
 from support.layout_cases import (
     GQA,
@@ -37,6 +38,7 @@ from support.layout_oracle import megatron_params, vllm_params
 from support.published import Reshard
 from support.tiers import slow_but
 
+from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.weights.executor import round_bytes
 from mindspeed_rl.weights.layouts.base import ShardLayout
@@ -228,3 +230,47 @@ def test_the_critical_path_is_near_the_busiest_rank(case: Reshard) -> None:
     assert critical_bytes(by_round) <= 1.1 * max(map(busiest_bytes, totals))
     assert max(r.num_messages + r.num_alone for r in by_round) <= 2000
     assert max(r.peak_bytes for r in by_round) <= round_bytes(512 << 20)
+
+
+def keeps_the_relay(case: Reshard) -> bool:
+    """Several nodes, and an engine that is dense or spreads its experts, as a run decides."""
+    _, target = case.layouts()
+    everywhere = target.has_experts_everywhere
+    rollout = configured(RLRunConfig, "").rollout
+    return rollout.relays(case.world, case.ranks_per_node, experts_everywhere=everywhere)
+
+
+RELAYED = (SMALL[2], SMALL[3], SMALL[6], WHOLE[2], WHOLE[3])
+
+
+def test_engines_that_cut_all_experts_have_no_relay() -> None:
+    """Which would take turns from them, and with these their few messages."""
+    assert all(map(keeps_the_relay, RELAYED))
+    assert not any(map(keeps_the_relay, WHOLE[5:7]))
+
+
+@pytest.mark.parametrize("case", slow_but(RELAYED, RELAYED[:3]), ids=str)
+def test_a_relay_brings_nodes_what_they_lack_once(case: Reshard) -> None:
+    """Within the staging memory and the messages that docs/resharding.md tells of the largest."""
+    source, target = case.layouts()
+    bytes_of, per_node = element_bytes_of(source, BF16), case.ranks_per_node
+    overlaps = Overlaps(source, target, per_node, relay=True)
+    schedule = plan_schedule(
+        source,
+        target,
+        bucket_bytes=round_bytes(512 << 20),
+        item_bytes=BF16,
+        ranks_per_node=per_node,
+        relay=True,
+        overlaps=overlaps,
+    )
+    floors = node_floors(source, target, bytes_of, per_node)
+    for node in (min(floors), max(floors)):
+        arrived = 0
+        for rank in range(node * per_node, (node + 1) * per_node):
+            plan = plan_reshard(source, target, rank, per_node, relay=True, overlaps=overlaps)
+            arrived += rank_traffic(plan, bytes_of, per_node).inter_node_receive_bytes
+            by_round = round_traffic(plan, schedule, source, bytes_of)
+            assert by_round.peak_bytes <= round_bytes(512 << 20)
+            assert by_round.num_messages <= 6500
+        assert arrived == floors[node] > 0

@@ -106,6 +106,11 @@ class RolloutLayout(TableLayout):
                 f"layer {layer}: {len(slots)} slots of experts where all layers have {count}"
             )
 
+    @property
+    def has_experts_everywhere(self) -> bool:
+        """Whether every rank has a part of every expert: there is no expert parallelism."""
+        return self.spec.num_experts > 0 and not self.engine.expert_parallel
+
     @cached_property
     def present_rows(self) -> tuple[WeightRow, ...]:
         """Rows of the model, without that of an output head tied to the embedding."""

@@ -53,4 +53,6 @@ def test_whole_tensors_are_never_changes() -> None:
 )
 def test_changes_are_not_relayed(flags: str, relays: bool) -> None:
     rollout = configured(RLRunConfig, flags).rollout
-    assert rollout.relays(32, 16) is relays and not rollout.relays(16, 16)
+    assert rollout.relays(32, 16, experts_everywhere=False) is relays
+    assert not rollout.relays(16, 16, experts_everywhere=False), "one node"
+    assert not rollout.relays(32, 16, experts_everywhere=True)
