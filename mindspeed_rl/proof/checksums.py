@@ -11,7 +11,8 @@ It is linear: trainer and engine add up what their own pieces give. Digits are n
 words, so that pieces may begin at any element and a row may have any number of them.
 
 What it costs. The inner sums, :func:`sum_rows`, are made on the device of the values in two
-kernels per piece (of a larger one per 2^24 digits). The product of digits and weights reads 2 bytes
+kernels per piece, which may be the same rectangle of several matrices in one parameter (of a larger
+one per 2^24 digits). The product of digits and weights reads 2 bytes
 per digit of 16 bits and writes 4, its sum reads 4: 10 bytes per element of two bytes, 9 of one, 20
 of four. A CPU widens the digits first and multiplies within the sum: also two kernels, and
 2 + 4 + 4 bytes. CANN's product takes two tensors of one type; widening is a third kernel there, and

