@@ -236,8 +236,8 @@ def keeps_the_relay(case: Reshard) -> bool:
     """Several nodes, and an engine that is dense or spreads its experts, as a run decides."""
     _, target = case.layouts()
     everywhere = target.has_experts_everywhere
-    rollout = configured(RLRunConfig, "").rollout
-    return rollout.relays(case.world, case.ranks_per_node, experts_everywhere=everywhere)
+    config: RLRunConfig = configured(RLRunConfig, "")
+    return config.rollout.relays(case.world, case.ranks_per_node, experts_everywhere=everywhere)
 
 
 RELAYED = (SMALL[2], SMALL[3], SMALL[6], WHOLE[2])
