@@ -100,13 +100,16 @@ class DeltaResharder:
         """Bytes of the copies of what was sent."""
         return self.sent.num_bytes
 
-    def agree(self, held: Sequence[int], keeps_bits: bool, why_all: str) -> None:
+    def agree(self, held: Sequence[int], keeps_bits: bool, why_all: str) -> bool:
         """Decide which pairs of ranks move only what changed. Collective: the transport's ranks.
 
         Args:
             held: Version of the weights that each rank's engine holds.
             keeps_bits: Whether this rank's engine still has the bits that the latest sync wrote.
             why_all: Reason to move all words; empty: there is none. Equal on all ranks.
+
+        Returns:
+            Whether any pair of ranks moves only what changed; equal on all ranks.
         """
         mine, self._version = self._version, NO_VERSION
         message = mine.to_bytes(8, "little", signed=True) + bytes([keeps_bits])
@@ -119,11 +122,10 @@ class DeltaResharder:
             frozenset(r for r in ranks if not why_all and _same(kept[self._rank], held[r])),
             frozenset(r for r in ranks if not why_all and _same(kept[r], held[self._rank])),
         )
-        self._dense = not any(_same(kept[s], held[r]) for s in ranks for r in ranks) or bool(
-            why_all
-        )
+        self._dense = bool(why_all) or not (set(kept) & set(held)) - {NO_VERSION}
         if line := _told(kept, held, keeps, why_all):
             self._log(line)
+        return not self._dense
 
     @torch.no_grad()
     def run(self, read: Mapping[str, torch.Tensor], write: Mapping[str, torch.Tensor]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -19,6 +19,8 @@ from mindspeed_rl.weights.verify import WeightVerifier
 
 # Reported when the checksums differ but every element equals that of its first source.
 NOT_LOCATED = "every rank holds what the first source has: a checksum itself went wrong"
+# Why all weights move after a sync of changes that left others.
+WRONG_WEIGHTS = "the proof found wrong weights"
 
 
 class WeightReceiver(Protocol):
@@ -68,13 +70,16 @@ class ChangesOnly(Protocol):
         """Bytes of the copies that later weights are compared with."""
         ...
 
-    def agree(self, held: Sequence[int], keeps_bits: bool, why_all: str) -> None:
+    def agree(self, held: Sequence[int], keeps_bits: bool, why_all: str) -> bool:
         """Decide what moves whole, for the next move. Collective: the world.
 
         Args:
             held: Version of the weights that each rank's engine holds.
             keeps_bits: That of this rank's engine.
             why_all: Reason to move all words; empty: there is none. Equal on all ranks.
+
+        Returns:
+            Whether any pair of ranks moves only what changed; equal on all ranks.
         """
         ...
 
@@ -152,8 +157,32 @@ def versions_of_ranks(version: int) -> list[int]:
     return versions
 
 
+@dataclass(slots=True)
+class _Spent:
+    """What one sync took on this rank: bytes of each move, seconds of moves and of proofs."""
+
+    moves: list[RankTraffic] = field(default_factory=list)
+    seconds: float = 0.0
+    proof_seconds: float = 0.0
+
+    def metrics(self, path: WeightPath) -> MetricSet:
+        """Return the metrics of the sync; what a path of changes counts is of its last move."""
+        traffic = replace(
+            self.moves[-1],
+            send_bytes=sum(move.send_bytes for move in self.moves),
+            receive_bytes=sum(move.receive_bytes for move in self.moves),
+        )
+        found = sync_metrics(path.name, traffic, self.seconds)
+        if path.changes:
+            found = found.merge(path.changes.metrics())
+        return found.merge({"reshard/proof_s": Max(self.proof_seconds)})
+
+
 class WeightSync:
     """Moves one version of the weights into the engine and verifies it.
+
+    Where the proof finds wrong tensors after a sync of changes (a delta was lost, or an engine's
+    weights were written by others), all weights move at once and are proven in full.
 
     A sync is proven in full when it is the first, when it follows :meth:`weights_replaced`,
     :meth:`retarget`, a sync that failed or engines that hold what they should not, and at the given
@@ -231,8 +260,8 @@ class WeightSync:
         """Bring the engine to ``version``, unless a sync left it there. Collective: the world.
 
         Raises:
-            RuntimeError: The weights differ. As after any other error, the engine refuses to
-                generate until a whole update has succeeded.
+            RuntimeError: The weights differ after all of them moved. As after any other error, the
+                engine refuses to generate until a whole update has succeeded.
         """
         held = self._gather_versions(engine.weights_version)
         if self._num_syncs and all(of_rank == version == self._left_version for of_rank in held):
@@ -245,44 +274,72 @@ class WeightSync:
         elif set(held) == {-1}:
             reason = reason or "the engines have freed their weights"
         self._left_version = -1
-        path = self._path
-        if path.changes:
-            path.changes.agree(held, engine.keeps_bits, reason)
+        changes = self._path.changes
+        only_changes = bool(changes and changes.agree(held, engine.keeps_bits, reason))
         engine.begin_update()
         if self._moved:
             engine.place_experts(self._moved)
         read = self._read()
-        self._synchronize()
-        start = time.perf_counter()
-        path.move(read, engine)
-        self._synchronize()
-        seconds = time.perf_counter() - start
-        traffic = path.changes.traffic if path.changes else path.traffic
-        self.metrics = sync_metrics(path.name, traffic, seconds)
-        if path.changes:
-            self.metrics = self.metrics.merge(path.changes.metrics())
+        spent = _Spent()
+        self._move(read, engine, spent)
         interval = self._verify_interval
         in_full = number == 0 or (interval > 0 and number % interval == 0)
-        start = time.perf_counter()
-        self._prove(read, engine.weight_views(), None if in_full else self._num_samples)
-        proof = MetricSet({"reshard/proof_s": Max(time.perf_counter() - start)})
-        self.metrics = self.metrics.merge(proof)
+        sample = None if in_full else self._num_samples
+        wrong = self._differing(read, engine, sample, spent)
+        if wrong and changes and only_changes:
+            self._log(
+                f"warning: reshard: {len(wrong)} tensors ({', '.join(wrong[:3])}"
+                f"{', ...' if len(wrong) > 3 else ''}) differ after a sync of changes; all weights "
+                "follow"
+            )
+            changes.agree(held, engine.keeps_bits, WRONG_WEIGHTS)
+            self._move(read, engine, spent)
+            number, in_full, sample = 0, True, None
+            wrong = self._differing(read, engine, sample, spent)
+        self._refuse(wrong, read, engine, sample)
+        self.metrics = spent.metrics(self._path)
         engine.finish_update(version)
-        if path.changes:
-            path.changes.finished(version)
+        if changes:
+            changes.finished(version)
         self._reason = ""
         self._num_samples += not in_full
         self._num_syncs, self._left_version, self._moved = number + 1, version, ()
 
-    def _prove(
+    def _move(
+        self, read: Mapping[str, torch.Tensor], engine: WeightReceiver, spent: _Spent
+    ) -> None:
+        """Move the weights and add what it took. Collective: the world."""
+        self._synchronize()
+        start = time.perf_counter()
+        self._path.move(read, engine)
+        self._synchronize()
+        changes = self._path.changes
+        spent.seconds += time.perf_counter() - start
+        spent.moves.append(changes.traffic if changes else self._path.traffic)
+
+    def _differing(
         self,
         read: Mapping[str, torch.Tensor],
-        write: Mapping[str, torch.Tensor],
+        engine: WeightReceiver,
+        sample: int | None,
+        spent: _Spent,
+    ) -> list[str]:
+        """Return the tensors that differ, the same on all ranks. Collective: the world."""
+        start = time.perf_counter()
+        wrong = self._proof.differing_tensors(read, engine.weight_views(), sample=sample)
+        spent.proof_seconds += time.perf_counter() - start
+        return wrong
+
+    def _refuse(
+        self,
+        wrong: Sequence[str],
+        read: Mapping[str, torch.Tensor],
+        engine: WeightReceiver,
         sample: int | None,
     ) -> None:
-        wrong = self._proof.differing_tensors(read, write, sample=sample)
+        """Raise where tensors differ, with the first element. Collective: the world."""
         if wrong:
-            where = self._proof.first_difference(wrong[0], read, write)
+            where = self._proof.first_difference(wrong[0], read, engine.weight_views())
             what = "engine weights" if sample is None else "sampled rows of engine weights"
             raise RuntimeError(
                 f"reshard: {what} differ from the trainer's in {len(wrong)} tensors: "

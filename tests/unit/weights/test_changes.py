@@ -25,11 +25,14 @@ class Changes:
         self.engine = engine
         self.agreed: list[tuple[list[int], bool, str]] = []
         self.done: list[int] = []
+        self.loses = 0  # syncs of changes that leave the table as it was
 
-    def agree(self, held: Sequence[int], keeps_bits: bool, why_all: str) -> None:
-        """Before the update begins, as an update loses what is held."""
-        assert self.engine.weights_version == held[0]
+    def agree(self, held: Sequence[int], keeps_bits: bool, why_all: str) -> bool:
+        """Before the update begins, as an update loses what is held, or once more within it."""
+        if why_all != "the proof found wrong weights":
+            assert self.engine.weights_version == held[0]
         self.agreed.append((list(held), keeps_bits, why_all))
+        return not why_all
 
     def finished(self, version: int) -> None:
         assert self.engine.weights_version == version, "the engine has them before"
@@ -39,7 +42,10 @@ class Changes:
         return MetricSet({"reshard/own": Max(1.0)})
 
     def move(self, read: Mapping[str, torch.Tensor], engine: Any) -> None:
-        engine.weight_views()["table"].copy_(read["table"])
+        lost = self.loses > 0 and not self.agreed[-1][2]
+        self.loses -= lost
+        if not lost:
+            engine.weight_views()["table"].copy_(read["table"])
 
 
 class Side:
@@ -47,6 +53,7 @@ class Side:
 
     def __init__(self) -> None:
         self.trainer, self.engine = first_table(), TableEngine()
+        self.lines: list[str] = []
         self.changes, self.proof = Changes(self.engine), CompareWeights()
         self.path = WeightPath("direct", self.changes.move, ALL, self.changes)
         self.sync = WeightSync(
@@ -55,7 +62,7 @@ class Side:
             lambda: {"table": self.trainer},
             0,
             gather_versions=lambda version: [version],
-            log=lambda line: None,
+            log=self.lines.append,
         )
 
     def why(self, version: int) -> str:
@@ -123,3 +130,37 @@ def test_all_weights_follow_a_sync_that_failed(monkeypatch: pytest.MonkeyPatch) 
     assert side.changes.done == [1], "nobody was told that it holds version 2"
     assert side.why(3) == "the latest sync failed"
     assert side.why(4) == ""
+
+
+def test_all_weights_follow_a_delta_that_was_lost() -> None:
+    """At once, proven in full, with a line; the next sync is of changes again."""
+    side = Side()
+    side.why(1)
+    side.why(2)
+    side.lines.clear()
+    side.changes.loses = 1
+    assert side.why(3) == "the proof found wrong weights"
+    assert torch.equal(side.engine.weights, side.trainer) and side.engine.weights_version == 3
+    assert side.lines == [
+        "warning: reshard: 1 tensors (table) differ after a sync of changes; all weights follow"
+    ]
+    assert side.changes.agreed[2:] == [
+        ([2], True, ""),
+        ([2], True, "the proof found wrong weights"),
+    ]
+    assert side.sync.metrics["reshard/bytes_received"] == Max(6.0), "of both moves"
+    assert (side.proof.num_calls, side.proof.samples) == (2, [0, 1]), "the second proof is full"
+    assert side.why(4) == "" and side.engine.calls.count("finish") == 4
+
+
+def test_weights_that_differ_after_all_moved_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Side()
+    side.why(1)
+    moves: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(side.proof, "differing_tensors", lambda *_, **__: ["table"])
+        patch.setattr(side.proof, "first_difference", lambda *_: moves.append(1))
+        with pytest.raises(RuntimeError, match="reshard: engine weights differ"):
+            side.sync.run(cast(Any, side.engine), 2)
+    assert [why for *_, why in side.changes.agreed[1:]] == ["", "the proof found wrong weights"]
+    assert moves == [1] and side.engine.weights_version == -1
