@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from mindspeed_rl.model_files.reading import STORED_TYPES, RowReader
 from mindspeed_rl.model_files.rounds import gather_rows_of_files
 from mindspeed_rl.model_files.row_files import RowFiles, is_whole, stored_sum
 from mindspeed_rl.model_files.slices import Gathering, RowSlice, in_rounds, slice_bytes
+from mindspeed_rl.model_files.together import FileProblem, raise_together, together
 from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.weights.exchange import Params
 from mindspeed_rl.weights.layouts.base import ShardLayout
@@ -56,15 +58,15 @@ def export_model(
         Number of files that were there already.
 
     Raises:
-        UsageError: The target is no export; raised on all ranks.
-        OSError: A file could not be written; raised on all ranks.
+        UsageError: The target is no export, or a file to copy from is damaged; raised on all ranks.
+        OSError: A file could not be written, or not read; raised on all ranks.
     """
     most = slice_bytes(buffer_bytes)
     copied = copied or {}
     names = {planned.file.path for planned in plan.files}
     keeps = rank in plan.keepers
-    _agree(lambda: folder.prepare(names) if keeps else None)
-    found = [f for f in plan.files_of(rank) if (folder.work / f.path).exists()]
+    together(lambda: folder.prepare(names) if keeps else None)
+    found = [f for f in plan.files_of(rank) if os.path.exists(folder.work / f.path)]
     done: list[str] = []
     if any(gather_objects(bool(found))):
         sums = source_sums(layout, rank, params, folder.dtype)
@@ -83,29 +85,40 @@ def export_model(
         writer.copy(copied, most)
     finally:
         files.close()
-    _agree(writer.fail)
-    _agree(lambda: folder.finish([p.file for p in plan.files]) if keeps else None)
+    raise_together(writer.problem)
+    together(lambda: folder.finish([p.file for p in plan.files]) if keeps else None)
     return sum(map(len, everyone.values()))
 
 
 class _SteadyWriter:
-    """Writes until the first error of the file system, which it keeps: peers wait in no round."""
+    """Writes until the first error of a file, which it keeps: peers wait in no round.
+
+    Attributes:
+        problem: The error; ``None``: there was none.
+    """
 
     def __init__(self, files: RowFiles, folder: ExportFolder) -> None:
         self._files, self._folder = files, folder
-        self._problem: OSError | None = None
+        self.problem: FileProblem | None = None
 
     def write_rows(self, rows: RowSlice, values: torch.Tensor) -> None:
         """Write the rows of a slice."""
-        if self._problem is None:
+        if self.problem is None:
             try:
                 with self._folder.explained():
                     self._files.write(rows.hf_name, rows.box.lo[0], values)
             except OSError as error:
-                self._problem = error
+                self.problem = error
 
     def copy(self, copied: Mapping[str, Path], most: int) -> None:
         """Copy the tensors of this rank's files that come from other files."""
+        if self.problem is None:
+            try:
+                self._copy(copied, most)
+            except (UsageError, OSError) as error:
+                self.problem = error
+
+    def _copy(self, copied: Mapping[str, Path], most: int) -> None:
         with RowReader() as reader:
             for tensor in (t for file in self._files.files for t in file.tensors):
                 if tensor.name in copied:
@@ -113,11 +126,6 @@ class _SteadyWriter:
                     entry = safetensors_entries(path)[tensor.name]
                     for rows in slices_of(tensor, most):
                         self.write_rows(rows, reader.read(path, entry, rows.box))
-
-    def fail(self) -> None:
-        """Raise what writing raised."""
-        if self._problem is not None:
-            raise self._problem
 
 
 def stored_tensor(path: Path, name: str) -> OutputTensor:
@@ -130,21 +138,3 @@ def _sum_in_file(path: Path, name: str, most: int) -> tuple[int, int]:
     with RowReader() as reader:
         entry = safetensors_entries(path)[name]
         return stored_sum(reader, path, entry, stored_tensor(path, name), most)
-
-
-def _agree(act: Callable[[], None]) -> None:
-    """Act on this rank and raise on all ranks what it raised on the first. Collective: world."""
-    mine: tuple[str, str] | None = None
-    cause: Exception | None = None
-    try:
-        act()
-    except (UsageError, OSError) as error:
-        cause = error
-        mine = ("usage" if isinstance(error, UsageError) else "files", str(error))
-    everyone = gather_objects(mine)
-    if cause is not None:
-        raise cause
-    for told in everyone:
-        if told is not None:
-            kind, text = told
-            raise UsageError(text) if kind == "usage" else OSError(text)

@@ -12,6 +12,7 @@ import torch
 from mindspeed_rl.checkpoint.hf import check_tensor, check_values, wanted_by_file
 from mindspeed_rl.checkpoint.safetensors_files import StoredEntry, safetensors_entries
 from mindspeed_rl.core.boxes import Box
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.model_files.reading import STORED_TYPES, RowReader
 from mindspeed_rl.model_files.rounds import scatter_rows_of_files
 from mindspeed_rl.model_files.slices import (
@@ -22,6 +23,7 @@ from mindspeed_rl.model_files.slices import (
     slice_bytes,
     within,
 )
+from mindspeed_rl.model_files.together import FileProblem, raise_together, together
 from mindspeed_rl.weights.layouts.base import ShardLayout, pieces_of
 from mindspeed_rl.weights.transports import Transport
 
@@ -95,11 +97,11 @@ def load_by_node(
     left_out: Collection[str] = (),
     flag: str = "--hf-checkpoint",
 ) -> int:
-    """Fill parameters from a checkpoint of which a node reads no byte twice. Collective: the node.
+    """Fill parameters from a checkpoint of which a node reads no byte twice. Collective: the world.
 
     What arrives, which padding and which value heads become 0, and what is refused are as in
-    :func:`~mindspeed_rl.checkpoint.hf.load_hf`. All ranks read the headers, and refuse alike what
-    headers show.
+    :func:`~mindspeed_rl.checkpoint.hf.load_hf`. All ranks read the headers. Rows travel within
+    nodes; an error of one rank is raised on all ranks of the world.
 
     Args:
         directory: Directory with safetensors weights.
@@ -117,16 +119,11 @@ def load_by_node(
 
     Raises:
         UsageError: As ``load_hf``.
+        OSError: A file cannot be read.
     """
-    by_file = wanted_by_file(directory, layout, rank, left_out, flag)
-    entries: dict[str, tuple[Path, StoredEntry]] = {}
-    for path, names in by_file.items():
-        stored = safetensors_entries(path)
-        for name in names:
-            entry = stored.get(name)
-            check_tensor(path, name, entry, layout.shape_of(name))
-            assert entry is not None
-            entries[name] = path, entry
+    entries = together(
+        lambda: _entries(layout, wanted_by_file(directory, layout, rank, left_out, flag))
+    )
     node = node_of(rank, ranks_per_node)
     most = slice_bytes(buffer_bytes)
     types = {name: STORED_TYPES[entry.dtype] for name, (_, entry) in entries.items()}
@@ -136,13 +133,55 @@ def load_by_node(
     for param in params.values():
         param.zero_()
     with RowReader() as reader:
-
-        def read(rows: RowSlice) -> torch.Tensor:
-            return reader.read(*entries[rows.hf_name], rows.box)
-
-        scatter_rows_of_files(rounds, scattering.parts_of, rank, params, transport, read)
-    _check_held(layout, rank, params, {name: path for name, (path, _) in entries.items()}, flag)
+        steady = _SteadyReader(reader, entries)
+        scatter_rows_of_files(rounds, scattering.parts_of, rank, params, transport, steady.read)
+    raise_together(steady.problem)
+    files = {name: path for name, (path, _) in entries.items()}
+    together(lambda: _check_held(layout, rank, params, files, flag))
     return reader.num_bytes
+
+
+class _SteadyReader:
+    """Reads until the first error of a file, which it keeps: peers wait in no round.
+
+    Attributes:
+        problem: The error; ``None``: there was none.
+    """
+
+    def __init__(self, reader: RowReader, entries: Mapping[str, tuple[Path, StoredEntry]]) -> None:
+        self._reader, self._entries = reader, entries
+        self.problem: FileProblem | None = None
+
+    def read(self, rows: RowSlice) -> torch.Tensor:
+        """Return the rows of a slice; zeros after an error."""
+        path, entry = self._entries[rows.hf_name]
+        if self.problem is None:
+            try:
+                return self._reader.read(path, entry, rows.box)
+            except UsageError as error:
+                self.problem = error
+            except OSError as error:
+                self.problem = OSError(f"{path}: {error}")
+        return torch.zeros(rows.box.size, dtype=STORED_TYPES[entry.dtype])
+
+
+def _entries(
+    layout: ShardLayout, by_file: Mapping[Path, Collection[str]]
+) -> dict[str, tuple[Path, StoredEntry]]:
+    """Return file and place of each tensor, in the order of the files. Local.
+
+    Raises:
+        UsageError: A tensor is missing or has another shape.
+    """
+    entries: dict[str, tuple[Path, StoredEntry]] = {}
+    for path, names in by_file.items():
+        stored = safetensors_entries(path)
+        for name in names:
+            entry = stored.get(name)
+            check_tensor(path, name, entry, layout.shape_of(name))
+            assert entry is not None
+            entries[name] = path, entry
+    return entries
 
 
 def _check_held(

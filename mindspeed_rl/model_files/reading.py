@@ -51,6 +51,7 @@ class RowReader:
 
         Raises:
             UsageError: The file has another length than when its header was read.
+            OSError: It cannot be read.
         """
         dtype = STORED_TYPES[entry.dtype]
         row_bytes = prod(box.size[1:]) * dtype.itemsize

@@ -103,19 +103,24 @@ class RowFiles:
 def is_whole(folder: Path, file: OutputFile, sum_of: SumOf, slice_bytes: int) -> bool:
     """Tell whether a file of an earlier attempt is there with all the bits that it should have.
 
+    A file that cannot be read is not, so that it is written again; peers wait for the answer.
+
     Args:
         folder: Folder of the file.
         file: The file as it is planned now.
         sum_of: Checksums of its tensors, as of :func:`stored_sum`.
         slice_bytes: Bytes that are read at a time.
     """
-    path = folder / file.path
+    try:
+        return _has_sums(folder / file.path, file, sum_of, slice_bytes)
+    except (UsageError, OSError):  # another attempt was killed in the middle of it, or it is lost
+        return False
+
+
+def _has_sums(path: Path, file: OutputFile, sum_of: SumOf, slice_bytes: int) -> bool:
     if not path.is_file():
         return False
-    try:
-        entries = safetensors_entries(path)
-    except UsageError:  # another attempt was killed in the middle of it
-        return False
+    entries = safetensors_entries(path)
     expected = {t.name: (SAFETENSORS_TYPES[t.dtype], tuple(t.shape)) for t in file.tensors}
     if {name: (entry.dtype, entry.shape) for name, entry in entries.items()} != expected:
         return False

@@ -139,7 +139,7 @@ def load_weights(
 ) -> None:
     """Fill ``params`` from ``--hf-checkpoint``; with ``log_skipped``, log what is left out.
 
-    Collective: the node. In a throughput run the weights are drawn at random.
+    Collective: the world. In a throughput run the weights are drawn at random.
 
     Raises:
         UsageError: the weights do not fit the model.
@@ -165,7 +165,7 @@ def _load(
     left_out: Collection[str],
     flag: str,
 ) -> None:
-    """Fill ``params`` from a checkpoint of which a node reads no byte twice. Collective: the node.
+    """Fill ``params`` from a checkpoint of which a node reads no byte twice. Collective: the world.
 
     Rows travel between hosts: a device has no room for them beside the model's state.
     """

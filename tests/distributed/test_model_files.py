@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from support.layout_cases import GQA, layouts_of
 from support.layout_oracle import megatron_params
 from support.spawn import run_ranks
 
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.models.hf_files import find_weights
 
@@ -80,7 +84,7 @@ def _load(world: World, directory: Path) -> tuple[int, int, list[str]]:
     return num_bytes, read, [n for n, t in wanted.items() if not torch.equal(params[n], t)]
 
 
-def _disk_full_on_rank_2(world: World, root: Path) -> str:
+def _disk_full_on_rank_2(world: World, root: Path, name: str = "full") -> str:
     from mindspeed_rl.model_files.row_files import RowFiles
 
     write, count = RowFiles.write, iter(range(1))
@@ -91,8 +95,54 @@ def _disk_full_on_rank_2(world: World, root: Path) -> str:
         write(self, *rows)
 
     with mock.patch.object(RowFiles, "write", failing), pytest.raises(OSError) as caught:
-        _export(world, root, "full")
+        _export(world, root, name)
     return str(caught.value)
+
+
+@contextmanager
+def _unreadable(world: World, rank: int, folder: Path) -> Iterator[None]:
+    """One rank cannot read rows of the files in a folder."""
+    from mindspeed_rl.model_files.reading import RowReader
+
+    read = RowReader.read
+
+    def failing(self: RowReader, path: Path, *rows: Any) -> torch.Tensor:
+        if world.rank == rank and path.parent == folder:
+            raise OSError(5, "Input/output error")
+        return read(self, path, *rows)
+
+    with mock.patch.object(RowReader, "read", failing):
+        yield
+
+
+def _load_error(world: World, directory: Path) -> str:
+    with _unreadable(world, 1, directory), pytest.raises(OSError) as caught:
+        _load(world, directory)
+    return str(caught.value)
+
+
+def _load_infinite(world: World, directory: Path) -> str:
+    """Values of which one stage alone has the part that is wrong."""
+    from safetensors.torch import save_file
+
+    if world.rank == 0:
+        shutil.copytree(directory.with_name("hf"), directory)
+        for path in directory.glob("*.safetensors"):
+            tensors = load_file(path)
+            if "model.norm.weight" in tensors:
+                tensors["model.norm.weight"][1] = torch.inf
+                save_file(tensors, path)
+    torch.distributed.barrier()
+    with pytest.raises(UsageError) as caught:
+        _load(world, directory)
+    return str(caught.value)
+
+
+def _export_over_unreadable(world: World, root: Path, name: str) -> int:
+    """The number of files kept of an export that was cut off, whose first rank reads none."""
+    _disk_full_on_rank_2(world, root, name)
+    with _unreadable(world, 0, root / f".{name}.partial"):
+        return _export(world, root, name)
 
 
 def _two_levels(world: World) -> bool:
@@ -126,6 +176,9 @@ def world_of_files(world: World, folder: str) -> dict[str, Any]:
         "loaded": _load(world, root / "hf"),
         "error": _disk_full_on_rank_2(world, root),
         "kept after the error": _export(world, root, "full"),
+        "kept of unreadable": _export_over_unreadable(world, root, "unreadable"),
+        "load error": _load_error(world, root / "hf"),
+        "infinite": _load_infinite(world, root / "infinite"),
         "two levels": _two_levels(world),
     }
 
@@ -141,7 +194,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
 Found = tuple[Path, list[dict[str, Any]]]
 
 
-@pytest.mark.parametrize("name", ["hf", "full"])
+@pytest.mark.parametrize("name", ["hf", "full", "unreadable"])
 def test_all_ranks_write_one_checkpoint(ranks: Found, name: str) -> None:
     """Also where one of them failed before."""
     root, _ = ranks
@@ -161,6 +214,16 @@ def test_a_disk_that_is_full_for_one_rank_is_told_by_all(ranks: Found) -> None:
         assert "--export-hf" in told and "No space left" in told
     (kept,) = {r["kept after the error"] for r in found}
     assert kept > 1, "what others wrote is kept"
+    (fewer,) = {r["kept of unreadable"] for r in found}
+    assert fewer < kept, "what a rank cannot read is written again"
+
+
+def test_an_error_of_one_rank_that_loads_is_told_by_all(ranks: Found) -> None:
+    _, found = ranks
+    (told,) = {r["load error"] for r in found}
+    assert "Input/output error" in told and ".safetensors" in told
+    (told,) = {r["infinite"] for r in found}
+    assert "model.norm.weight holds" in told and "in the part of rank 2" in told
 
 
 def test_each_node_reads_each_byte_once(ranks: Found) -> None:

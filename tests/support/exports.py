@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.model_files.export import export_model
+from mindspeed_rl.model_files.export import export_model, stored_tensor
 from mindspeed_rl.model_files.export_folder import ExportFolder
 from mindspeed_rl.model_files.export_plan import SHARD_BYTES, plan_export
 from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
@@ -41,8 +41,13 @@ def write_export(
     config_keys: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
     buffer_bytes: int = 1 << 20,
+    copied: Mapping[str, Path] | None = None,
 ) -> int:
-    """Export tensors as a run does; the number of files of an earlier attempt that were kept."""
+    """Export tensors as a run does; the number of files of an earlier attempt that were kept.
+
+    ``copied`` has the files of further tensors, which are copied.
+    """
+    extra = [stored_tensor(path, name) for name, path in (copied or {}).items()]
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     declared = {n: str(t.dtype).removeprefix("torch.") for n, t in tensors.items()}
     layout = HfFileLayout(shapes, range(1), declared)
@@ -51,10 +56,11 @@ def write_export(
         return export_model(
             layout,
             tensors,
-            plan_export(layout, dtype, range(1), 1, shard_bytes=shard_bytes),
+            plan_export(layout, dtype, range(1), 1, extra, shard_bytes=shard_bytes),
             folder,
             rank=0,
             ranks_per_node=1,
             transport=PointToPointTransport(1, torch.device("cpu"), None),
             buffer_bytes=buffer_bytes,
+            copied=copied,
         )

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from make_tiny_model import write_tiny_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.checked_runs import configured
 from support.conversions import convert, write_model
 from support.exports import write_export
@@ -21,6 +21,7 @@ from mindspeed_rl.config import ModelConfig, PretrainRunConfig
 from mindspeed_rl.config.outputs import check_paths
 from mindspeed_rl.core.chat_template import ChatConfig
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.model_files.reading import RowReader
 from mindspeed_rl.model_files.row_files import RowFiles
 from mindspeed_rl.models.hf_code import code_files
 
@@ -160,6 +161,49 @@ def test_a_damaged_file_is_written_again(tmp_path: Path, source: Path, place: in
     assert write_export(target, source, FOUR, shard_bytes=2000, buffer_bytes=6000) == 0
     assert_holds(target, FOUR)
     assert len(list(target.glob("*.safetensors"))) == 4, "files of other plans are gone"
+
+
+def failing_reads(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Rows of files in ``folder`` cannot be read, although their headers can."""
+    read = RowReader.read
+
+    def failing(self: RowReader, path: Path, *rows: Any) -> torch.Tensor:
+        if path.parent == folder:
+            raise OSError(5, "Input/output error", str(path))
+        return read(self, path, *rows)
+
+    monkeypatch.setattr(RowReader, "read", failing)
+
+
+def test_a_file_that_cannot_be_read_is_written_again(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "hf"
+    assert len(_cut_off(target, source, FOUR, 5)) == 2
+    failing_reads(monkeypatch, tmp_path / ".hf.partial")
+    assert write_export(target, source, FOUR, shard_bytes=2000, buffer_bytes=6000) == 0
+    assert_holds(target, FOUR)
+
+
+def test_an_error_of_a_file_to_copy_from_is_told_when_no_rank_waits(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its text comes from the agreement of all ranks, after all rounds."""
+    target, further = tmp_path / "hf", tmp_path / "further.safetensors"
+    save_file({"kept": torch.arange(30.0)}, further)
+    copied = {"kept": further}
+    with monkeypatch.context() as patch:
+        failing_reads(patch, tmp_path)
+        with pytest.raises(OSError, match=r"Input/output error.*further") as told:
+            write_export(target, source, FOUR, shard_bytes=2000, copied=copied)
+    assert isinstance(told.value.__cause__, OSError) and not target.exists()
+    content = further.read_bytes()
+    further.write_bytes(content[:-4])
+    with pytest.raises(UsageError, match=r"further"):
+        write_export(target, source, FOUR, shard_bytes=2000, copied=copied)
+    further.write_bytes(content)
+    write_export(target, source, FOUR, shard_bytes=2000, copied=copied)
+    assert_holds(target, FOUR | {"kept": torch.arange(30.0)})
 
 
 @pytest.mark.parametrize(
