@@ -20,10 +20,14 @@ A piece has a :class:`PieceHead` of six integers, from which alone both ends com
 coded piece is. Heads travel first, so that every rank knows the size of each message it takes part
 in.
 
-Only comparisons, prefix sums, gathers and scatters are used, on whole pieces: operations that a
-device has. A Golomb-Rice code is described in S. W. Golomb, "Run-length encodings", IEEE
-Transactions on Information Theory 12 (1966); the gamma code in P. Elias, "Universal codeword sets
-and representations of the integers", same journal, 21 (1975).
+Comparisons, shifts, prefix sums, gathers and scatters of whole pieces are used, of int16, int64 and
+uint8, which a host and CUDA have. No kernel for the AI Cores of an NPU is known for several of them
+(shifts, prefix sums and positions of int64, comparisons and gathers of int16, sums of uint8); its
+slow processor would run them, so that ``--reshard-deltas`` is refused there.
+
+A Golomb-Rice code is described in S. W. Golomb, "Run-length encodings", IEEE Transactions on
+Information Theory 12 (1966); the gamma code in P. Elias, "Universal codeword sets and
+representations of the integers", same journal, 21 (1975).
 """
 
 from __future__ import annotations
@@ -93,10 +97,9 @@ class PieceHead:
         Raises:
             RuntimeError: A number is out of its range.
         """
-        far_shift, shift = divmod(self.shifts, 32)
         possible = self.is_plain or (
             0 <= self.far <= self.changed <= num_words
-            and max(far_shift, shift) <= 31
+            and 0 <= self.shifts < 1024  # two numbers of five bits
             and self.changed <= self.gap_bits <= self.changed + num_words
             and self.far <= self.far_bits <= self.far + num_words
             and self.far <= self.class_bits <= 32 * self.far
@@ -168,7 +171,8 @@ def decode(head: PieceHead, code: torch.Tensor, words: torch.Tensor) -> None:
         return
     if not head.changed:
         return
-    bits = (code[:, None] >> _powers(8, code.device)).bitwise_and_(1).flatten()
+    powers = _powers(8, code.device).to(torch.uint8)
+    bits = (code[:, None] >> powers).bitwise_and_(1).flatten()
     sections = head.sections()
     parts = list(torch.split(bits[: sum(sections)], list(sections)))
     far_shift, shift = divmod(head.shifts, 32)

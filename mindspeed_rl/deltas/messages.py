@@ -117,15 +117,23 @@ class DeltaExchange:
         room = sum(self._most_bytes(message) for message in self._sends.values())
         memory = torch.empty(room, dtype=torch.uint8, device=self._transport.device)
         used = 0
+        sizes = []
         for message in self._sends.values():
-            used = self._pack(message, read, memory, used)
+            end = self._pack(message, read, memory, used)
+            sizes.append(end - used)
+            used = end
+        # Messages live until the round is finished; few of their bytes are left where few changed.
+        coded = memory[:used].clone() if 2 * used <= room else memory[:used]
+        del memory
+        buffers = torch.split(coded, sizes) if sizes else ()
+        for message, buffer in zip(self._sends.values(), buffers, strict=True):
+            message.buffer = buffer
         heads = {p: m.heads for p, m in self._sends.items() if m.pieces}
         outgoing = _table([astuple(head) for of_peer in heads.values() for head in of_peer])
-        sends = _parts(outgoing.to(memory.device), {p: len(heads[p]) for p in heads})
+        device = self._transport.device
+        sends = _parts(outgoing.to(device), {p: len(heads[p]) for p in heads})
         expected = {p: len(m.pieces) for p, m in self._receives.items() if m.pieces}
-        incoming = torch.empty(
-            HEAD_INTS * sum(expected.values()), dtype=torch.int32, device=memory.device
-        )
+        incoming = torch.empty(HEAD_INTS * sum(expected.values()), dtype=torch.int32, device=device)
         self._incoming = _parts(incoming, expected)
         self._pending = self._start(sends, self._incoming, torch.int32)
 
@@ -153,7 +161,6 @@ class DeltaExchange:
             memory[start:end] = new.view(torch.uint8)
             memory[end : end + -end % 4] = 0
             end += -end % 4
-        message.buffer = memory[start:end]
         return end
 
     def _count(self, head: PieceHead, num_words: int) -> None:

@@ -11,6 +11,7 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.memory import LOAD_BUFFER_BYTES, MemoryOwner
 from mindspeed_rl.core.ranks import counted, rank_ranges
 from mindspeed_rl.core.tables import aligned
+from mindspeed_rl.flag_checks.deltas import cost_of_deltas
 from mindspeed_rl.packing.micro_batches import SIGMA
 from mindspeed_rl.planning.findings import Findings
 from mindspeed_rl.planning.prediction import MemoryPrediction
@@ -146,6 +147,10 @@ def _volume(found: Findings) -> Iterator[str]:
         sizes = (t.receive_bytes, t.send_bytes, t.copy_bytes, t.inter_node_receive_bytes)
         rows.append([str(t.rank), *(f"{s / 1e9:.3f}" for s in sizes), str(t.num_senders)])
     yield from (f"  {line}" for line in aligned(rows))
+    config, platform = found.prediction.config, found.prediction.machine.platform
+    deltas = config.rollout.reshard_deltas if isinstance(config, RLRunConfig) else "off"
+    if line := cost_of_deltas(deltas, platform):
+        yield f"  {line}"
     if found.handover:
         yield from found.handover.lines(found.seconds.whole.seconds if found.seconds else None)
 

@@ -29,6 +29,7 @@ from mindspeed_rl.core.layout import EngineLayout, ParallelLayout, round_up
 from mindspeed_rl.core.ranks import counted
 from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.expert_placement.near_trainer import placed_near_trainer
+from mindspeed_rl.flag_checks.deltas import check_deltas_on
 from mindspeed_rl.flag_checks.reference_pass import check_reference_pass
 from mindspeed_rl.flag_checks.single_flags import (
     check_rl_flags,
@@ -289,7 +290,7 @@ def is_first_old_pass_free(config: RLRunConfig, iterations: int) -> bool:
 
 
 def check_engine(config: object, plan: object, platform: str) -> None:
-    """Refuse what the rollout engine of a platform cannot do, in a start and in its dry run. Local.
+    """Refuse what a platform's engine or its updates cannot do, in a start and a dry run. Local.
 
     Runs without rollouts pass.
 
@@ -304,6 +305,7 @@ def check_engine(config: object, plan: object, platform: str) -> None:
     if isinstance(config, RLRunConfig) and isinstance(plan, RLPlan):
         engine = engine_provider()
         check_each(
+            partial(check_deltas_on, config, platform),
             partial(engine.check_run, config, platform),
             partial(engine.check_build, config, plan.rollout_layout, platform),
         )

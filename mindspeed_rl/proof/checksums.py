@@ -241,24 +241,26 @@ def box_checksum(
 
 @cache
 def check_arithmetic(device: torch.device) -> None:
-    """Compare the sums of a small matrix on a device with those of exact integers, once. Local.
+    """Compare the sums of short and long rows on a device with exact integers, once. Local.
 
-    Integers of 32 bits have to wrap around, which no documentation of a device promises.
+    Integers of 32 bits have to wrap around, which no documentation of a device promises; long rows
+    may be summed in parts by another kernel than short ones.
 
     Raises:
         RuntimeError: They differ.
     """
-    bits = (np.arange(1, 5 * 67 + 1) * 40503 % 65536).astype(np.uint16).view(np.int16)
-    bits = bits.reshape(5, 67)
-    weights = _column_weights(0, 67, torch.device("cpu")).numpy()
-    expected = ((bits.astype(np.int64) * weights).sum(1) % 2**32).tolist()
-    found = torch.empty(5, dtype=torch.int32, device=device)
-    values = torch.from_numpy(bits).view(torch.bfloat16).to(device)
-    sum_rows(values, Box.whole((5, 67)), torch.bfloat16, found)
-    sums = (found.cpu().to(torch.int64) % 2**32).tolist()
-    if sums != expected:
-        raise RuntimeError(
-            f"the weighted sums of the rows of a matrix are {sums} on {device} and should be "
-            f"{expected}: its products or sums of 32-bit integers are not modulo 2^32, so no "
-            "weights can be proven equal there"
-        )
+    for rows, columns in ((5, 67), (1, 1 << 16)):
+        bits = (np.arange(1, rows * columns + 1) * 40503 % 65536).astype(np.uint16).view(np.int16)
+        bits = bits.reshape(rows, columns)
+        weights = _column_weights(0, columns, torch.device("cpu")).numpy()
+        expected = ((bits.astype(np.int64) * weights).sum(1) % 2**32).tolist()
+        found = torch.empty(rows, dtype=torch.int32, device=device)
+        values = torch.from_numpy(bits).view(torch.bfloat16).to(device)
+        sum_rows(values, Box.whole((rows, columns)), torch.bfloat16, found)
+        sums = (found.cpu().to(torch.int64) % 2**32).tolist()
+        if sums != expected:
+            raise RuntimeError(
+                f"the weighted sums of rows of {columns} elements are {sums} on {device} and "
+                f"should be {expected}: its products or sums of 32-bit integers are not modulo "
+                "2^32, so no weights can be proven equal there"
+            )

@@ -437,13 +437,17 @@ def test_a_piece_takes_two_kernels() -> None:
     assert [name for event in outermost for name in kernels_of(event)] == ["copy_", "mm"]
 
 
-def test_a_device_whose_integers_do_not_wrap_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before sums of it are compared with others."""
+@pytest.mark.parametrize("shortest", [1, 100])
+def test_a_device_whose_integers_do_not_wrap_is_told(
+    monkeypatch: pytest.MonkeyPatch, shortest: int
+) -> None:
+    """Before sums of it are compared with others, also if only long rows are summed wrongly."""
 
     def saturated(digits: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
         exact = (digits.to(torch.int64) * weights).sum(-1)
-        out.copy_(exact.clamp(-(2**31), 2**31 - 1))
+        wraps = digits.shape[-1] < shortest
+        out.copy_(exact if wraps else exact.clamp(-(2**31), 2**31 - 1))
 
     monkeypatch.setattr(checksums_module, "_sum_digits", saturated)
-    with pytest.raises(RuntimeError, match=r"2147483647.* on cpu and should be \["):
+    with pytest.raises(RuntimeError, match=r"-?214748364[78]\b.* on cpu and should be \["):
         checksums_module.check_arithmetic.__wrapped__(torch.device("cpu"))

@@ -21,6 +21,7 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.deltas import codec, messages
 from mindspeed_rl.deltas.path import DeltaResharder
 from mindspeed_rl.weights.executor import Resharder
+from mindspeed_rl.weights.transports import Tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +173,26 @@ def test_bytes_follow_what_changed() -> None:
     assert moved[1] < 0.05 * all_bytes and moved[2] < 0.01 * all_bytes
     assert all_bytes <= moved[3] <= 1.01 * all_bytes
     assert all(not sync.wrong for of_rank in found for sync in of_rank)
+
+
+def test_messages_keep_at_most_twice_the_memory_that_they_carry() -> None:
+    """While they are on the way; the room that their words would have taken is free."""
+    kept, start = [], LocalTransport.start
+
+    def noting(
+        self: LocalTransport, sends: Tensors, receives: Tensors, dtype: torch.dtype
+    ) -> object:
+        if dtype == torch.uint8:
+            sent = [message for several in sends.values() for message in several]
+            storages = {m.untyped_storage().data_ptr(): m.untyped_storage() for m in sent}
+            kept.append((sum(s.nbytes() for s in storages.values()), sum(m.nbytes for m in sent)))
+        return start(self, sends, receives, dtype)
+
+    with mock.patch.object(LocalTransport, "start", noting):
+        run_syncs(LARGE, [Sync(1.0, why_all="first"), Sync(0.01)], torch.int16, tight=False,
+                  many=False)  # fmt: skip
+    assert sum(sent for _, sent in kept) > 1000
+    assert all(memory <= 2 * sent + 64 for memory, sent in kept), kept
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,8 @@ def test_messages_are_cut_into_pieces() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"changed": 200}, {"changed": -2}, {"far": 12}, {"shifts": 40 * 32}, {"gap_bits": 5},
+    [{"changed": 200}, {"changed": -2}, {"far": 12}, {"shifts": 40 * 32}, {"shifts": -1},
+     {"gap_bits": 5},
      {"far_bits": 900}, {"class_bits": 10**6}],
 )  # fmt: skip
 def test_heads_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:

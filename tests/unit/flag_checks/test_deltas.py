@@ -8,7 +8,7 @@ from support.checked_runs import configured
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.needs import check_needs
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.flag_checks.deltas import check_deltas
+from mindspeed_rl.flag_checks.deltas import check_deltas, cost_of_deltas
 
 DELTAS = "--reshard-deltas device"
 
@@ -56,3 +56,12 @@ def test_changes_are_not_relayed(flags: str, relays: bool) -> None:
     assert rollout.relays(32, 16, experts_everywhere=False) is relays
     assert not rollout.relays(16, 16, experts_everywhere=False), "one node"
     assert not rollout.relays(32, 16, experts_everywhere=True)
+
+
+def test_a_dry_run_says_where_changes_pay() -> None:
+    """Coding costs seconds per byte, all weights cost the time of a link."""
+    assert cost_of_deltas("off", "cpu") == ""
+    for platform, seconds, speed in (("cpu", "2.4", "0.4"), ("cuda", "0.5", "2")):
+        line = cost_of_deltas("host", platform)
+        assert line.startswith(f"--reshard-deltas host: coding and decoding take about {seconds} s")
+        assert line.endswith(f"slower than about {speed} GB/s")

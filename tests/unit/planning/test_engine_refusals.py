@@ -30,6 +30,8 @@ def config_of(machine: str, flags: str, checkpoint: Path) -> RLRunConfig:
 
 
 REFUSED = [
+    ("a3", DENSE, "--rollout-sleep kv --reshard-deltas device", "--reshard-deltas device: coding"),
+    ("a3", DENSE, "--rollout-sleep kv --reshard-deltas host", "--reshard-deltas host: coding"),
     ("a3", MOE, "--rl-routing-replay rollout --rollout-ep 4", "--rl-routing-replay rollout"),
     ("h200", MOE, "--rl-routing-replay rollout", "--rl-routing-replay rollout"),
     ("h200", DENSE, "--rollout-rebalance all", "--rollout-rebalance all"),
@@ -123,6 +125,8 @@ def test_models_that_the_engine_of_the_machine_lacks_are_refused(
     [
         ("cpu", "--rl-routing-replay rollout --rollout-rebalance waiting"),
         ("cpu", "--vllm-enforce-eager false"),
+        ("cpu", "--rollout-sleep kv --reshard-deltas host"),
+        ("h200", "--rollout-sleep kv --reshard-deltas device"),
         ("h200", "--vllm-max-num-batched-tokens 100"),
         ("a3", "--vllm-max-num-batched-tokens 100 --rollout-chunked-prefill on"),
         ("a3", "--rollout-rebalance all --rollout-graph-sizes 8 16 --rollout-multistream-moe"),
