@@ -60,7 +60,7 @@ def refuse_foreign_target(target: Path, flag: str = "--export-hf") -> None:
     """
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
-    files = _exported_files(target)
+    files = exported_files(target)
     if files is None:
         raise UsageError(
             f"{flag} {target} exists and was not exported by mindspeed_rl (it has no "
@@ -89,8 +89,8 @@ def refuse_foreign_adapters(folder: Path) -> None:
         )
 
 
-def _exported_files(target: Path) -> set[str] | None:
-    """Names of the files of an export, the record included; ``None`` where there is no export."""
+def exported_files(target: Path) -> set[str] | None:
+    """Return the names of an export's files, its record included; ``None``: it is no export."""
     try:
         record = json.loads((target / EXPORT_RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):  # not there, or not JSON
@@ -109,7 +109,7 @@ def earlier_results(output_dir: str) -> list[Path]:
     found = [root / name for name in names if (root / name).is_file()]
     found += sorted((root / TENSORBOARD_FOLDER).glob(EVENT_FILES))
     exports = (root / EXPORT_FOLDER, *interval_exports(root / EXPORT_FOLDER).values())
-    return found + [path for path in exports if _exported_files(path) is not None]
+    return found + [path for path in exports if exported_files(path) is not None]
 
 
 def refuse_earlier_results(logging: LoggingConfig, load: str = "") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,10 +15,17 @@ from typing import Any
 import torch
 
 from mindspeed_rl.checkpoint.side_files import config_text, side_files
-from mindspeed_rl.config.outputs import EXPORT_RECORD, export_record, refuse_foreign_target
+from mindspeed_rl.config.outputs import (
+    EXPORT_RECORD,
+    export_record,
+    exported_files,
+    refuse_foreign_target,
+)
 from mindspeed_rl.convert.target import OutputFile
 from mindspeed_rl.core.files import sync_path
 from mindspeed_rl.models.hf_files import INDEX, index_text
+
+_NUMBER = re.compile(r"\d+$")
 
 
 @dataclass(frozen=True)
@@ -48,12 +56,16 @@ class ExportFolder:
     def prepare(self, names: Collection[str]) -> None:
         """Make the working folder, and keep of an earlier attempt only files of these names.
 
+        An earlier export that lost its name, as its successor was killed before it took it, gets it
+        back.
+
         Raises:
             UsageError: The target exists and is no export.
             OSError: The folder cannot be made.
         """
         refuse_foreign_target(self.target)
         with self.explained():
+            self._restore()
             self.work.mkdir(parents=True, exist_ok=True)
             for path in self.work.iterdir():
                 if path.name not in names:
@@ -83,9 +95,24 @@ class ExportFolder:
                 sync_path(path)
             self._rename()
 
+    def _restore(self) -> None:
+        """Give a whole export its name back that a kill between two renames left without one."""
+        if self.target.exists() or not self.target.parent.exists():
+            return
+        olds = [p for p in self.target.parent.iterdir() if _NUMBER.sub("", p.name) == self._old]
+        whole = [old for old in olds if _is_whole_export(old)]
+        if len(whole) == 1:
+            os.rename(whole[0], self.target)
+            sync_path(self.target.parent)
+
+    @property
+    def _old(self) -> str:
+        """Name of an earlier export while the new one takes its place, without a number."""
+        return f".{self.target.name}.old"
+
     def _rename(self) -> None:
         sync_path(self.work)
-        old = self.target.with_name(f".{self.target.name}.old{os.getpid()}")
+        old = self.target.with_name(f"{self._old}{os.getpid()}")
         if self.target.exists():
             os.rename(self.target, old)
         os.rename(self.work, self.target)
@@ -104,3 +131,9 @@ class ExportFolder:
                 "not written again. Free space, then resume the run with --load; or choose "
                 "another directory and remove that one"
             ) from error
+
+
+def _is_whole_export(folder: Path) -> bool:
+    """Tell whether a folder has all files of an export; one that was half removed has not."""
+    files = exported_files(folder)
+    return bool(files) and all((folder / name).exists() for name in files or ())

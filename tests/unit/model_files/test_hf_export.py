@@ -114,6 +114,36 @@ def _cut_off(target: Path, source: Path, tensors: Tensors, after: int) -> dict[s
     return {path.name: path.stat() for path in left}
 
 
+def test_an_export_that_lost_its_name_gets_it_back(tmp_path: Path, source: Path) -> None:
+    """Killed between the two renames, the next export finds the old one, and replaces it again."""
+    target, partial = tmp_path / "hf", tmp_path / ".hf.partial"
+    export(target, source, 1.0, 5)
+    os.rename(target, tmp_path / ".hf.old77")
+    (tmp_path / ".hf.old").mkdir()  # of others, as the next two
+    (tmp_path / ".hf.old12").mkdir()
+    (tmp_path / ".hf.older3").mkdir()
+    tensors = {f"w{n}": torch.full((500,), n + 1.0) for n in range(3)}
+    with pytest.raises(OSError, match="--export-hf"), largest_file(1000):
+        write_export(target, source, tensors)
+    assert load_file(target / "model.safetensors")["weight"].tolist() == [1.0, 1.0]
+    assert partial.exists() and not (tmp_path / ".hf.old77").exists()
+    write_export(target, source, tensors)
+    assert load_file(target / "model.safetensors").keys() == tensors.keys()
+
+
+@pytest.mark.parametrize("missing", ["export.json", "model.safetensors"])
+def test_an_export_that_was_half_removed_stays_without_a_name(
+    tmp_path: Path, source: Path, missing: str
+) -> None:
+    target, old = tmp_path / "hf", tmp_path / ".hf.old77"
+    export(target, source, 1.0, 5)
+    os.rename(target, old)
+    (old / missing).unlink()
+    with pytest.raises(OSError, match="--export-hf"), largest_file(1000):
+        write_export(target, source, {"w": torch.zeros(500)})
+    assert not target.exists() and old.exists()
+
+
 Tensors = dict[str, torch.Tensor]
 FOUR = {f"w{i}": torch.arange(400.0) + 1000 * i for i in range(4)}
 
