@@ -67,6 +67,7 @@ class ColocationPlan:
         wait_for_copies: Makes later computation wait for copies to the device.
         require_free: Called with the bytes that are about to be allocated; raises when fewer are
             free.
+        sync_bytes: Returns the most bytes that the next weight update allocates besides weights.
         at_border: Called with the state that was just reached.
     """
 
@@ -77,6 +78,7 @@ class ColocationPlan:
     release_cached_memory: Callable[[], None] = nothing
     wait_for_copies: Callable[[], None] = nothing
     require_free: Callable[[int], None] = lambda num_bytes: None
+    sync_bytes: Callable[[], int] = lambda: 0
     at_border: Callable[[str], None] = lambda state: None
 
     def leaving(self, *owners: MemoryOwner) -> list[StorageGroup]:
@@ -213,12 +215,14 @@ class DeviceScheduler:
         return self._onload(*UPDATE_STATE)
 
     def _idle_to_sync(self) -> list[Action]:
-        """Allocate the engine's weights, whose content the reshard writes."""
-        if not self._sharing.free_engine_weights:
+        """Make room for the update; allocate the engine's weights, whose content it writes."""
+        frees = self._sharing.free_engine_weights
+        if not frees and not self._sharing.leaving(*self._late):
             return []
+        free, wake = self._engine.free_weights, self._engine.wake_weights
         return [
-            Action("room for engine weights", "wake", self._room_for_weights),
-            Action("engine weights", "wake", self._engine.wake_weights, self._engine.free_weights),
+            Action("room for the update", "wake", self._room_for_update),
+            *([Action("engine weights", "wake", wake, free)] if frees else []),
         ]
 
     def _sync_to_idle(self) -> list[Action]:
@@ -250,19 +254,23 @@ class DeviceScheduler:
     def _late(self) -> list[MemoryOwner]:
         return [owner for owner in UPDATE_STATE if owner in self._sharing.late]
 
-    def _room_for_weights(self) -> None:
-        """Refuse when the engine's weights do not fit; what is late leaves first if it has to."""
-        need = self._engine.weight_bytes
-        try:
-            self._sharing.require_free(need)
-        except MemoryError:
-            late = self._sharing.leaving(*self._late)
-            if not any(group.is_onloaded for group in late):
-                raise
-            for group in late:
-                group.release()
-            self._sharing.release_cached_memory()
-            self._sharing.require_free(need)
+    def _room_for_update(self) -> None:
+        """Let what is late leave now where the update needs its room; refuse what never fits.
+
+        Staging and copies are upper bounds, which alone refuse nothing; the engine's weights do.
+        """
+        weights = self._engine.weight_bytes if self._sharing.free_engine_weights else 0
+        late = [group for group in self._sharing.leaving(*self._late) if group.is_onloaded]
+        if late:
+            try:
+                self._sharing.require_free(weights + self._sharing.sync_bytes())
+                return
+            except MemoryError:
+                for group in late:
+                    group.release()
+                self._sharing.release_cached_memory()
+        if weights:
+            self._sharing.require_free(weights)
 
     def _offload(self, *owners: MemoryOwner) -> list[Action]:
         groups = self._sharing.leaving(*owners)

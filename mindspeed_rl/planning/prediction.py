@@ -137,6 +137,13 @@ class MemoryPrediction:
             found.pop(MemoryOwner.ENGINE_WEIGHTS, None)
         return {owner.value: size for owner, size in found.items() if owner not in _PASSING}
 
+    def update_bytes(self, rank: int) -> tuple[int, int]:
+        """Return what a weight update takes besides weights: staging, and copies of what it sent.
+
+        Both are upper bounds. The copies stay after the first update.
+        """
+        return sum(self._staging(rank).values()), sum(self._sent_weights(rank).values())
+
     def peak(self, ranks: Iterable[int]) -> Peak:
         """Return the fullest moment of some ranks."""
         return max(

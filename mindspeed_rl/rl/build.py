@@ -102,7 +102,7 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
     sync = build_weight_sync(job, models.policy)
     ledger = open_ledger(job, sharing, engine, cache, sync)
     phase = partial(named_phase, timer, job.watchdog)
-    scheduler = DeviceScheduler(engine, phase, watched(sharing, ledger))
+    scheduler = DeviceScheduler(engine, phase, watched(job, sharing, ledger, sync))
     run = Components(
         job=job,
         data=data,

@@ -177,9 +177,24 @@ def open_ledger(
     )
 
 
-def watched(sharing: ColocationPlan, ledger: MemoryLedger) -> ColocationPlan:
-    """Return a copy of the plan in which the ledger checks every border between phases."""
-    return replace(sharing, require_free=ledger.require_free, at_border=ledger.at_border)
+def watched(
+    job: Job[RLRunConfig, RLPlan],
+    sharing: ColocationPlan,
+    ledger: MemoryLedger,
+    sync: WeightSync,
+) -> ColocationPlan:
+    """Return a copy of the plan that knows what is free, and what a weight update takes. Local.
+
+    The ledger checks every border between phases.
+    """
+    prediction = MemoryPrediction(job.config, job.plan, machine_on(job.config, job.platform.name))
+    staging, sent = prediction.update_bytes(job.world.rank)
+    return replace(
+        sharing,
+        require_free=ledger.require_free,
+        at_border=ledger.at_border,
+        sync_bytes=lambda: staging + max(0, sent - sync.kept_bytes),
+    )
 
 
 def agreed_cache_bytes(requested_gb: float) -> int:

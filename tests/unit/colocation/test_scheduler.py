@@ -281,6 +281,41 @@ def test_what_is_late_leaves_first_where_the_engines_weights_need_its_room() -> 
     machine.check()
 
 
+@pytest.mark.parametrize("free_weights", [False, True])
+@pytest.mark.parametrize("missing", [0, 1])
+def test_what_is_late_leaves_first_where_the_update_needs_its_room(
+    free_weights: bool, missing: int
+) -> None:
+    """For staging and copies of what is sent, also where the engine keeps its weights."""
+    machine = Machine(mode=OffloadMode.ALL, free_weights=free_weights, late=True)
+    optimizer, staging = machine.groups[MemoryOwner.OPTIMIZER], 5000
+    weights = machine.engine.weight_bytes if free_weights else 0
+    asked: list[int] = []
+
+    def require(num_bytes: int) -> None:
+        asked.append(num_bytes)
+        if num_bytes > weights + staging - missing:
+            raise MemoryError("full")
+
+    machine.phases._sharing = replace(
+        machine.phases._sharing, require_free=require, sync_bytes=lambda: staging
+    )
+    machine.phases.to_sync()
+    assert optimizer.is_onloaded is not bool(missing)
+    assert asked == [weights + staging, *([weights] if missing and weights else [])]
+    machine.check()
+
+
+def test_nothing_is_refused_for_what_an_update_may_take_at_most() -> None:
+    machine = Machine(mode=OffloadMode.ALL, free_weights=True)
+    asked: list[int] = []
+    machine.phases._sharing = replace(
+        machine.phases._sharing, require_free=asked.append, sync_bytes=lambda: 1 << 60
+    )
+    machine.phases.to_sync()
+    assert asked == [machine.engine.weight_bytes]
+
+
 @pytest.mark.parametrize(("free_weights", "syncs"), [(False, 2), (True, 3)])
 def test_weights_move_only_when_their_version_changed(free_weights: bool, syncs: int) -> None:
     """Or when they were freed: memory that came back as zeros is no version of the weights."""

@@ -13,6 +13,7 @@ from support.planned_run import RECOMPUTE, WORLD, expert_config
 from support.published import PUBLISHED
 from support.tiers import slow_but
 
+from mindspeed_rl.colocation.scheduler import ColocationPlan
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.dry_run import MACHINES
 from mindspeed_rl.core.errors import UsageError
@@ -283,6 +284,20 @@ def test_copies_of_what_was_sent_are_predicted_and_counted(where: str, on_host: 
         )
         ledger.at_border("train")
         assert ledger.borders["train"].owners["sent_weights"] == 8
+
+
+def test_a_run_knows_what_its_next_update_takes() -> None:
+    """Twice the staging, and copies of what was sent as long as there are none."""
+    flags = ("--rollout-sleep", "kv", "--reshard-deltas", "device", "--reshard-bucket-mb", "2")
+    config, sync = config_of("--bf16", *flags), SimpleNamespace(kept_bytes=0)
+    job, ledger = job_on("cuda", 141, config), SimpleNamespace(require_free=print, at_border=print)
+    plan = build_engine.watched(job, ColocationPlan(), cast(Any, ledger), cast(Any, sync))
+    tables = MemoryPrediction(config, job.plan, machine_on(config, "cuda")).rank_table(0)
+    sent = tables[MemoryPhase.SYNC][MemoryOwner.SENT_WEIGHTS]
+    assert sent > 0 and plan.sync_bytes() == 4 * 2**20 + sent
+    sync.kept_bytes = sent - 100
+    assert plan.sync_bytes() == 4 * 2**20 + 100
+    assert plan.require_free is print and plan.at_border is print
 
 
 def test_copies_on_the_host_take_nothing_of_a_device() -> None:
