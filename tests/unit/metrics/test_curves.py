@@ -142,7 +142,11 @@ def test_command_line(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)],
         cwd=_REPOSITORY,
-        env={"PYTHONPATH": str(_REPOSITORY), "PATH": "", "MPLCONFIGDIR": str(tmp_path)},
+        env={
+            "PYTHONPATH": f"{_REPOSITORY}:{_REPOSITORY / 'tools'}",
+            "PATH": "",
+            "MPLCONFIGDIR": str(tmp_path),
+        },
         check=True,
         timeout=60,
     )
