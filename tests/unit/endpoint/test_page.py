@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from make_tiny_model import build_tokenizer
+from support.agent_answers import answers
 from support.pages import python_files
 
 from mindspeed_rl.core.agents import AgentConfig
@@ -37,15 +37,6 @@ def runner(tmp_path: Path, tokenizer: Any) -> Iterator[AgentRunner]:
     found.close()
 
 
-def answers(runner: AgentRunner, count: int) -> dict[int, Any]:
-    """As many answers, as soon as they have come."""
-    found: dict[int, Any] = {}
-    ends = time.monotonic() + LIMIT_S
-    while len(found) < count and time.monotonic() < ends:
-        found |= runner.answers(0.1)
-    return found
-
-
 def test_the_agent_calculates_and_is_rewarded(runner: AgentRunner, tokenizer: Any) -> None:
     """Of three samples one is right, one wrong, and one breaks off."""
     first = agent_opening(tokenizer)
@@ -54,14 +45,14 @@ def test_the_agent_calculates_and_is_rewarded(runner: AgentRunner, tokenizer: An
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     runner.reset({i: Prompt(i, first, f"{i}+8", str(i + 8)) for i in range(3)})
-    for i, asked in answers(runner, 3).items():
+    for i, asked in answers(runner, 3, LIMIT_S).items():
         assert first + asked.token_ids == ids(f"<|user|>{i}+8<|assistant|>")
         assert asked.behind == 0
     runner.step({i: ids(f"calc({i}+8)<|end|>") for i in range(3)})
-    for i, asked in answers(runner, 3).items():
+    for i, asked in answers(runner, 3, LIMIT_S).items():
         assert asked == Observation(ids(f"<|user|>{i + 8}<|assistant|>"), behind=1)
     runner.step({0: ids("8<|end|>"), 1: ids("It is 8<|end|>"), 2: ids("10")})
-    ended = answers(runner, 3)
+    ended = answers(runner, 3, LIMIT_S)
     assert not any(isinstance(end, Failed) for end in ended.values()), ended
     assert ended == {i: Observation(done=True, reward=float(i == 0), behind=2) for i in range(3)}
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from make_tiny_model import CHAT_TEMPLATE, build_tokenizer
+from support.agent_answers import answers
 
 from mindspeed_rl.core.agents import AgentConfig
 from mindspeed_rl.core.types import Prompt
@@ -164,14 +164,6 @@ def runner(tmp_path: Path, tokenizer: Any) -> Iterator[AgentRunner]:
     found.close()
 
 
-def answers(runner: AgentRunner, count: int) -> dict[int, Any]:
-    found: dict[int, Any] = {}
-    ends = time.monotonic() + LIMIT_S
-    while len(found) < count and time.monotonic() < ends:
-        found |= runner.answers(0.1)
-    return found
-
-
 def test_the_openai_client_streams_and_calls_tools_on_the_sampled_tokens(
     runner: AgentRunner, tokenizer: Any
 ) -> None:
@@ -182,16 +174,16 @@ def test_the_openai_client_streams_and_calls_tools_on_the_sampled_tokens(
 
     kinds = ("stream", "whole")
     runner.reset({i: Prompt(i, first, f"{i}", kind) for i, kind in enumerate(kinds)})
-    for i, asked in answers(runner, 2).items():
+    for i, asked in answers(runner, 2, LIMIT_S).items():
         shown = f"<|user|># Tools{json.dumps(ADD)}<|user|>user:{i}<|assistant|>"
         assert first + asked.token_ids == ids(shown) and asked.behind == 0
     # Other blanks and order than a template would write, so that rendering it would be noticed.
     runner.step(dict.fromkeys(range(2), ids(f"so: {CALL}{CALL}<|end|>")))
-    for asked in answers(runner, 2).values():
+    for asked in answers(runner, 2, LIMIT_S).values():
         between = "<|user|>tool:3<|user|>tool:3<|assistant|>"
         assert asked == Observation(ids(between), behind=1)
     runner.step(dict.fromkeys(range(2), ids("it is 3 \U0001f600!<|end|>")))
-    ended = answers(runner, 2)
+    ended = answers(runner, 2, LIMIT_S)
     assert ended == dict.fromkeys(range(2), Observation(done=True, reward=1.0, behind=2)), ended
 
 
