@@ -35,7 +35,7 @@ from mindspeed_rl.models.tensors import (
     pattern_of,
     tensor_groups,
 )
-from mindspeed_rl.weights.layouts.base import Piece, TableLayout
+from mindspeed_rl.weight_layouts.base import Piece, TableLayout
 
 # --- comparison of a checkpoint with the table --------------------------------------------------
 

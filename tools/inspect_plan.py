@@ -35,10 +35,10 @@ from mindspeed_rl.handover.joint import Handover, handover
 from mindspeed_rl.metrics.progress import RunProgress
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
+from mindspeed_rl.weight_layouts.base import ShardLayout
+from mindspeed_rl.weight_layouts.hf_file import HfFileLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 from mindspeed_rl.weights.executor import ROUNDS_IN_FLIGHT, round_bytes, split_rounds
-from mindspeed_rl.weights.layouts.base import ShardLayout
-from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 from mindspeed_rl.weights.planner import Overlaps, plan_reshard
 from mindspeed_rl.weights.schedule import plan_schedule
 from mindspeed_rl.weights.traffic import RankTraffic, element_bytes_of, rank_traffic

@@ -13,7 +13,7 @@ from mindspeed_rl.config.layouts import engine_layout, training_layout
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.engines.vllm.layout import VllmLayout
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 TRAIN_KEYS = {
     "tp": "--tensor-model-parallel-size",

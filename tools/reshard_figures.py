@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 from mindspeed_rl.core.boxes import Box, missing_elements
-from mindspeed_rl.weights.layouts.base import ShardLayout, Unit
+from mindspeed_rl.weight_layouts.base import ShardLayout, Unit
 from mindspeed_rl.weights.planner import ReshardPlan, Transfer
 from mindspeed_rl.weights.schedule import Schedule
 from mindspeed_rl.weights.traffic import ElementBytes, RankTraffic

@@ -35,7 +35,7 @@ from mindspeed_rl.adapters.plan import (
 )
 from mindspeed_rl.algorithms.lora import LoraSettings
 from mindspeed_rl.checkpoint.compatibility import BASE
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout, chunk_prefix
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout, chunk_prefix
 from mindspeed_rl.weights.verify import source_digest
 
 _EXPERTS = ".experts."

@@ -17,8 +17,8 @@ from math import prod
 from mindspeed_rl.algorithms.lora import LoraSettings
 from mindspeed_rl.core.boxes import PLAIN
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.weights.layouts.base import pieces_of
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.base import pieces_of
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 #: Name of the module of a chunk that holds its adapters.
 MODULE = "adapters"

@@ -17,7 +17,7 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.files import why_unreadable
 from mindspeed_rl.models.blocks import VALUE_HEAD
 from mindspeed_rl.models.hf_files import INDEX, find_weights
-from mindspeed_rl.weights.layouts.base import Piece, ShardLayout, pieces_of
+from mindspeed_rl.weight_layouts.base import Piece, ShardLayout, pieces_of
 
 # Element types, in the spelling of safetensors, that need no dequantisation.
 _PLAIN_TYPES = ("BF16", "F16", "F32", "F64")

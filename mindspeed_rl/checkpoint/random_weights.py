@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from mindspeed_rl.core.boxes import Box
-from mindspeed_rl.weights.layouts.base import ShardLayout, pieces_of
+from mindspeed_rl.weight_layouts.base import ShardLayout, pieces_of
 
 INIT_STD = 0.02  # the usual initializer_range of a config.json
 _BLOCK_ROWS = 256  # drawn at one time

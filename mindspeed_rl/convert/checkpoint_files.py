@@ -20,8 +20,8 @@ from mindspeed_rl.models.blocks import EMBED_NAME
 from mindspeed_rl.models.param_names import ParamNames
 from mindspeed_rl.models.rules import Vocab, WeightRow
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.weights.layouts.base import RowPlacement
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.base import RowPlacement
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 MODEL_FILE = "model_optim_rng.pt"
 

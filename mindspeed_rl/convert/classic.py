@@ -37,7 +37,7 @@ from mindspeed_rl.models.param_names import (
     recognised_from,
 )
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.weights.layouts.megatron import chunk_prefix
+from mindspeed_rl.weight_layouts.megatron import chunk_prefix
 
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")

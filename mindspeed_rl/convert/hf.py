@@ -26,7 +26,7 @@ from mindspeed_rl.models.blocks import EMBED_NAME
 from mindspeed_rl.models.hf_files import INDEX, index_text, shard_names
 from mindspeed_rl.models.registry import weight_table
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
-from mindspeed_rl.weights.layouts.base import Piece
+from mindspeed_rl.weight_layouts.base import Piece
 
 SCALE = "_scale_inv"
 # Key of config.json that only a quantised checkpoint has.

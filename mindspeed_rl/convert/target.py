@@ -15,7 +15,7 @@ import torch
 from mindspeed_rl.convert.checkpoint_files import CheckpointLayout
 from mindspeed_rl.convert.source import Source
 from mindspeed_rl.core.boxes import Box, ParamView, Shape
-from mindspeed_rl.weights.layouts.base import Piece, pieces_of
+from mindspeed_rl.weight_layouts.base import Piece, pieces_of
 
 SAFETENSORS_TYPES = {
     torch.bfloat16: "BF16",

@@ -55,7 +55,7 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.models.param_names import distributed_names, recognised_from
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.weights.layouts.base import Shard
+from mindspeed_rl.weight_layouts.base import Shard
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")

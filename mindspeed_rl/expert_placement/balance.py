@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindspeed_rl.expert_placement.near_trainer import TrainerExperts, slots_at
-from mindspeed_rl.weights.layouts.rollout import Slots
+from mindspeed_rl.weight_layouts.rollout import Slots
 
 TokenCounts = NDArray[np.int64]
 # Least share of the time of the busiest ranks that another placement must save.

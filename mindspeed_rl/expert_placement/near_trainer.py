@@ -15,8 +15,8 @@ from typing import TypeVar
 
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.models.expert_rules import ExpertRow
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
-from mindspeed_rl.weights.layouts.rollout import RolloutLayout, Slots
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.rollout import RolloutLayout, Slots
 
 RolloutLayoutT = TypeVar("RolloutLayoutT", bound=RolloutLayout)
 Counts = tuple[tuple[int, ...], ...]

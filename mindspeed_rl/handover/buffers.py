@@ -17,7 +17,7 @@ from math import lcm, prod
 from mindspeed_rl.adapters.plan import plan_adapters
 from mindspeed_rl.algorithms.lora import LoraSettings
 from mindspeed_rl.core.layout import round_up
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 _PARAM_ALIGNMENT, _BUFFER_ALIGNMENT = 64, 128  # elements
 _BIAS_OF_ROUTER = "router.expert_bias"  # a buffer of megatron-core, not a trained parameter

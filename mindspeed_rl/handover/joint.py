@@ -20,8 +20,8 @@ from typing import Any
 from mindspeed_rl.algorithms.lora import NO_ADAPTERS
 from mindspeed_rl.core.boxes import Box, missing_elements
 from mindspeed_rl.handover.buffers import ParameterBuffer, buffers_of
-from mindspeed_rl.weights.layouts.base import ShardLayout, Unit, element_bytes, locate
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.base import ShardLayout, Unit, element_bytes, locate
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 _GB = 1e9
 # One plan for both phases is said to pay from this share of their bytes on.

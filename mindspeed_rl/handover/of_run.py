@@ -10,9 +10,9 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.handover.hiding import Hiding, hiding
 from mindspeed_rl.handover.joint import Handover, handover
-from mindspeed_rl.weights.layouts.base import ShardLayout
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
-from mindspeed_rl.weights.layouts.rollout import RolloutLayout
+from mindspeed_rl.weight_layouts.base import ShardLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.rollout import RolloutLayout
 from mindspeed_rl.weights.planner import Overlaps, plan_reshard
 from mindspeed_rl.weights.traffic import RankTraffic, element_bytes_of, rank_traffic
 

@@ -19,8 +19,8 @@ from mindspeed_rl.model_files.row_files import RowFiles, is_whole, stored_sum
 from mindspeed_rl.model_files.slices import Gathering, RowSlice, in_rounds, slice_bytes
 from mindspeed_rl.model_files.together import FileProblem, raise_together, together
 from mindspeed_rl.parallel.small_collectives import gather_objects
+from mindspeed_rl.weight_layouts.base import ShardLayout
 from mindspeed_rl.weights.exchange import Params
-from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.transports import Transport
 from mindspeed_rl.weights.verify import source_sums
 

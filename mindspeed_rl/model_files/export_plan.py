@@ -11,8 +11,8 @@ from mindspeed_rl.convert.target import OutputFile, OutputTensor, in_files, safe
 from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.model_files.slices import RowSlice, row_slices
 from mindspeed_rl.models.hf_files import shard_names
+from mindspeed_rl.weight_layouts.base import ShardLayout
 from mindspeed_rl.weights.executor import wire_dtype
-from mindspeed_rl.weights.layouts.base import ShardLayout
 
 SHARD_BYTES = 4 << 30
 

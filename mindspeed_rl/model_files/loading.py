@@ -24,7 +24,7 @@ from mindspeed_rl.model_files.slices import (
     within,
 )
 from mindspeed_rl.model_files.together import FileProblem, raise_together, together
-from mindspeed_rl.weights.layouts.base import ShardLayout, pieces_of
+from mindspeed_rl.weight_layouts.base import ShardLayout, pieces_of
 from mindspeed_rl.weights.transports import Transport
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from math import prod
 
 from mindspeed_rl.core.boxes import PLAIN, Box
+from mindspeed_rl.weight_layouts.base import Piece, ShardLayout
 from mindspeed_rl.weights.exchange import RankMessages, Round
-from mindspeed_rl.weights.layouts.base import Piece, ShardLayout
 from mindspeed_rl.weights.planner import Cell, Place, Transfer, cells_of
 
 ROUNDS_IN_FLIGHT = 2

@@ -16,7 +16,7 @@ from mindspeed_rl.config import TrainConfig
 from mindspeed_rl.core.context_parallelism import GATHERED, ContextParallelism
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.core.logit_tiles import LogitTile, logit_tile
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 _FP32 = 4
 # Bytes of a prepared micro-batch per token: ids, positions, targets, mask; of its borders, which

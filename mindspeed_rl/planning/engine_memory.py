@@ -8,7 +8,7 @@ from functools import lru_cache
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.models.layers import MLP, LatentAttention
 from mindspeed_rl.rollout.provider import EngineSizes
-from mindspeed_rl.weights.layouts.rollout import RolloutLayout
+from mindspeed_rl.weight_layouts.rollout import RolloutLayout
 
 _FP32 = 4
 # Matrices [sequences, vocabulary] in fp32 during sampling: logits, probabilities, noise.

@@ -17,7 +17,7 @@ from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.rollout.provider import EngineSizes
-from mindspeed_rl.weights.layouts.rollout import RolloutLayout
+from mindspeed_rl.weight_layouts.rollout import RolloutLayout
 
 _MIB = 2**20
 _BF16 = 2

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from mindspeed_rl.algorithms.lora import NO_ADAPTERS, LoraSettings
 from mindspeed_rl.handover.buffers import buffers_of
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 _FP32 = 4
 _MOMENTS = 2  # exp_avg and exp_avg_sq

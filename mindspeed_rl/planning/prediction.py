@@ -34,7 +34,7 @@ from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.hccl_buffers import HcclBuffers, needed_mb
 from mindspeed_rl.planning.model_state import ModelState, model_state, save_host_bytes
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 Table = dict[MemoryOwner, int]
 _GIB, _MIB = 2**30, 2**20

@@ -45,8 +45,8 @@ from mindspeed_rl.packing.micro_batches import (
     check_hybrid_context,
     packing_rules,
 )
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
-from mindspeed_rl.weights.layouts.rollout import RolloutLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.rollout import RolloutLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from mindspeed_rl.replay.record import (
 from mindspeed_rl.samples.packing import MicroBatch
 from mindspeed_rl.trainer.observer import PassObserver
 from mindspeed_rl.trainer.train_engine import TrainEngine
-from mindspeed_rl.weights.layouts.base import Piece, pieces_of
+from mindspeed_rl.weight_layouts.base import Piece, pieces_of
 
 # Columns of tokens in words, as far as their names do not say it.
 _WORDS = {

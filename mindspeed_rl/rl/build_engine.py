@@ -47,8 +47,8 @@ from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.resident_memory import trainer_memory
 from mindspeed_rl.trainer.train_engine import TrainEngine
+from mindspeed_rl.weight_layouts.rollout import RolloutLayout
 from mindspeed_rl.weights.executor import Resharder
-from mindspeed_rl.weights.layouts.rollout import RolloutLayout
 from mindspeed_rl.weights.stream import TensorStream
 from mindspeed_rl.weights.sync import (
     WeightPath,

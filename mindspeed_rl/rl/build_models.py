@@ -29,8 +29,8 @@ from mindspeed_rl.rl.export import kept_mtp
 from mindspeed_rl.samples.placement import BatchRules
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.train_engine import TrainEngine
-from mindspeed_rl.weights.layouts.base import TableLayout
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.base import TableLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 from mindspeed_rl.weights.transports import make_transport
 
 if TYPE_CHECKING:

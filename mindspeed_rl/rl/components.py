@@ -33,7 +33,7 @@ from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.shown_tokens import ShownTokens
 from mindspeed_rl.samples.store import SampleStore
 from mindspeed_rl.trainer.train_engine import TrainEngine
-from mindspeed_rl.weights.layouts.rollout import Slots
+from mindspeed_rl.weight_layouts.rollout import Slots
 from mindspeed_rl.weights.sync import WeightSync
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from mindspeed_rl.metrics.metric_set import Mean, MetricSet
 from mindspeed_rl.parallel.small_collectives import all_reduce_sum
 from mindspeed_rl.rl.build_engine import rollout_dtype, weight_target
 from mindspeed_rl.rl.components import Components, RunState
-from mindspeed_rl.weights.layouts.rollout import RolloutLayout, Slots
+from mindspeed_rl.weight_layouts.rollout import RolloutLayout, Slots
 
 
 def balance_experts(run: Components, state: RunState) -> MetricSet:

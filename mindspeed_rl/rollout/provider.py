@@ -16,7 +16,7 @@ from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.rollout.draft_costs import DraftRule
 from mindspeed_rl.rollout.draft_history import DraftHistory
-from mindspeed_rl.weights.layouts.rollout import RolloutLayout
+from mindspeed_rl.weight_layouts.rollout import RolloutLayout
 
 if TYPE_CHECKING:
     from mindspeed_rl.platforms.base import Platform

@@ -48,8 +48,8 @@ from mindspeed_rl.samples.packing import MicroBatch, pack
 from mindspeed_rl.selftest.models import DENSE, MODELS, NUM_HEADS, NUM_LAYERS, VOCAB_SIZE
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.train_engine import TrainEngine
+from mindspeed_rl.weight_layouts.hf_file import HfFileLayout
 from mindspeed_rl.weights.executor import Resharder
-from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
 from mindspeed_rl.weights.transports import AllToAllTransport
 
 LONGEST = 32

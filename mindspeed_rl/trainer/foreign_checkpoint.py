@@ -13,7 +13,7 @@ from mindspeed_rl.convert.source import Source, UnreadableError
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.trainer.train_engine import TrainEngine
-from mindspeed_rl.weights.layouts.base import pieces_of
+from mindspeed_rl.weight_layouts.base import pieces_of
 
 
 def load_foreign(directory: str | os.PathLike[str], engine: TrainEngine) -> str:

@@ -37,7 +37,7 @@ from mindspeed_rl.trainer.patches import (
     uneven_collectives,
     without_transformer_engine,
 )
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 # Name of megatron-core's class for a replicated Transformer Engine linear layer. Sharded layers are
 # of classes derived from it.

@@ -16,7 +16,7 @@ from mindspeed_rl.models.layers import MoE
 from mindspeed_rl.models.megatron_fields import attention_fields
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.platforms.features import TransformerFeatures
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 
 def build_transformer_config(

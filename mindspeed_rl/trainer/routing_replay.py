@@ -28,7 +28,7 @@ import torch
 
 from mindspeed_rl.metrics.metric_set import Mean, MetricSet
 from mindspeed_rl.samples.packing import MicroBatch
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 AGREEMENT = "routing/agreement"
 ENGINE_AGREEMENT = "routing/engine_agreement"

@@ -53,7 +53,7 @@ from mindspeed_rl.trainer.optimizer import LearningRateSchedule, build_optimizer
 from mindspeed_rl.trainer.parallel_state import context_process_group
 from mindspeed_rl.trainer.pipeline import planned_messages
 from mindspeed_rl.trainer.routing_replay import RoutingReplay, router_places, routes_of
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout, chunk_prefix
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout, chunk_prefix
 
 ROUTER_BIAS = "router.expert_bias"
 LossFunction = Callable[[LossInputs], LossOutputs]

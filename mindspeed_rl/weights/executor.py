@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from mindspeed_rl.core.garbage import without_collection
+from mindspeed_rl.weight_layouts.base import ShardLayout
 from mindspeed_rl.weights.exchange import (
     ALIGNMENT_BYTES,
     Exchange,
@@ -16,7 +17,6 @@ from mindspeed_rl.weights.exchange import (
     Round,
     copy_within,
 )
-from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.planner import (
     Overlaps,
     ReshardPlan,

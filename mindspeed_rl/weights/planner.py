@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from mindspeed_rl.core.boxes import Box, ParamView
 from mindspeed_rl.core.garbage import without_collection
-from mindspeed_rl.weights.layouts.base import (
+from mindspeed_rl.weight_layouts.base import (
     Piece,
     Shard,
     ShardLayout,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.garbage import without_collection
-from mindspeed_rl.weights.layouts.base import ShardLayout, Unit, element_bytes, layer_name, locate
+from mindspeed_rl.weight_layouts.base import ShardLayout, Unit, element_bytes, layer_name, locate
 from mindspeed_rl.weights.planner import Overlaps, runs_of
 from mindspeed_rl.weights.sources import Ranks, Sent
 from mindspeed_rl.weights.turns import ALL_AT_ONCE, Demand, RankTurns, turn_of, turns_of_kinds

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from mindspeed_rl.weight_layouts.base import ShardLayout
+from mindspeed_rl.weight_layouts.hf_file import HfFileLayout
 from mindspeed_rl.weights.exchange import Round
 from mindspeed_rl.weights.executor import Resharder, wire_dtype
-from mindspeed_rl.weights.layouts.base import ShardLayout
-from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
 from mindspeed_rl.weights.transports import Transport
 
 

@@ -11,8 +11,8 @@ import torch
 
 from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.parallel.small_collectives import gather_rows
+from mindspeed_rl.weight_layouts.rollout import Slots
 from mindspeed_rl.weights.executor import Resharder
-from mindspeed_rl.weights.layouts.rollout import Slots
 from mindspeed_rl.weights.stream import TensorStream
 from mindspeed_rl.weights.traffic import RankTraffic
 from mindspeed_rl.weights.verify import WeightVerifier

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from mindspeed_rl.weights.layouts.base import ShardLayout, element_bytes
+from mindspeed_rl.weight_layouts.base import ShardLayout, element_bytes
 from mindspeed_rl.weights.planner import ReshardPlan, Transfer
 
 # A function from HF tensor to the bytes of one of its elements.

@@ -33,8 +33,8 @@ from mindspeed_rl.proof.checksums import (
     splitmix64,
     sum_rows,
 )
+from mindspeed_rl.weight_layouts.base import Piece, Shard, ShardLayout, expert_name
 from mindspeed_rl.weights.executor import wire_dtype
-from mindspeed_rl.weights.layouts.base import Piece, Shard, ShardLayout, expert_name
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SLICE_ELEMENTS = 1 << 24  # Elements broadcast at a time in the search for a difference.

@@ -25,9 +25,9 @@ from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.core.stages import listed_stages
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import read_hf_config
+from mindspeed_rl.weight_layouts.hf_file import HfFileLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 from mindspeed_rl.weights.executor import Resharder, wire_dtype
-from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 Tensors = dict[str, torch.Tensor]
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}

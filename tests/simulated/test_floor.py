@@ -40,8 +40,8 @@ from support.tiers import slow_but
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.boxes import Box
+from mindspeed_rl.weight_layouts.base import ShardLayout
 from mindspeed_rl.weights.executor import round_bytes
-from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.planner import Overlaps, plan_reshard
 from mindspeed_rl.weights.schedule import plan_schedule
 from mindspeed_rl.weights.traffic import element_bytes_of, rank_traffic

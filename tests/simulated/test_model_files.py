@@ -33,7 +33,7 @@ from mindspeed_rl.model_files.slices import (
     slice_bytes,
     within,
 )
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 BUFFER = 6 * 120
 MOST = slice_bytes(BUFFER)

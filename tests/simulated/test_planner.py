@@ -37,10 +37,10 @@ from support.layout_oracle import megatron_params, vllm_params
 from support.local_reshard import ITEM_BYTES, assert_arrived, move, smallest_bucket, tensors
 from support.local_transport import LocalTransport, LocalWorld
 
+from mindspeed_rl.weight_layouts.base import ShardLayout
+from mindspeed_rl.weight_layouts.hf_file import HfFileLayout
 from mindspeed_rl.weights import schedule, transports
 from mindspeed_rl.weights.exchange import shared_view
-from mindspeed_rl.weights.layouts.base import ShardLayout
-from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
 from mindspeed_rl.weights.planner import ReshardPlan, check_same_tensors, plan_reshard
 from mindspeed_rl.weights.stream import TensorStream
 from mindspeed_rl.weights.traffic import element_bytes_of, rank_traffic

@@ -21,9 +21,9 @@ from support.layout_cases import (
 )
 from support.local_reshard import ITEM_BYTES, schedule_of, smallest_round
 
+from mindspeed_rl.weight_layouts.base import ShardLayout
+from mindspeed_rl.weight_layouts.hf_file import HfFileLayout
 from mindspeed_rl.weights.executor import ROUNDS_IN_FLIGHT
-from mindspeed_rl.weights.layouts.base import ShardLayout
-from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
 from mindspeed_rl.weights.planner import plan_reshard
 from mindspeed_rl.weights.schedule import Schedule
 from mindspeed_rl.weights.traffic import element_bytes_of, rank_traffic

@@ -49,31 +49,39 @@ ROOMS: Mapping[str, Room] = {
     "platforms": Room(("core", "config"), TORCH_DISTRIBUTED),
     "metrics": Room(("core", "config", "parallel", "platforms"), TORCH_DISTRIBUTED),
     "proof": Room(("core",), TORCH),
-    "weights": Room(("core", "models", "parallel", "metrics", "proof"), TORCH_DISTRIBUTED),
+    "weight_layouts": Room(("core", "models")),
+    "weights": Room(
+        ("core", "models", "parallel", "metrics", "proof", "weight_layouts"), TORCH_DISTRIBUTED
+    ),
     "deltas": Room(("core", "metrics", "weights"), TORCH),
-    "expert_placement": Room(("core", "models", "weights")),
+    "expert_placement": Room(("core", "models", "weight_layouts")),
     "rollout": Room(
-        ("core", "config", "models", "parallel", "platforms", "metrics", "weights"),
+        (
+            *("core", "config", "models", "parallel", "platforms"),
+            *("metrics", "weight_layouts", "weights"),
+        ),
         TORCH_DISTRIBUTED,
     ),
     "engines": Room(
         (
             *("core", "compat", "config", "models", "algorithms", "parallel", "platforms"),
-            *("metrics", "weights", "rollout"),
+            *("metrics", "weight_layouts", "rollout"),
         ),
         TORCH_DISTRIBUTED | {"vllm"},
     ),
-    "checkpoint": Room(("core", "config", "models", "parallel", "weights"), TORCH_DISTRIBUTED),
+    "checkpoint": Room(
+        ("core", "config", "models", "parallel", "weight_layouts"), TORCH_DISTRIBUTED
+    ),
     "adapters": Room(
-        ("core", "algorithms", "config", "parallel", "weights", "checkpoint"),
+        ("core", "algorithms", "config", "parallel", "weight_layouts", "weights", "checkpoint"),
         MEGATRON,
     ),
-    "handover": Room(("core", "algorithms", "config", "weights", "adapters")),
+    "handover": Room(("core", "algorithms", "config", "weight_layouts", "weights", "adapters")),
     "packing": Room(("core", "config", "models")),
     "planning": Room(
         (
             *("core", "algorithms", "config", "flag_checks", "models", "rollout", "engines"),
-            *("weights", "adapters", "expert_placement", "handover", "packing"),
+            *("weight_layouts", "weights", "adapters", "expert_placement", "handover", "packing"),
         )
     ),
     "samples": Room(("core", "metrics", "parallel", "packing"), TORCH_DISTRIBUTED),
@@ -84,16 +92,19 @@ ROOMS: Mapping[str, Room] = {
     "endpoint": Room(("core", "rewards", "environments"), TORCH),
     "colocation": Room(("core", "metrics", "platforms", "rollout"), TORCH),
     "convert": Room(
-        ("core", "compat", "config", "command_line", "models", "weights", "checkpoint"),
+        ("core", "compat", "config", "command_line", "models", "weight_layouts", "checkpoint"),
         TORCH_DISTRIBUTED,
     ),
     "model_files": Room(
-        ("core", "config", "models", "parallel", "proof", "weights", "checkpoint", "convert"),
+        (
+            *("core", "config", "models", "parallel", "proof", "weight_layouts"),
+            *("weights", "checkpoint", "convert"),
+        ),
         TORCH_DISTRIBUTED,
     ),
     "trainer": Room(
         (
-            *("core", "config", "models", "parallel", "platforms", "metrics", "weights"),
+            *("core", "config", "models", "parallel", "platforms", "metrics", "weight_layouts"),
             *("algorithms", "samples", "attention", "data", "colocation", "checkpoint"),
             *("adapters", "convert"),
         ),
@@ -125,7 +136,8 @@ ROOMS: Mapping[str, Room] = {
     ),
     "rl": Room(
         (
-            *("core", "config", "models", "parallel", "platforms", "metrics", "weights"),
+            *("core", "config", "models", "parallel", "platforms"),
+            *("metrics", "weight_layouts", "weights"),
             *("rollout", "engines", "planning", "algorithms", "samples", "data", "rewards"),
             *("environments", "colocation", "checkpoint", "trainer", "launch", "generation"),
             *("adapters", "peers", "distillation", "expert_placement", "flag_checks"),
@@ -136,14 +148,16 @@ ROOMS: Mapping[str, Room] = {
     ),
     "replay": Room(
         (
-            *("core", "config", "command_line", "parallel", "metrics", "weights", "planning"),
+            *("core", "config", "command_line", "parallel", "metrics"),
+            *("weight_layouts", "planning"),
             *("samples", "checkpoint", "trainer", "launch", "rl"),
         ),
         TORCH_DISTRIBUTED,
     ),
     "selftest": Room(
         (
-            *("core", "config", "models", "metrics", "weights", "planning", "algorithms"),
+            *("core", "config", "models", "metrics", "weight_layouts"),
+            *("weights", "planning", "algorithms"),
             *("samples", "trainer", "launch", "rl"),
         ),
         TORCH_DISTRIBUTED,
@@ -178,7 +192,7 @@ LIGHT = (
         f"planning.{name}"
         for name in ("expert_dispatch", "hccl_buffers", "phase_limits", "run_plan")
     ),
-    "weights.layouts",
+    "weight_layouts",
     "rollout.provider",
     "rollout.rebalance_plan",
     "engines.registry",

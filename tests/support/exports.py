@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mindspeed_rl.model_files.export import export_model, stored_tensor
 from mindspeed_rl.model_files.export_folder import ExportFolder
 from mindspeed_rl.model_files.export_plan import SHARD_BYTES, plan_export
-from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
+from mindspeed_rl.weight_layouts.hf_file import HfFileLayout
 from mindspeed_rl.weights.transports import PointToPointTransport
 
 

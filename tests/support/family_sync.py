@@ -13,7 +13,7 @@ from support.training_worlds import make_job
 
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.planning.prediction import MemoryPrediction
-from mindspeed_rl.weights.layouts.base import Piece, pieces_of
+from mindspeed_rl.weight_layouts.base import Piece, pieces_of
 
 
 @dataclass(frozen=True, slots=True)

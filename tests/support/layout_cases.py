@@ -23,7 +23,7 @@ from mindspeed_rl.models.layers import (
 )
 from mindspeed_rl.models.rope import RopeSpec
 from mindspeed_rl.models.spec import ModelSpec
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 MAX_WORLD, MAX_EXPERTS = 16, 32
 _SIZES = (1, 2, 3, 4, 6, 8)

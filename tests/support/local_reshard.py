@@ -12,8 +12,8 @@ from support.layout_oracle import megatron_params, vllm_params
 from support.local_transport import LocalTransport, LocalWorld
 from support.tensor_tracker import TensorTracker
 
+from mindspeed_rl.weight_layouts.base import ShardLayout
 from mindspeed_rl.weights.executor import ROUNDS_IN_FLIGHT, Resharder
-from mindspeed_rl.weights.layouts.base import ShardLayout
 from mindspeed_rl.weights.schedule import Schedule, plan_schedule
 
 ITEM_BYTES = 4

@@ -9,7 +9,7 @@ from support.rollout_worlds import loaded_engine
 
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.launch.bootstrap import World
-from mindspeed_rl.weights.layouts.rollout import Slots
+from mindspeed_rl.weight_layouts.rollout import Slots
 
 FLAGS = ("--rollout-tp", "2", "--rollout-ep", "2")
 

@@ -13,7 +13,7 @@ from support.architecture import ROOT
 
 from mindspeed_rl.engines.vllm.layout import VllmLayout
 from mindspeed_rl.models.registry import spec_from_hf_config
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 PUBLISHED = {p.stem: p for p in sorted((ROOT / "pretrain_scripts/models/configs").glob("*.json"))}
 

@@ -40,9 +40,9 @@ from mindspeed_rl.model_files.export_plan import plan_export
 from mindspeed_rl.model_files.loading import plan_reads
 from mindspeed_rl.model_files.slices import Gathering, in_rounds, messages_of, slice_bytes
 from mindspeed_rl.models.registry import spec_from_hf_config
+from mindspeed_rl.weight_layouts.base import pieces_of
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 from mindspeed_rl.weights.executor import wire_dtype
-from mindspeed_rl.weights.layouts.base import pieces_of
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

@@ -40,10 +40,10 @@ from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.parallel.small_collectives import gather_objects
+from mindspeed_rl.weight_layouts.base import Piece, ShardLayout, locate, pieces_of
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 from mindspeed_rl.weights.exchange import Params
 from mindspeed_rl.weights.executor import Resharder, wire_dtype
-from mindspeed_rl.weights.layouts.base import Piece, ShardLayout, locate, pieces_of
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
 from mindspeed_rl.weights.traffic import element_bytes_of
 from mindspeed_rl.weights.transports import make_transport
 from mindspeed_rl.weights.verify import WeightVerifier

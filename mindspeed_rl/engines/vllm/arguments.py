@@ -10,7 +10,7 @@ from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.engines.vllm.capabilities import CAPABILITIES
 from mindspeed_rl.engines.vllm.cuda_arguments import cuda_arguments
-from mindspeed_rl.weights.layouts.rollout import RolloutLayout
+from mindspeed_rl.weight_layouts.rollout import RolloutLayout
 
 # Flags of the engine's execution that work on every platform.
 _EVERYWHERE = ("rollout_graph_count", "rollout_dp_sync", "rollout_dp_sync_interval")

@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.weights.layouts.rollout import RolloutLayout
+from mindspeed_rl.weight_layouts.rollout import RolloutLayout
 
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """Variable that chooses vLLM's model runner. From 0.32 on its default is version 2 where Triton is

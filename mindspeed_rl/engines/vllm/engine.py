@@ -39,7 +39,7 @@ from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.rebalance import Rebalancer
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, requests_digest
 from mindspeed_rl.rollout.stats import StepStats, add_drafts
-from mindspeed_rl.weights.layouts.rollout import Slots
+from mindspeed_rl.weight_layouts.rollout import Slots
 
 # Cores of engines. What frees one destroys all process groups, those of the trainer included, and
 # the ranks still have to meet for the last time: that waits for the end of the process.

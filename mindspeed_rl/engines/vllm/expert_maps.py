@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.weights.layouts.rollout import Slots
+from mindspeed_rl.weight_layouts.rollout import Slots
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 

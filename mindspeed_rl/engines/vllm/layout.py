@@ -8,7 +8,7 @@ from functools import cached_property
 from mindspeed_rl.models.expert_rules import StackedExperts
 from mindspeed_rl.models.registry import weight_table
 from mindspeed_rl.models.rules import WeightRow
-from mindspeed_rl.weights.layouts.rollout import RolloutLayout
+from mindspeed_rl.weight_layouts.rollout import RolloutLayout
 
 # Module of the experts in the weight tables, which follow vLLM 0.32.
 EXPERT_MODULE = "mlp.experts.routed_experts"

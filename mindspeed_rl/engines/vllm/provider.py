@@ -41,7 +41,7 @@ from mindspeed_rl.engines.vllm_ascend.arguments import (
 )
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.rollout.provider import EngineProvider, EngineSettings, EngineSizes
-from mindspeed_rl.weights.layouts.rollout import RolloutLayout
+from mindspeed_rl.weight_layouts.rollout import RolloutLayout
 
 if TYPE_CHECKING:
     from mindspeed_rl.engines.vllm.engine import VllmEngine

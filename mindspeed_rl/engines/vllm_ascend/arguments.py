@@ -16,7 +16,7 @@ from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.graph_sizes import AUTO
 from mindspeed_rl.engines.vllm.arguments import merged, model_settings
-from mindspeed_rl.weights.layouts.rollout import RolloutLayout
+from mindspeed_rl.weight_layouts.rollout import RolloutLayout
 
 # Weights stay in the plain format ND; weight updates read this besides the key weight_nz_mode.
 ENVIRONMENT = {"VLLM_ASCEND_ENABLE_NZ": "0"}

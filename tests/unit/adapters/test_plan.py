@@ -20,8 +20,8 @@ from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.models.param_names import TRANSFORMER_ENGINE
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.planning.model_state import model_state, save_host_bytes
-from mindspeed_rl.weights.layouts.base import pieces_of
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.base import pieces_of
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 _DENSE = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,

@@ -21,7 +21,7 @@ from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.planning.activations import TrainingMemory, Workload
 from mindspeed_rl.samples.packing import context_index
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 CP, HEADS, KEY_HEADS, CHANNELS = 4, 8, 2, 16
 LENGTHS = [2 * CP * size for size in (50, 31, 19)]

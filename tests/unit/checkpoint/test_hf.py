@@ -26,8 +26,8 @@ from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.models.hf_files import INDEX
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import read_hf_config
-from mindspeed_rl.weights.layouts.hf_file import HfFileLayout
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.hf_file import HfFileLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 FP8 = torch.float8_e4m3fn
 MTP = "model.layers.4.eh_proj.weight"

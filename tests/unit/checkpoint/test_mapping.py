@@ -27,8 +27,8 @@ from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
 from mindspeed_rl.models.rules import Cut, WeightRow
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
 from mindspeed_rl.models.tensors import tensor_groups
-from mindspeed_rl.weights.layouts.base import TableLayout
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.base import TableLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 
 @pytest.fixture(scope="module")

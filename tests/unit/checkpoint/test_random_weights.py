@@ -11,8 +11,8 @@ from mindspeed_rl.checkpoint.random_weights import INIT_STD, draw_weights
 from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.models.registry import spec_from_hf_config
-from mindspeed_rl.weights.layouts.base import pieces_of
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.base import pieces_of
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 DENSE: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mindspeed_rl.core.layout import Coords, EngineLayout, ParallelLayout
 from mindspeed_rl.core.stages import StageLayout, even_stages, listed_stages
 from mindspeed_rl.parallel.groups import rank_lists
-from mindspeed_rl.weights.layouts.base import merge_owner_ranks
+from mindspeed_rl.weight_layouts.base import merge_owner_ranks
 
 sizes = st.integers(1, 4)
 

@@ -16,7 +16,7 @@ from mindspeed_rl.expert_placement.near_trainer import (
     near_trainer,
     placed_near_trainer,
 )
-from mindspeed_rl.weights.layouts.rollout import Slots
+from mindspeed_rl.weight_layouts.rollout import Slots
 from mindspeed_rl.weights.traffic import element_bytes_of
 
 BF16 = 2

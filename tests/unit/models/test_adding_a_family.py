@@ -21,7 +21,7 @@ from mindspeed_rl.models.layers import DenseMLP, GroupedQueryAttention, LayerSpe
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.rope import RopeSpec
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 GUIDE = ROOT / "docs/adding_a_family.md"
 FILE, ROW = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)

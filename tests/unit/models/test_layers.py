@@ -45,7 +45,7 @@ from mindspeed_rl.planning.activations import TrainingMemory, Workload
 from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.model_state import model_state
 from mindspeed_rl.rollout.provider import EngineSizes
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 WIDE = GroupedQueryAttention(num_heads=4, num_kv_heads=4, head_dim=6)
 NARROW = GroupedQueryAttention(num_heads=4, num_kv_heads=2, head_dim=2, qk_norm=True)

@@ -18,7 +18,7 @@ from mindspeed_rl.models.layers import GroupedQueryAttention
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.rules import Share
 from mindspeed_rl.models.spec import eos_ids_of, read_hf_config
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 QWEN2 = published_config("qwen2.5-7b")
 

@@ -24,7 +24,7 @@ from mindspeed_rl.planning.model_state import model_state, save_host_bytes
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.suggestions import plan_of
 from mindspeed_rl.rl.build_models import batch_rules
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 
 def spec_of(model: str, **changes: Any) -> Any:

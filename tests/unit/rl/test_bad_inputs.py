@@ -28,7 +28,7 @@ from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import read_hf_config
 from mindspeed_rl.rewards import RewardRequest, WeightedReward, score_sample
 from mindspeed_rl.rl import build_models
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import pytest
 from reshard_figures import RoundTraffic, critical_bytes, round_traffic
 from support.published import PUBLISHED, Reshard
 
-from mindspeed_rl.weights.layouts.base import pieces_of
+from mindspeed_rl.weight_layouts.base import pieces_of
 from mindspeed_rl.weights.planner import plan_reshard
 from mindspeed_rl.weights.schedule import plan_schedule
 from mindspeed_rl.weights.traffic import element_bytes_of, rank_traffic

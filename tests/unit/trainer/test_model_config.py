@@ -24,7 +24,7 @@ from mindspeed_rl.platforms.npu import NpuPlatform
 from mindspeed_rl.trainer.model import layer_spec
 from mindspeed_rl.trainer.model_config import build_transformer_config
 from mindspeed_rl.trainer.packed_attention import PackedSelfAttention
-from mindspeed_rl.weights.layouts.megatron import MegatronLayout
+from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 FUSIONS = {
     "bias_activation_fusion": "--no-bias-swiglu-fusion",

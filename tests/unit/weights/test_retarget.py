@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from mindspeed_rl.weights.layouts.rollout import Slots
+from mindspeed_rl.weight_layouts.rollout import Slots
 from mindspeed_rl.weights.sync import WeightPath, WeightSync
 from mindspeed_rl.weights.traffic import RankTraffic
 

@@ -11,7 +11,7 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.models.expert_rules import ExpertRow
 from mindspeed_rl.models.rules import Share, WeightRow
-from mindspeed_rl.weights.layouts.base import (
+from mindspeed_rl.weight_layouts.base import (
     Placed,
     RowPlacement,
     TableLayout,

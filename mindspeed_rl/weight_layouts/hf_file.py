@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from mindspeed_rl.core.boxes import Box
-from mindspeed_rl.weights.layouts.base import (
+from mindspeed_rl.weight_layouts.base import (
     Piece,
     Shard,
     ShardLayout,

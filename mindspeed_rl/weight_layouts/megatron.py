@@ -12,7 +12,7 @@ from mindspeed_rl.core.stages import LayerPlace
 from mindspeed_rl.models.expert_rules import ExpertRow
 from mindspeed_rl.models.param_names import LOCAL, ParamNames
 from mindspeed_rl.models.rules import Share, WeightRow
-from mindspeed_rl.weights.layouts.base import (
+from mindspeed_rl.weight_layouts.base import (
     Placed,
     RowPlacement,
     TableLayout,
