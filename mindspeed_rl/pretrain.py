@@ -52,7 +52,7 @@ def main(job: SftJob) -> None:
     from mindspeed_rl.peers.saving import decide, keep_checkpoints, stopped_line
     from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
     from mindspeed_rl.rl.export import export_if_due
-    from mindspeed_rl.trainer import run_checkpoint
+    from mindspeed_rl.trainer_state import run_checkpoint
 
     train = job.config.train
     if job.config.sft.stage == "pretrain":
@@ -120,7 +120,7 @@ def start(
     from mindspeed_rl.launch.attempt import mark
     from mindspeed_rl.metrics.output_dir import take_output_dir
     from mindspeed_rl.metrics.run_record import write_run_record
-    from mindspeed_rl.trainer import run_checkpoint
+    from mindspeed_rl.trainer_state import run_checkpoint
 
     mark("engines")
     copied = peers.load({"": engine}) if peers is not None else None
@@ -161,7 +161,7 @@ def keep_state(
         due: Whether a checkpoint is due, and whether the run ends.
     """
     from mindspeed_rl.metrics.telemetry import named_phase
-    from mindspeed_rl.trainer import run_checkpoint
+    from mindspeed_rl.trainer_state import run_checkpoint
 
     state = {"sampler": source.state_dict()}
     if peers is not None and peers.is_due(step) and not due.stop:
@@ -174,7 +174,7 @@ def keep_state(
 
 def finish_keeping(job: SftJob, peers: PeerCopies | None, writer: BackgroundWriter | None) -> None:
     """Wait for the copy and the checkpoint that are still being written. Collective: the world."""
-    from mindspeed_rl.trainer import run_checkpoint
+    from mindspeed_rl.trainer_state import run_checkpoint
 
     if peers is not None:
         peers.wait()

@@ -53,7 +53,7 @@ def test_imports_follow_the_rooms() -> None:
 
 
 # Modules of megatron-core that another room names in a string, which is an import all the same.
-MEGATRON_BY_NAME = ("trainer", "platforms.cpu_install", "platforms.npu_install")
+MEGATRON_BY_NAME = ("trainer", "trainer_state", "platforms.cpu_install", "platforms.npu_install")
 
 
 def test_megatron_core_is_named_by_the_trainer_and_the_platforms_alone() -> None:

@@ -43,9 +43,9 @@ from mindspeed_rl.peers.files import (
 )
 from mindspeed_rl.peers.placement import Nodes, Sources, newest_complete
 from mindspeed_rl.peers.state import plain_of, restore, run_digest, tensors_of
-from mindspeed_rl.trainer import run_checkpoint
-from mindspeed_rl.trainer.checkpoint import LoadedState
 from mindspeed_rl.trainer.train_engine import TrainEngine
+from mindspeed_rl.trainer_state import run_checkpoint
+from mindspeed_rl.trainer_state.checkpoint import LoadedState
 
 _EXTRA = "extra"
 _CHUNK_BYTES = 2**26

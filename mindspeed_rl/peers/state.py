@@ -12,8 +12,8 @@ import torch
 from mindspeed_rl.checkpoint.optimizer_state import initialize_state
 from mindspeed_rl.core.digest import text_digest
 from mindspeed_rl.trainer.optimizer import torch_optimizers
-from mindspeed_rl.trainer.random_state import rng_state, set_rng_state
 from mindspeed_rl.trainer.train_engine import TrainEngine
+from mindspeed_rl.trainer_state.random_state import rng_state, set_rng_state
 
 _STEP = "step"  # counted by parameters or, in some optimizers, by their groups
 

@@ -63,7 +63,8 @@ from mindspeed_rl.rollout.engine import InferenceEngine
 from mindspeed_rl.samples.columns import Column, experts_column, response_columns
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.store import SampleStore
-from mindspeed_rl.trainer import parallel_state, run_checkpoint
+from mindspeed_rl.trainer import parallel_state
+from mindspeed_rl.trainer_state import run_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -22,8 +22,8 @@ from mindspeed_rl.rl.report import RunReporter
 from mindspeed_rl.rollout.saved_drafts import restore_drafts, save_drafts
 from mindspeed_rl.samples.saved_responses import carryover_state, restored_carryover
 from mindspeed_rl.samples.store import SampleStore
-from mindspeed_rl.trainer import run_checkpoint
-from mindspeed_rl.trainer.checkpoint import LoadedState
+from mindspeed_rl.trainer_state import run_checkpoint
+from mindspeed_rl.trainer_state.checkpoint import LoadedState
 
 # Rewards of open responses and of those that abstain are NaN, and with them what is reported.
 _MAY_BE_NAN = ("reward", "parts", "report")

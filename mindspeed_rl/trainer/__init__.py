@@ -1,1 +1,1 @@
-"""Training on megatron-core: the only package that imports megatron."""
+"""Training on megatron-core, which only this package and trainer_state import."""

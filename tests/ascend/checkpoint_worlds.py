@@ -96,7 +96,7 @@ def whole_and_half_world(
     Copies of the second run are late. Also returns how many were.
     """
     from mindspeed_rl.rl.export import export_policy
-    from mindspeed_rl.trainer.checkpoint import save_checkpoint
+    from mindspeed_rl.trainer_state.checkpoint import save_checkpoint
 
     job, engine = build(world, model, flags)
     whole = train(job, engine, 0, NUM_STEPS)
@@ -117,7 +117,7 @@ def resume_world(
     returns the parameters of which the weights and their masters do not agree: after the
     optimizer was loaded, and after the weights alone were.
     """
-    from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
+    from mindspeed_rl.trainer_state.checkpoint import load_checkpoint, save_checkpoint
 
     job, engine = build(world, model, flags)
     differ = {}

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from mindspeed_rl.config import RLRunConfig
     from mindspeed_rl.launch.job import Job
     from mindspeed_rl.planning.run_plan import RLPlan
-    from mindspeed_rl.trainer.checkpoint import LoadedState
     from mindspeed_rl.trainer.train_engine import TrainEngine
+    from mindspeed_rl.trainer_state.checkpoint import LoadedState
 
 pytestmark = pytest.mark.distributed
 
@@ -132,7 +132,7 @@ def train_whole_and_half(
     """
     import multiprocessing
 
-    from mindspeed_rl.trainer.checkpoint import save_checkpoint
+    from mindspeed_rl.trainer_state.checkpoint import save_checkpoint
 
     job, engine = build(world, flags, model)
     whole = train(job, engine, 0, NUM_STEPS)
@@ -146,7 +146,7 @@ def resume_and_train(
     world: World, flags: Sequence[str], model: str, folder: str
 ) -> tuple[Trace, LoadedState]:
     """Rank function: the rest of the run, in new processes."""
-    from mindspeed_rl.trainer.checkpoint import load_checkpoint
+    from mindspeed_rl.trainer_state.checkpoint import load_checkpoint
 
     job, engine = build(world, flags, model)
     torch.rand(17)  # a random state that is not restored would now be another
@@ -189,7 +189,7 @@ def resume_and_export(
 ) -> tuple[Trace, str]:
     """Rank function: the rest of the run in new processes, another save, and an export."""
     from mindspeed_rl.rl.export import export_policy
-    from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
+    from mindspeed_rl.trainer_state.checkpoint import load_checkpoint, save_checkpoint
 
     job, engine = build(world, flags, model)
     loaded = load_checkpoint(folder, engine, CheckpointConfig())
@@ -244,7 +244,7 @@ def test_other_layouts_continue_the_run(tiny_model: Path, tmp_path: Path) -> Non
 
 def save_again(world: World, flags: Sequence[str], model: str, source: str, target: str) -> str:
     """Rank function: load a checkpoint and save the state at once; the folder of the new one."""
-    from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
+    from mindspeed_rl.trainer_state.checkpoint import load_checkpoint, save_checkpoint
 
     _, engine = build(world, flags, model)
     loaded = load_checkpoint(source, engine, CheckpointConfig())
@@ -282,8 +282,8 @@ def test_the_optimizer_of_experts_is_divided_and_joined(
 
 def die_in_second_save(world: World, model: str, folder: str) -> None:
     """Rank function: rank 1 is killed when the tensors of its second save are half written."""
-    from mindspeed_rl.trainer.checkpoint import save_checkpoint
-    from mindspeed_rl.trainer.patches.planned_save import PlannedSave
+    from mindspeed_rl.trainer_state.checkpoint import save_checkpoint
+    from mindspeed_rl.trainer_state.patches.planned_save import PlannedSave
 
     job, engine = build(world, SHARDED, model)
     train(job, engine, 0, 1)
@@ -312,7 +312,7 @@ def die_in_background(world: World, model: str, folder: str) -> None:
 
     from mindspeed_rl.checkpoint import checksums
     from mindspeed_rl.checkpoint.background import BackgroundWriter
-    from mindspeed_rl.trainer.checkpoint import plan_checkpoint
+    from mindspeed_rl.trainer_state.checkpoint import plan_checkpoint
 
     job, engine = build(world, SHARDED, model)
     flags = {"with_optimizer": True, "with_rng": True, "companions": {}}
@@ -363,8 +363,8 @@ def load_damaged(world: World, model: str, folder: str) -> dict[str, tuple[int, 
     import torch.distributed as dist
 
     from mindspeed_rl.checkpoint.saving import UnwrittenCheckpoint
-    from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
     from mindspeed_rl.trainer.optimizer import torch_optimizers
+    from mindspeed_rl.trainer_state.checkpoint import load_checkpoint, save_checkpoint
 
     job, engine = build(world, SHARDED, model)
     root = Path(folder)
@@ -438,8 +438,8 @@ def save_in_background(world: World, model: str, folder: str) -> dict[str, str]:
     from mindspeed_rl.checkpoint.background import BackgroundWriter
     from mindspeed_rl.checkpoint.optimizer_shards import FORMAT
     from mindspeed_rl.checkpoint.shared_storage import check_listed, check_written
-    from mindspeed_rl.trainer import checkpoint
-    from mindspeed_rl.trainer.checkpoint import plan_checkpoint, save_checkpoint
+    from mindspeed_rl.trainer_state import checkpoint
+    from mindspeed_rl.trainer_state.checkpoint import plan_checkpoint, save_checkpoint
 
     job, engine = build(world, SHARDED, model)
     root, writer, gate = Path(folder), BackgroundWriter(), threading.Event()
@@ -521,7 +521,7 @@ def test_a_checkpoint_in_the_background_is_that_of_its_step(
 
 def go_on(world: World, model: str, folder: str) -> tuple[LoadedState, str]:
     """Rank function: resume, train a step, save again."""
-    from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
+    from mindspeed_rl.trainer_state.checkpoint import load_checkpoint, save_checkpoint
 
     job, engine = build(world, SHARDED, model)
     loaded = load_checkpoint(folder, engine, CheckpointConfig())
@@ -560,7 +560,7 @@ def refusals(world: World, model: str, other_model: str, folder: str) -> dict[st
     """Rank function: message by what is wrong; and what ``--finetune`` and the opt-outs do."""
     from support.training_worlds import make_job
 
-    from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
+    from mindspeed_rl.trainer_state.checkpoint import load_checkpoint, save_checkpoint
 
     job, engine = build(world, SHARDED, model)
     train(job, engine, 0, 1)

@@ -94,8 +94,8 @@ def moved(models: object, source: str, target: str) -> str:
 
     from mindspeed_rl.config.training import CheckpointConfig
     from mindspeed_rl.selftest.loss import SelftestModels
-    from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
     from mindspeed_rl.trainer.optimizer import torch_optimizers
+    from mindspeed_rl.trainer_state.checkpoint import load_checkpoint, save_checkpoint
 
     parts = cast(SelftestModels, models)
     loaded = load_checkpoint(source, parts.policy, CheckpointConfig(), {"critic": parts.critic})
@@ -125,7 +125,7 @@ def difference(models: object, folder: Path) -> str:
     from mindspeed_rl.rl.build_models import batch_rules
     from mindspeed_rl.rl.export import export_policy
     from mindspeed_rl.selftest import loss as selftest
-    from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
+    from mindspeed_rl.trainer_state.checkpoint import load_checkpoint, save_checkpoint
 
     parts = cast(selftest.SelftestModels, models)
     job, policy, critic = parts.job, parts.policy, parts.critic

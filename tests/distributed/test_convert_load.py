@@ -36,7 +36,7 @@ def load_all(
     from support.training_worlds import in_hf_coordinates, start_job
 
     from mindspeed_rl.rl.build_models import build_engine
-    from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
+    from mindspeed_rl.trainer_state.checkpoint import load_checkpoint, save_checkpoint
 
     job = start_job(world, model, FLAGS)
     engine = build_engine(job, "policy", 1)

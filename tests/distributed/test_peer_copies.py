@@ -18,7 +18,7 @@ from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.planning.prediction import MemoryPrediction
 
 if TYPE_CHECKING:
-    from mindspeed_rl.trainer.checkpoint import LoadedState
+    from mindspeed_rl.trainer_state.checkpoint import LoadedState
 
 pytestmark = pytest.mark.distributed
 

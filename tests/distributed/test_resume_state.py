@@ -73,7 +73,7 @@ def save_and_resume(world: World, model: str, folder: str) -> dict[str, Any]:
 
     from mindspeed_rl.config.training import CheckpointConfig
     from mindspeed_rl.rl.build_models import build_critic, build_engine, build_models
-    from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
+    from mindspeed_rl.trainer_state.checkpoint import load_checkpoint, save_checkpoint
 
     job = start_job(world, model, FLAGS)
     policy, critic = build_engine(job, "policy", 8), build_critic(job)

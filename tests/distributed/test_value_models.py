@@ -139,9 +139,9 @@ def _interrupted(
     """New engines after an update, all memory away and back, a save and a load."""
     from mindspeed_rl.colocation.scheduler import ColocationPlan
     from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
-    from mindspeed_rl.trainer import run_checkpoint
-    from mindspeed_rl.trainer.checkpoint import load_checkpoint
     from mindspeed_rl.trainer.resident_memory import trainer_memory
+    from mindspeed_rl.trainer_state import run_checkpoint
+    from mindspeed_rl.trainer_state.checkpoint import load_checkpoint
 
     policy, critic = _build(job)
     groups = trainer_memory(policy, None, critic, scorer)

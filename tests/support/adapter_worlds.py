@@ -253,7 +253,7 @@ def resumed_world(
     from mindspeed_rl.config.training import CheckpointConfig
     from mindspeed_rl.core.errors import UsageError
     from mindspeed_rl.rl.build_models import build_engine
-    from mindspeed_rl.trainer.checkpoint import load_checkpoint, save_checkpoint
+    from mindspeed_rl.trainer_state.checkpoint import load_checkpoint, save_checkpoint
 
     job = start_job(world, model, [*FLAGS, *flags])
     engine = build_engine(job, "policy", 4, TEMPERATURE)
@@ -286,7 +286,7 @@ def continued_world(world: World, flags: Sequence[str], model: str, folder: str)
     from mindspeed_rl.config.training import CheckpointConfig
     from mindspeed_rl.parallel.small_collectives import gather_objects
     from mindspeed_rl.rl.build_models import build_engine
-    from mindspeed_rl.trainer.checkpoint import load_checkpoint
+    from mindspeed_rl.trainer_state.checkpoint import load_checkpoint
 
     job = start_job(world, model, [*FLAGS, *flags])
     engine = build_engine(job, "policy", 4, TEMPERATURE)

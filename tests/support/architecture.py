@@ -110,6 +110,13 @@ ROOMS: Mapping[str, Room] = {
         ),
         MEGATRON,
     ),
+    "trainer_state": Room(
+        (
+            *("core", "config", "parallel", "platforms", "weight_layouts", "checkpoint"),
+            *("adapters", "convert", "trainer"),
+        ),
+        MEGATRON,
+    ),
     "diagnosis": Room(("core", "platforms")),
     "elastic": Room(("core", "planning")),
     "launch": Room(
@@ -120,7 +127,10 @@ ROOMS: Mapping[str, Room] = {
         TORCH_DISTRIBUTED,
     ),
     "peers": Room(
-        ("core", "config", "checkpoint", "parallel", "metrics", "planning", "trainer", "launch"),
+        (
+            *("core", "config", "checkpoint", "parallel", "metrics", "planning", "trainer"),
+            *("trainer_state", "launch"),
+        ),
         TORCH_DISTRIBUTED,
     ),
     "generation": Room(
@@ -140,7 +150,14 @@ ROOMS: Mapping[str, Room] = {
             *("metrics", "weight_layouts", "weights"),
             *("rollout", "engines", "planning", "algorithms", "samples", "data", "rewards"),
             *("environments", "colocation", "checkpoint", "trainer", "launch", "generation"),
-            *("adapters", "peers", "distillation", "expert_placement", "flag_checks"),
+            *(
+                "trainer_state",
+                "adapters",
+                "peers",
+                "distillation",
+                "expert_placement",
+                "flag_checks",
+            ),
             "model_files",
             "deltas",
         ),
@@ -215,6 +232,7 @@ PRIVATE_ACCESS = (
     "engines.vllm_ascend",
     "attention.varlen",  # the operator that autograd of varlen_attn calls
     "trainer.patches",
+    "trainer_state.patches",
     "platforms",
 )
 

@@ -41,7 +41,7 @@ def race(args: argparse.Namespace) -> None:
     """Alternate the ways and print the results on rank 0. Collective: the world."""
     from mindspeed_rl.checkpoint.background import BackgroundWriter
     from mindspeed_rl.rl import build_models
-    from mindspeed_rl.trainer.checkpoint import plan_checkpoint
+    from mindspeed_rl.trainer_state.checkpoint import plan_checkpoint
 
     job = start(args)
     build_models.initialize_parallel(job)

@@ -20,8 +20,8 @@ from mindspeed_rl.rl.resume import save_if_due, start
 from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.saved_responses import carryover_state
-from mindspeed_rl.trainer import run_checkpoint
-from mindspeed_rl.trainer.checkpoint import LoadedState
+from mindspeed_rl.trainer_state import run_checkpoint
+from mindspeed_rl.trainer_state.checkpoint import LoadedState
 
 FLAGS = "--grpo-kl-beta 0.1 --rl-kl-estimator k1 --rl-kl-target 0.1 --rl-kl-horizon 60 "
 

@@ -21,8 +21,8 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.sampler import PromptSampler
 from mindspeed_rl.replay.rollback import roll_back
 from mindspeed_rl.rl.report import RunReporter
-from mindspeed_rl.trainer import run_checkpoint
-from mindspeed_rl.trainer.checkpoint import LoadedState
+from mindspeed_rl.trainer_state import run_checkpoint
+from mindspeed_rl.trainer_state.checkpoint import LoadedState
 
 RULE = {rule.name: rule for rule in RULES}
 

@@ -14,13 +14,13 @@ from mindspeed_rl.checkpoint.full_disk import named_disk
 from mindspeed_rl.checkpoint.resume import refuse_other_run, set_aside, sweep
 from mindspeed_rl.checkpoint.shared_storage import check_listed, check_written
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.trainer.checkpoint import (
+from mindspeed_rl.trainer.train_engine import TrainEngine
+from mindspeed_rl.trainer_state.checkpoint import (
     LoadedState,
     estimated_bytes,
     load_checkpoint,
     plan_checkpoint,
 )
-from mindspeed_rl.trainer.train_engine import TrainEngine
 
 if TYPE_CHECKING:
     from mindspeed_rl.config.training import CheckpointConfig

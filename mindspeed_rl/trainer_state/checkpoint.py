@@ -54,12 +54,13 @@ from mindspeed_rl.checkpoint.saving import UnwrittenCheckpoint, check_shared
 from mindspeed_rl.checkpoint.tensor_files import tensor_name
 from mindspeed_rl.config.training import CheckpointConfig
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.trainer.foreign_checkpoint import load_foreign
 from mindspeed_rl.trainer.optimizer import torch_optimizers
-from mindspeed_rl.trainer.patches import adamw_step, reshardable_load, swapped_optimizer
-from mindspeed_rl.trainer.patches.planned_save import PlannedSave, SavePlans, states_of
-from mindspeed_rl.trainer.random_state import rng_state, set_rng_state
+from mindspeed_rl.trainer.patches import swapped_optimizer
 from mindspeed_rl.trainer.train_engine import TrainEngine
+from mindspeed_rl.trainer_state.foreign_checkpoint import load_foreign
+from mindspeed_rl.trainer_state.patches import adamw_step, reshardable_load
+from mindspeed_rl.trainer_state.patches.planned_save import PlannedSave, SavePlans, states_of
+from mindspeed_rl.trainer_state.random_state import rng_state, set_rng_state
 
 # Bytes per parameter of the fp32 master weight and both moments.
 _OPTIMIZER_BYTES = 12

@@ -1,0 +1,1 @@
+"""What of the trained models is saved and loaded again."""

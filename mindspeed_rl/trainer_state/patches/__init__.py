@@ -1,0 +1,1 @@
+"""Changes to megatron-core at run time, one per file."""
