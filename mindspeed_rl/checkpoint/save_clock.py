@@ -1,4 +1,4 @@
-"""When a run saves: by steps, by time, before a limit of time, and when it is asked to end.
+"""When a run saves or ends: by steps, by time, before a limit of time, and when it is asked to.
 
 Ranks must agree on the step at which they save. Steps are equal everywhere; what a clock or a
 signal says is a vote, and the ranks decide on the sum of their votes (`rl/saving.py`).
@@ -110,7 +110,7 @@ def save_is_due(options: CheckpointConfig, train_iters: int, step: int) -> bool:
 
 
 def due_after(options: CheckpointConfig, train_iters: int, step: int, votes: Votes) -> Due:
-    """Decide on the sum of the votes of all ranks what happens after ``step``.
+    """Decide by the number of ``step``, and the sum of all ranks' votes, what happens after it.
 
     The run ends by itself after its last step, so that nothing stops it there.
     """
@@ -122,5 +122,7 @@ def due_after(options: CheckpointConfig, train_iters: int, step: int, votes: Vot
             "another step and a save would not end within --exit-duration-in-mins "
             f"{options.exit_duration_in_mins:g}"
         )
-    by_votes = bool(options.save) and (votes.interval > 0 or bool(stop))
-    return Due(save_is_due(options, train_iters, step) or by_votes, stop)
+    elif step < train_iters and options.exit_interval and step % options.exit_interval == 0:
+        stop = f"--exit-interval {options.exit_interval} divides it"
+    besides = bool(options.save) and (votes.interval > 0 or bool(stop))
+    return Due(save_is_due(options, train_iters, step) or besides, stop)

@@ -216,6 +216,12 @@ class CheckpointConfig:
         minimum=0.0,
         needs=Needs("--save"),
     )
+    exit_interval: int = flag(
+        0,
+        "The run saves (with --save) and ends with exit code 0 after a step that this number "
+        "divides; 0 runs to the last step.",
+        minimum=0,
+    )
     finetune: bool = flag(
         False,
         "Take only the weights from --load: step, optimizer and data order start from the "

@@ -127,6 +127,11 @@ class PromptSampler:
             self._position = end
         return indices
 
+    @property
+    def epochs(self) -> float:
+        """How often the data set has been dealt out: 1.5 is half of the second epoch."""
+        return self._epoch + self._position / self._num_prompts
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything that decides the following indices, in plain JSON types."""
         state = {**self._identity(), "epoch": self._epoch, "position": self._position}

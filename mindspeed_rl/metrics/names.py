@@ -14,6 +14,7 @@ MISMATCH_MAX = "mismatch/max_abs_logprob"
 MISMATCH_MEAN = "mismatch/mean_abs_logprob"
 TOKENS_PER_S = "throughput/tokens_per_s"
 STEP_TIME = "time/step_s"
+EPOCH = "data/epoch"
 REAL_SHARE = "packing/real_share"
 
 TOKENS_PER_S_PER_DEVICE = "throughput/tokens_per_s_per_device"
@@ -29,6 +30,7 @@ HEADLINE = {
     MISMATCH_MAX: "mismatch",
     TOKENS_PER_S_PER_DEVICE: "tokens/s/device",
     STEP_TIME: "step_s",
+    EPOCH: "epoch",
 }
 
 

@@ -34,10 +34,9 @@ def decide(job: Job[Any, RunPlan], clock: SaveClock, step: int) -> Due:
 
 def stopped_line(job: Job[Any, RunPlan], step: int, reason: str) -> str:
     """Return the line of a run that ends before its last step."""
-    return (
-        f"stopped after step {step} of {job.config.train.train_iters}: {reason}; its checkpoint "
-        f"is in {job.config.checkpoint.save}, and --load continues there"
-    )
+    save = job.config.checkpoint.save
+    where = f"its checkpoint is in {save}, and --load continues there" if save else "without --save"
+    return f"stopped after step {step} of {job.config.train.train_iters}: {reason}; {where}"
 
 
 def keep_checkpoints(job: Job[Any, RunPlan], logger: RunLogger) -> None:

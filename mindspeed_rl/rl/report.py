@@ -40,6 +40,7 @@ from mindspeed_rl.metrics.constant_rewards import ConstantRewards, MissingReward
 from mindspeed_rl.metrics.jsonl import encode_json
 from mindspeed_rl.metrics.metric_set import MetricSet, reduce_metrics
 from mindspeed_rl.metrics.names import (
+    EPOCH,
     MISMATCH_MAX,
     MISMATCH_MEAN,
     STEP_TIME,
@@ -294,6 +295,7 @@ class RunReporter:
         values |= derived_mismatch(values)
         values |= step_throughput(self._job, self._store, rollouts, step, values)
         values["policy/version"] = float(self._state.version)
+        values[EPOCH] = self._state.sampler.epochs
         values |= restart_metrics()
         if self._state.rollbacks:
             values["run/rollbacks"] = float(len(self._state.rollbacks))

@@ -507,7 +507,7 @@ class Answers(TableEngine):
 
 def state_at(step: int = 0) -> RunState:
     """The state of a run whose every draw of prompts starts at the first one."""
-    sampler = SimpleNamespace(next=lambda count: list(range(count)))
+    sampler = SimpleNamespace(next=lambda count: list(range(count)), epochs=0.75)
     return RunState(cast(Any, sampler), step)
 
 

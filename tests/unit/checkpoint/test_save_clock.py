@@ -95,3 +95,14 @@ def test_only_one_clock_counts_and_any_signal_does() -> None:
 )
 def test_ranks_talk_only_where_a_flag_needs_it(changes: dict[str, float]) -> None:
     assert not votes_are_taken(SAVES) and votes_are_taken(replace(SAVES, **changes))
+
+
+def test_a_run_ends_after_the_step_that_the_exit_interval_divides() -> None:
+    options = replace(SAVES, save_interval=2, exit_interval=3)
+    ends = [due_after(options, 9, step, Votes()) for step in (1, 2, 3, 6, 9)]
+    assert [(due.save, bool(due.stop)) for due in ends] == [
+        (False, False), (True, False), (True, True), (True, True), (True, False),
+    ]  # fmt: skip
+    assert "--exit-interval 3" in ends[2].stop
+    unsaved = due_after(replace(options, save=""), 9, 3, Votes())
+    assert not unsaved.save and unsaved.stop

@@ -58,6 +58,18 @@ def test_epochs_and_seeds_differ_and_shuffling_moves_prompts():
     assert PromptSampler(100, seed=1).next(100) != first
 
 
+def test_epochs_count_what_was_dealt_out():
+    sampler = PromptSampler(8, seed=3)
+    seen = []
+    for count in (2, 6, 4, 8):
+        sampler.next(count)
+        seen.append(sampler.epochs)
+    assert seen == [0.25, 1.0, 1.5, 2.5]
+    resumed = PromptSampler(8, seed=3)
+    resumed.load_state_dict(sampler.state_dict())
+    assert resumed.epochs == 2.5
+
+
 def test_order_is_pinned():
     # A checkpoint resumed under another Python version must go on with the same prompts.
     assert epoch_order(8, seed=0, epoch=0, shuffle=True) == [0, 3, 7, 4, 1, 5, 2, 6]
