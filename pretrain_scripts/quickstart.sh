@@ -48,13 +48,12 @@ case "$ALGORITHM" in
     grpo) ALGORITHM_ARGS=() ;;
     dapo)
         ALGORITHM_ARGS=(
-            --grpo-clamp-eps-upper 0.28 --grpo-filter-groups-with-same-reward --rl-max-resample 2
-            --global-batch-size 256 --lr 3e-4
+            --rl-preset dapo --rl-max-resample 2 --global-batch-size 256 --lr 3e-4
             --rollout-max-response-length 10 --rl-overlong-buffer 3
         ) ;;
     ppo)
         ALGORITHM_ARGS=(
-            --rl-advantage-estimator gae --gae-lambda 0.95 --global-batch-size 256 --lr 3e-4
+            --rl-preset ppo --global-batch-size 256 --lr 3e-4
             --critic-lr 2e-3 --critic-warmup-steps 10
         ) ;;
     *) echo "quickstart: --algorithm $ALGORITHM: allowed are grpo, dapo, ppo" >&2; exit 2 ;;
