@@ -25,16 +25,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import needs_environment  # noqa: F401
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.checkpoint import metadata_files, resume
-from mindspeed_rl.platforms import host_memory
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench.jobs import parser_of, print_result, slowest
 from bench.switch import launch, start
+from mindspeed_rl.checkpoint import metadata_files, resume
+from mindspeed_rl.platforms import host_memory
 
 
 def race(args: argparse.Namespace) -> None:

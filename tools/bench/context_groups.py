@@ -23,6 +23,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import needs_environment  # noqa: F401
+
+from bench.jobs import parser_of, print_result
+from bench.packing import CASES, Drawn, flags_of
 from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.layout import num_chunks, round_up
@@ -38,11 +44,6 @@ from mindspeed_rl.packing.micro_batches import (
 )
 from mindspeed_rl.planning.run_plan import RLPlan, run_packing
 from mindspeed_rl.planning.suggestions import plan_of
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from bench.jobs import parser_of, print_result
-from bench.packing import CASES, Drawn, flags_of
 
 SIZES = (4, 8)
 _BYTES = 2 * 2  # bf16, keys and values forwards and their gradients backwards

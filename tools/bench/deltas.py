@@ -27,14 +27,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
-from mindspeed_rl.core.tables import aligned
-from mindspeed_rl.deltas.codec import HEAD_BYTES, decode, encode, pieces_of
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import needs_environment  # noqa: F401
+import torch
+
 from bench.jobs import parser_of, print_result
+from mindspeed_rl.core.tables import aligned
+from mindspeed_rl.deltas.codec import HEAD_BYTES, decode, encode, pieces_of
 
 
 @dataclass(slots=True)

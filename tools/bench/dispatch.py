@@ -25,10 +25,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import needs_environment  # noqa: F401
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from bench.jobs import parser_of, print_result, slowest, spawn
 from mindspeed_rl.core.layout import ParallelLayout
 from mindspeed_rl.core.stages import even_stages
 from mindspeed_rl.core.tables import aligned
@@ -37,10 +41,6 @@ from mindspeed_rl.samples.columns import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.exchange import OwnerRanks, Redistribution, plan_hops
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from bench.jobs import parser_of, print_result, slowest, spawn
 
 NUM_SAMPLES = 1024
 TOKEN_BYTES = 8  # a token id and a log-prob

@@ -27,15 +27,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from mindspeed_rl.core.tables import aligned
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import needs_environment  # noqa: F401
+import torch
 
 from bench.drafts import STEPS, plans
 from bench.engine_alone import add_engine_flags, build
 from bench.jobs import parser_of, print_result, torchrun
+from mindspeed_rl.core.tables import aligned
 
 EPOCHS = (("epoch 1", 1), ("epoch 2", 2), ("epoch 3", 3), ("again", 3))
 BATCH = 16

@@ -47,16 +47,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
-from mindspeed_rl.core.tables import aligned
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import needs_environment  # noqa: F401
+import torch
 from make_task_data import generate_task, write_jsonl
 
 from bench.engine_alone import PROMPT, add_engine_flags, build, started
 from bench.jobs import ROOT, parser_of, print_result
+from mindspeed_rl.core.tables import aligned
 
 SHARPNESS = (0.2, 0.6, 2.0)
 TEMPERATURE = 0.7

@@ -32,14 +32,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
-from mindspeed_rl.core.tables import aligned
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import needs_environment  # noqa: F401
+import torch
 
 from bench.engine_alone import PROMPT, add_engine_flags, build, started
 from bench.jobs import parser_of, print_result
+from mindspeed_rl.core.tables import aligned
 
 WAYS = ("ours", "baseline")
 WARM = 8

@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
-from mindspeed_rl.algorithms.token_advantages import generalized_advantages
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import needs_environment  # noqa: F401
+import torch
+
 from bench.jobs import parser_of, print_result
+from mindspeed_rl.algorithms.token_advantages import generalized_advantages
 
 DISCOUNT, TRACE_DECAY = 0.999, 0.95
 REPEATS = 5

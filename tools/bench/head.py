@@ -21,15 +21,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import needs_environment  # noqa: F401
 import torch
 
+from bench.jobs import parser_of, print_result
 from mindspeed_rl.core.logit_tiles import logit_tile
 from mindspeed_rl.platforms.registry import select_platform
 from mindspeed_rl.trainer.logprobs import selected_logprobs
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from bench.jobs import parser_of, print_result
 
 TEMPERATURE = 0.7
 

@@ -31,8 +31,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import needs_environment  # noqa: F401
+import torch
+from layout_texts import layouts_from_texts
+
+from bench.jobs import ROOT, parser_of, print_result
 from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.core.memory import EXPORT_BUFFER_BYTES, LOAD_BUFFER_BYTES
 from mindspeed_rl.core.tables import aligned
@@ -43,12 +48,6 @@ from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.weight_layouts.base import pieces_of
 from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 from mindspeed_rl.weights.executor import wire_dtype
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from layout_texts import layouts_from_texts
-
-from bench.jobs import ROOT, parser_of, print_result
 
 CONFIGS = ROOT / "pretrain_scripts" / "models" / "configs"
 PAGE_BYTES = 4096

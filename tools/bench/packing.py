@@ -21,16 +21,17 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import needs_environment  # noqa: F401
+
+from bench.jobs import ROOT, parser_of, print_result
 from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.packing.micro_batches import PackingRules, drawn_lengths, real_share
 from mindspeed_rl.planning.run_plan import RLPlan, run_packing
 from mindspeed_rl.planning.suggestions import plan_of
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from bench.jobs import ROOT, parser_of, print_result
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,10 +30,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import needs_environment  # noqa: F401
+import torch.distributed as dist
 from make_tiny_model import build_tokenizer
 
 from bench.jobs import parser_of, print_result, spawn

@@ -18,6 +18,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import needs_environment  # noqa: F401
+
+from bench.jobs import ROOT, parser_of, print_result
 from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.tables import aligned
@@ -28,10 +33,6 @@ from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.run_plan import run_packing
 from mindspeed_rl.planning.step_time import SPEEDS, PhaseSeconds, Speed, StepSeconds, step_seconds
 from mindspeed_rl.planning.suggestions import plan_of
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from bench.jobs import ROOT, parser_of, print_result
 
 MACHINE = "a3"
 PADDED = ("--max-tokens-per-micro-batch", "0", "--equal-micro-batch-lengths")

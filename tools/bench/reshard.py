@@ -32,9 +32,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import needs_environment  # noqa: F401
 import torch
 import torch.distributed as dist
+from layout_texts import layouts_from_texts
+from reshard_figures import rank_floor
 
+from bench.jobs import ROOT, parser_of, print_result, spawn
 from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.core.tables import aligned
@@ -47,13 +53,6 @@ from mindspeed_rl.weights.executor import Resharder, wire_dtype
 from mindspeed_rl.weights.traffic import element_bytes_of
 from mindspeed_rl.weights.transports import make_transport
 from mindspeed_rl.weights.verify import WeightVerifier
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from layout_texts import layouts_from_texts
-from reshard_figures import rank_floor
-
-from bench.jobs import ROOT, parser_of, print_result, spawn
 
 CONFIGS = ROOT / "pretrain_scripts" / "models" / "configs"
 DTYPE = torch.bfloat16

@@ -27,9 +27,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import needs_environment  # noqa: F401
 import torch
 import torch.distributed as dist
 
+from bench.jobs import parser_of, print_result, slowest, torchrun
 from mindspeed_rl.colocation import scheduler, transition
 from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
@@ -40,10 +44,6 @@ from mindspeed_rl.planning.run_plan import plan_rl
 from mindspeed_rl.platforms.host_pages import advise_large_pages
 from mindspeed_rl.platforms.storages import as_bytes, storages_of
 from mindspeed_rl.weights.sync import WeightSync
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from bench.jobs import parser_of, print_result, slowest, torchrun
 
 Seconds = dict[str, list[float]]
 FLAGS = (

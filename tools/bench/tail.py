@@ -39,14 +39,15 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import needs_environment  # noqa: F401
+
+from bench.jobs import parser_of, print_result
 from mindspeed_rl.data.sampler import ByLength, LengthRanking, PromptSampler
 from mindspeed_rl.generation.length_caps import LengthCaps
 from mindspeed_rl.rollout.rebalance_plan import Load, Replica, StepCost, plan_moves, run_segment
 from mindspeed_rl.samples.lengths import LengthHistory, assign_to_engines, longest_first
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from bench.jobs import parser_of, print_result
 
 MIN_GAIN = 0.05
 

@@ -24,16 +24,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import needs_environment  # noqa: F401
 import torch
 
+from bench.jobs import parser_of, print_result
 from mindspeed_rl.core.boxes import Box, ParamView
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.weights.exchange import copy_within
 from mindspeed_rl.weights.planner import Place, Transfer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from bench.jobs import parser_of, print_result
 
 DTYPE = torch.bfloat16
 

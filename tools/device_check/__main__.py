@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import needs_environment  # noqa: F401
+
 from device_check import report
 from device_check.plan import JOBS, SIZES, STAGES, WHAT, CheckProcess, missing_modules
 from device_check.results import Result, StageStatus, end_of, read_results
