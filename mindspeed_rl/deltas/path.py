@@ -133,8 +133,8 @@ class DeltaResharder:
     def run(self, read: Mapping[str, torch.Tensor], write: Mapping[str, torch.Tensor]) -> None:
         """Move the weights, after :meth:`agree`. Collective: the transport's ranks.
 
-        Where any rank receives a damaged head or code, all of them learn it before the next messages
-        are sent, and move all words.
+        Where any rank receives a damaged head or code, all of them learn it before the next
+        messages are sent, and move all words.
 
         Args:
             read: Source parameters of this rank by name.

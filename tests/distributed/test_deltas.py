@@ -19,7 +19,11 @@ from support.layout_cases import layouts_of
 from support.layout_oracle import megatron_params, vllm_params
 from support.spawn import run_ranks
 
+from mindspeed_rl.engines.vllm.engine_memory import ZeroedMemory
 from mindspeed_rl.launch.bootstrap import World
+from mindspeed_rl.platforms.cpu import CpuPlatform
+from mindspeed_rl.platforms.kept_memory import KeptMemory
+from mindspeed_rl.platforms.storages import as_bytes, storages_of
 from mindspeed_rl.weights.transports import Pending, Tensors, Transport
 
 pytestmark = pytest.mark.distributed
@@ -35,7 +39,7 @@ BUCKET_BYTES = 64 << 10  # several rounds
 
 
 class PlainEngine:
-    """An engine that is its weights."""
+    """An engine that is its weights, which sleep between updates."""
 
     keeps_bits = True
 
@@ -45,6 +49,14 @@ class PlainEngine:
             name: torch.full(shape, -1, dtype=torch.int16).view(torch.bfloat16)
             for name, shape in shapes.items()
         }
+        tensors = self.weights.values()
+        self.memory = KeptMemory(ZeroedMemory(tensors), tensors, CpuPlatform())
+
+    def sleep(self) -> None:
+        """Free the weights; their bits are on the host alone."""
+        self.memory.free()
+        for storage in storages_of(self.weights.values()):
+            assert not storage.nbytes() or not as_bytes(storage).any()
 
     def weight_views(self) -> Mapping[str, torch.Tensor]:
         return self.weights
@@ -185,6 +197,7 @@ def delta_world(world: World, way: str) -> list[Seen]:
         if version > 1:
             hf = updated(hf, version)
         read.update({n: bits(a) for n, a in megatron_params(QWEN_30B, hf, world.rank).items()})
+        engine.memory.bring_back()
         if version in accidents and world.rank == ODD:
             accidents[version]()
         lines.clear()
@@ -202,6 +215,7 @@ def delta_world(world: World, way: str) -> list[Seen]:
                 engine.weights[name].view(torch.int16).numpy(),
             )
         ]
+        engine.sleep()
         share = deltas.traffic.receive_bytes / resharder.traffic.receive_bytes
         found.append(Seen(wrong, share, list(lines), error))
     return found
