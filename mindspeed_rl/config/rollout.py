@@ -94,11 +94,11 @@ class RolloutConfig:
     reshard_deltas: str = flag(
         "off",
         "Send only the words of weights that changed since the latest update, where sender and "
-        "engine hold the same version of them, coded without loss. Engines must keep their "
-        "weights (--rollout-sleep kv), and every rank keeps a copy of what it sent: on its device, "
-        "or on the host, from where it is read at every update. --reshard-relay auto then means "
-        "off. It pays with bfloat16 weights and learning rates of RL, over slow links. NPUs lack "
-        "its arithmetic.",
+        "engine hold the same version of them, coded without loss. Weights that --rollout-sleep "
+        "frees are copied to the host meanwhile, and every rank keeps a copy of what it sent: on "
+        "its device, or on the host, from where it is read at every update. --reshard-relay auto "
+        "then means off. It pays with bfloat16 weights and learning rates of RL, over slow links. "
+        "NPUs lack its arithmetic.",
         choices=("off", "device", "host"),
         needs=Needs("--reshard-path", ("direct",)),
     )

@@ -17,8 +17,8 @@ exact, those of NaN, infinity and -0.0 included. A piece whose code would not be
 words travels as its words.
 
 A piece has a :class:`PieceHead` of six integers, from which alone both ends compute how long the
-coded piece is. Heads travel first, so that every rank knows the size of each message it takes part
-in.
+coded piece is. Heads travel first, each with its CRC-32, so that every rank knows the size of each
+message it takes part in, and that it knows it.
 
 Comparisons, shifts, prefix sums, gathers and scatters of whole pieces are used, of int16, int64 and
 uint8, which a host and CUDA have. No kernel for the AI Cores of an NPU is known for several of them
@@ -32,8 +32,10 @@ representations of the integers", same journal, 21 (1975).
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import log2
 
 import torch
@@ -43,10 +45,14 @@ PIECE_WORDS = 1 << 20
 # A piece with a greater share of changed words is not coded: little could be saved.
 MOST_CHANGED = 0.75
 
-HEAD_INTS = 6
+HEAD_INTS = 7
 HEAD_BYTES = 4 * HEAD_INTS
 _ALIGNMENT = 4  # bytes, of words of 32 bits
 _PLAIN = -1  # in place of the number of changed words
+
+
+class DamagedMessageError(RuntimeError):
+    """A head or a code is none that :func:`encode` returns for such a piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,25 @@ class PieceHead:
     gap_bits: int = 0
     far_bits: int = 0
     class_bits: int = 0
+
+    def row(self) -> tuple[int, ...]:
+        """Return the integers that travel: those of the head and their CRC-32."""
+        numbers = astuple(self)
+        return *numbers, _crc(numbers)
+
+    @classmethod
+    def of_row(cls, row: Sequence[int], num_words: int) -> PieceHead:
+        """Return the head that travelled, of a piece of so many words.
+
+        Raises:
+            DamagedMessageError: It is not what was sent, or no piece of so many words can have it.
+        """
+        *numbers, crc = row
+        if crc != _crc(numbers):
+            raise DamagedMessageError(f"the head {tuple(numbers)} arrived with the CRC-32 {crc}")
+        head = cls(*numbers)
+        head.check(num_words)
+        return head
 
     @property
     def is_plain(self) -> bool:
@@ -95,7 +120,7 @@ class PieceHead:
         """Refuse a head that no piece of so many words can have.
 
         Raises:
-            RuntimeError: A number is out of its range.
+            DamagedMessageError: A number is out of its range.
         """
         possible = self.is_plain or (
             0 <= self.far <= self.changed <= num_words
@@ -105,10 +130,16 @@ class PieceHead:
             and self.far <= self.class_bits <= 32 * self.far
         )
         if not possible:
-            raise RuntimeError(
-                f"reshard: {self} is not the head of a piece of {num_words} words; the ranks run "
-                "different versions of mindspeed_rl, or the message was damaged"
+            raise DamagedMessageError(
+                f"{self} is not the head of a piece of {num_words} words; the ranks run different "
+                "versions of mindspeed_rl, or the message was damaged"
             )
+
+
+def _crc(numbers: Sequence[int]) -> int:
+    """Return the CRC-32 of integers of 32 bits, as such an integer with sign."""
+    packed = struct.pack(f"<{len(numbers)}i", *numbers)
+    return int.from_bytes(zlib.crc32(packed).to_bytes(4, "little"), "little", signed=True)
 
 
 def pieces_of(num_words: int) -> list[int]:
@@ -163,7 +194,8 @@ def decode(head: PieceHead, code: torch.Tensor, words: torch.Tensor) -> None:
         words: [words] int16 or int32, contiguous: what the sender coded against.
 
     Raises:
-        RuntimeError: The head cannot be that of such a piece, or the code has other lengths.
+        DamagedMessageError: The head cannot be that of such a piece, or the code has other lengths
+            or names places that the piece does not have. The words are as they were.
     """
     head.check(len(words))
     if head.is_plain:
@@ -177,11 +209,17 @@ def decode(head: PieceHead, code: torch.Tensor, words: torch.Tensor) -> None:
     parts = list(torch.split(bits[: sum(sections)], list(sections)))
     far_shift, shift = divmod(head.shifts, 32)
     where = _positions(_counts(parts[3], head.changed), parts[0], shift)
-    distance = torch.ones_like(where)
+    beyond = [where[-1] - len(words)]  # how far numbers are out of range; read at once below
     if head.far:
         far = _positions(_counts(parts[4], head.far), parts[2], far_shift)
-        classes = _counts(parts[5], head.far)
-        low = _from_widths(parts[6], classes, _class_bits(words.dtype))
+        classes, most = _counts(parts[5], head.far), _class_bits(words.dtype)
+        missing = (classes.clamp(max=most).sum() - len(parts[6])).abs()
+        beyond += [far[-1] - head.changed, missing - 1]
+    if int(torch.stack(beyond).max()) >= 0:
+        raise DamagedMessageError("a coded piece names words that it does not have")
+    distance = torch.ones_like(where)
+    if head.far:
+        low = _from_widths(parts[6], classes, most)
         distance[far] = (1 << classes) + low + 1
     moved = torch.where(parts[1].bool(), -distance, distance)
     words[where] = _wrapped(words[where].long() + moved, words.dtype).to(words.dtype)
@@ -244,13 +282,12 @@ def _counts(bits: torch.Tensor, number: int) -> torch.Tensor:
     """Return the counts that :func:`_unary` wrote.
 
     Raises:
-        RuntimeError: There are more or fewer than ``number``.
+        DamagedMessageError: There are more or fewer than ``number``.
     """
     ends = bits.nonzero().flatten()
     if len(ends) != number:
-        raise RuntimeError(
-            f"reshard: a coded piece has {len(ends)} entries where its head says {number}; the "
-            "message was damaged"
+        raise DamagedMessageError(
+            f"a coded piece has {len(ends)} entries where its head says {number}"
         )
     return _gaps(ends)
 

@@ -8,11 +8,19 @@ All other messages travel as their words.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 
-from mindspeed_rl.deltas.codec import HEAD_BYTES, HEAD_INTS, PieceHead, decode, encode, pieces_of
+from mindspeed_rl.deltas.codec import (
+    HEAD_BYTES,
+    HEAD_INTS,
+    DamagedMessageError,
+    PieceHead,
+    decode,
+    encode,
+    pieces_of,
+)
 from mindspeed_rl.weights.exchange import (
     Params,
     Round,
@@ -74,7 +82,10 @@ class _Message:
 
 
 class DeltaExchange:
-    """A round in flight. Its methods are called in order: post, send, finish.
+    """A round in flight. Its methods are called in order: post, read_heads, send, finish.
+
+    A rank with a damaged head does not know how much comes next, so that all ranks have to agree
+    that there is none before any of them sends.
 
     Args:
         part: The round; it has no relay.
@@ -129,7 +140,7 @@ class DeltaExchange:
         for message, buffer in zip(self._sends.values(), buffers, strict=True):
             message.buffer = buffer
         heads = {p: m.heads for p, m in self._sends.items() if m.pieces}
-        outgoing = _table([astuple(head) for of_peer in heads.values() for head in of_peer])
+        outgoing = _table([head.row() for of_peer in heads.values() for head in of_peer])
         device = self._transport.device
         sends = _parts(outgoing.to(device), {p: len(heads[p]) for p in heads})
         expected = {p: len(m.pieces) for p, m in self._receives.items() if m.pieces}
@@ -177,19 +188,25 @@ class DeltaExchange:
             copy_rectangles((span,), views_of(t))
         return values.view(_WORDS[self._dtype.itemsize])
 
-    def send(self) -> None:
-        """Read the heads, and start to exchange messages. Collective with the others.
+    def read_heads(self) -> str:
+        """Receive the heads. Collective with the others.
 
-        Raises:
-            RuntimeError: A head is not that of its piece.
+        Returns:
+            What is wrong with one of them; empty: nothing is, and the messages may be sent.
         """
         self._wait()
         for peer, ints in self._incoming.items():
             message = self._receives[peer]
             rows = ints.view(-1, HEAD_INTS).tolist()
-            message.heads = [PieceHead(*row) for row in rows]
-            for head, num_words in zip(message.heads, message.pieces, strict=True):
-                head.check(num_words)
+            try:
+                pairs = zip(rows, message.pieces, strict=True)
+                message.heads = [PieceHead.of_row(row, num_words) for row, num_words in pairs]
+            except DamagedMessageError as error:
+                return f"from rank {peer}: {error}"
+        return ""
+
+    def send(self) -> None:
+        """Start to exchange messages, whose heads are sound on all ranks. Collective."""
         sizes = {peer: self._num_bytes(message) for peer, message in self._receives.items()}
         memory = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=self._transport.device)
         for message, buffer in zip(
@@ -211,13 +228,20 @@ class DeltaExchange:
         size = sum(t.num_elements for t in message.transfers) * item
         return size + -size % 4
 
-    def finish(self) -> None:
-        """Receive the messages and write what they carry. Collective with the others."""
+    def finish(self) -> str:
+        """Receive the messages and write what they carry. Collective with the others.
+
+        Returns:
+            What is wrong with one of them; empty: nothing is. It and all after it are not written.
+        """
         self._wait()
-        for message in self._receives.values():
+        for peer, message in self._receives.items():
             if message.pieces:
                 words = self._flat(message.transfers, lambda t: target_views(self._write, t))
-                self._decode(message, words)
+                try:
+                    self._decode(message, words)
+                except DamagedMessageError as error:
+                    return f"from rank {peer}: {error}"
                 values = words.view(self._dtype)
             else:
                 size = sum(t.num_elements for t in message.transfers) * self._dtype.itemsize
@@ -225,6 +249,7 @@ class DeltaExchange:
             for t, span in spans(values, message.transfers):
                 copy_rectangles(target_views(self._write, t), (span,))
         copy_within(self._part.local_duplicates, self._write, self._write)
+        return ""
 
     def _decode(self, message: _Message, words: torch.Tensor) -> None:
         pairs = list(zip(message.heads, message.pieces, strict=True))

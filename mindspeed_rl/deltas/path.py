@@ -16,6 +16,8 @@ from mindspeed_rl.weights.sync import WeightPath, WeightReceiver
 from mindspeed_rl.weights.traffic import RankTraffic
 
 NO_VERSION = -1
+# Bytes of what a rank tells about a damaged message.
+_TOLD_BYTES = 400
 
 
 class SentWeights:
@@ -131,27 +133,30 @@ class DeltaResharder:
     def run(self, read: Mapping[str, torch.Tensor], write: Mapping[str, torch.Tensor]) -> None:
         """Move the weights, after :meth:`agree`. Collective: the transport's ranks.
 
+        Where any rank receives a damaged head or code, all of them learn it before the next
+        messages are sent, and move all words.
+
         Args:
             read: Source parameters of this rank by name.
             write: Target parameters of this rank by name.
 
         Raises:
-            RuntimeError: Some ranks have another plan, or a message was damaged.
+            RuntimeError: Some ranks have another plan.
         """
         traffic = self._resharder.traffic
-        self.counts = DeltaCounts(traffic.send_bytes, traffic.receive_bytes)
-        if self._dense:
+        self.counts = DeltaCounts()
+        if self._dense or not self._run_rounds(read, write):
+            self.counts.sent_bytes += traffic.send_bytes
+            self.counts.received_bytes += traffic.receive_bytes
             self._resharder.run(read, write)
-        else:
-            self._run_rounds(read, write)
         self.sent.update(read)
 
     def _run_rounds(
         self, read: Mapping[str, torch.Tensor], write: Mapping[str, torch.Tensor]
-    ) -> None:
+    ) -> bool:
+        """Move changes and return whether all arrived; end on all ranks where some did not."""
         resharder, (coded_to, coded_from) = self._resharder, self._peers
         resharder.compare_plans()
-        self.counts = DeltaCounts()
         on_the_way: DeltaExchange | None = None
         for part in resharder.rounds:
             exchange = DeltaExchange(
@@ -166,12 +171,29 @@ class DeltaResharder:
             )
             exchange.post(read)
             copy_within(part.copies, read, write)
-            if on_the_way is not None:
-                on_the_way.finish()
+            damage = on_the_way.finish() if on_the_way is not None else ""
+            if self._any_damaged(exchange.read_heads() or damage):
+                return False
             exchange.send()
             on_the_way = exchange
-        if on_the_way is not None:
-            on_the_way.finish()
+        return on_the_way is None or not self._any_damaged(on_the_way.finish())
+
+    def _any_damaged(self, damage: str) -> bool:
+        """Tell whether any rank received something damaged. Collective: the transport's ranks.
+
+        Args:
+            damage: What is wrong with what this rank received; empty: nothing is.
+        """
+        gather = self._resharder.transport.all_gather
+        odd = [rank for rank, flag in enumerate(gather(bytes([bool(damage)]))) if flag != b"\0"]
+        if odd:
+            told = damage.encode(errors="replace")[:_TOLD_BYTES].ljust(_TOLD_BYTES)
+            why = gather(told)[odd[0]].decode(errors="replace").strip()
+            self._log(
+                f"warning: reshard: changes arrived damaged on ranks {_listed(odd)}; all weights "
+                f"follow. The first: {why}"
+            )
+        return bool(odd)
 
     def finished(self, version: int) -> None:
         """Note that all engines hold ``version``, as their proof said. Local."""

@@ -16,26 +16,11 @@ _BASIS = {
 }
 
 
-def check_deltas(config: RLRunConfig) -> None:
-    """Refuse ``--reshard-deltas`` where engines may lose what it compares with. Pure.
-
-    Raises:
-        UsageError: The message names the flag, the reason and the fix.
-    """
-    choice, memory = config.rollout.reshard_deltas, config.memory
-    if choice == "off":
-        return
-    modes = [m for m in OffloadMode if memory.rl_offload in (m.value, OffloadMode.AUTO.value)]
-    if any(mode.sleeps_deeply(memory.rollout_sleep) for mode in modes):
-        raise UsageError(
-            f"--reshard-deltas {choice}: engines must keep their weights between updates, and with "
-            f"--rollout-sleep {memory.rollout_sleep} and --rl-offload {memory.rl_offload} they may "
-            "free them; give --rollout-sleep kv, or --reshard-deltas off"
-        )
-
-
 def check_deltas_on(config: RLRunConfig, platform: str) -> None:
-    """Refuse ``--reshard-deltas`` where devices lack the arithmetic of the code. Pure.
+    """Refuse ``--reshard-deltas`` where it would gain nothing. Pure.
+
+    NPUs lack the arithmetic of the code. Engines whose weights are freed have a copy on the host
+    meanwhile, which frees nothing where the device is the host.
 
     Args:
         config: Configuration of the run.
@@ -50,6 +35,16 @@ def check_deltas_on(config: RLRunConfig, platform: str) -> None:
             f"--reshard-deltas {choice}: coding takes shifts and prefix sums of 64-bit integers, "
             "comparisons of 16-bit ones and sums of bytes, for which no kernel of an NPU's AI "
             "Cores is known: its slow processor (AICPU) would run them; give --reshard-deltas off"
+        )
+    memory = config.memory
+    auto = memory.rl_offload == OffloadMode.AUTO.value  # where the device is the host: none
+    mode = OffloadMode.NONE if auto else OffloadMode(memory.rl_offload)
+    if choice != "off" and platform == "cpu" and mode.sleeps_deeply(memory.rollout_sleep):
+        raise UsageError(
+            f"--reshard-deltas {choice}: with --rollout-sleep {memory.rollout_sleep} and "
+            f"--rl-offload {memory.rl_offload} the engine's weights would be copied to the host "
+            "while the trainer trains, which frees nothing on a CPU; give --rollout-sleep kv, or "
+            "--reshard-deltas off"
         )
 
 

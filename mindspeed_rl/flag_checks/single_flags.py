@@ -19,7 +19,6 @@ from mindspeed_rl.core.agents import AGENT_FLAG
 from mindspeed_rl.core.data_source import ALLOWED, DataSource
 from mindspeed_rl.core.errors import UsageError, check_each, refuse
 from mindspeed_rl.flag_checks.algorithms import check_algorithms
-from mindspeed_rl.flag_checks.deltas import check_deltas
 
 
 def check_rl_flags(config: RLRunConfig, world: int, *, files: bool) -> None:
@@ -33,7 +32,6 @@ def check_rl_flags(config: RLRunConfig, world: int, *, files: bool) -> None:
     )
     checks: list[Callable[[], object]] = [
         partial(check_algorithms, config),
-        partial(check_deltas, config),
         partial(_check_truncation, config),
         partial(check_alarms, config.alarms, config.rewards, config.checkpoint),
         partial(check_profiler, config.profiler, world),

@@ -118,9 +118,10 @@ def share_memory(
     prediction, why = predict_run(job)
     order, mode = prediction.order, prediction.offload
     free_weights = prediction.frees_engine_weights
+    away = "freed" if job.config.rollout.reshard_deltas == "off" else "copied to the host"
     job.log_rank0(
         f"memory during rollouts: offload {mode.value} ({why}); engine weights are "
-        f"{'freed' if free_weights else 'kept'} while the trainer trains",
+        f"{away if free_weights else 'kept'} while the trainer trains",
         *([order.line()] if order else []),
     )
     platform = job.platform
@@ -248,6 +249,7 @@ def build_rollout_engine(
             force_balance=config.benchmark.active and plan.spec.moe is not None,
             draft_rule=rule,
             draft_history=history,
+            keeps_weights=config.rollout.reshard_deltas != "off",
         )
 
 

@@ -62,6 +62,7 @@ class EngineSettings:
         draft_rule: What drafts may cost, and how long they may be; ``None``: there are none.
         draft_history: Earlier responses that drafts are made from.
         trust_remote_code: Whether Python code of ``model_dir`` may be executed.
+        keeps_weights: Whether weights that are freed are on the host meanwhile, and come back.
         force_balance: Whether tokens go to random experts, evenly, for measurements of throughput.
     """
 
@@ -81,6 +82,7 @@ class EngineSettings:
     counted_layers: tuple[int, ...] = ()
     scores_entropy: bool = False
     trust_remote_code: bool = False
+    keeps_weights: bool = False
     force_balance: bool = False
     draft_rule: DraftRule | None = None
     draft_history: DraftHistory | None = None

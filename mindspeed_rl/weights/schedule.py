@@ -334,10 +334,29 @@ def _fill(
     queues = [[i for batch in stage for i in _slices(batch, costs, quantum)] for stage in stages]
     world = max(i.cost.loads.shape[1] for queue in queues for i in queue)
     rows = max(i.cost.loads.shape[0] for queue in queues for i in queue)
-    most = max(len(queue) for queue in queues)
     total = _total([item for queue in queues for item in queue], rows, world)
-    count = max(1, int(np.ceil(total.max() / bucket_bytes)))
+    least = max(1, int(np.ceil(total.max() / bucket_bytes)))
     progress = [_progress(queue, world) for queue in queues]
+    rounds, _ = _fitting(queues, progress, least, (rows, world), bucket_bytes)
+    if rounds is None:
+        # Items that load other ranks or hops than the busiest are no progress, and share a round.
+        progress = [_progress_of_items(queue) for queue in queues]
+        rounds, largest = _fitting(queues, progress, least, (rows, world), bucket_bytes)
+        if rounds is None:
+            raise _too_small(bucket_bytes, largest)
+    return rounds
+
+
+def _fitting(
+    queues: list[list[_Item]],
+    progress: list[Loads],
+    least: int,
+    shape: tuple[int, int],
+    bucket_bytes: int,
+) -> tuple[list[list[_Item]] | None, float]:
+    """Return at least ``least`` rounds within the bucket, or ``None``, and the largest round."""
+    rows, world = shape
+    most, count = max(len(queue) for queue in queues), least
     while True:
         rounds = _spread(queues, progress, min(count, most))
         largest = [float(_total(items, rows, world).max(initial=0.0)) for items in rounds]
@@ -350,9 +369,9 @@ def _fill(
             rounds = [items for several in parts for items in several if items]
             largest = [float(_total(items, rows, world).max(initial=0.0)) for items in rounds]
             if max(largest) <= bucket_bytes:
-                return rounds
+                return rounds, max(largest)
         if count >= most:
-            raise _too_small(bucket_bytes, max(largest))
+            return None, max(largest)
         count = min(most, max(count + 1, int(count * 1.04)))
 
 
@@ -441,5 +460,12 @@ def _progress(queue: list[_Item], world: int) -> Loads:
         load[:hops, :ranks] = rising[-1]
         reached.append(np.maximum(rising.max(axis=(1, 2)), reached[-1][-1]))
     ends = np.concatenate(reached)
+    middles: Loads = (ends[1:] + ends[:-1]) / max(2 * ends[-1], 1e-300)
+    return middles
+
+
+def _progress_of_items(queue: list[_Item]) -> Loads:
+    """Return how much of the sum of all items' own loads comes before the middle of each item."""
+    ends = np.cumsum([0.0, *(item.cost.most / item.parts for item in queue)])
     middles: Loads = (ends[1:] + ends[:-1]) / max(2 * ends[-1], 1e-300)
     return middles

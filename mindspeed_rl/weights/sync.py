@@ -224,7 +224,7 @@ class WeightSync:
         self._log = log
         self._num_syncs = 0  # since the last reason for a full proof
         self._reason = "this is the first sync"  # for it; empty after a sync that succeeded
-        self._num_samples = 0
+        self._sample = -1  # number of the next; the first one's is the version before it
         self._left_version = -1  # of the engines after the latest sync
         self._moved: Sequence[tuple[int, Slots]] = ()
 
@@ -284,7 +284,7 @@ class WeightSync:
         self._move(read, engine, spent)
         interval = self._verify_interval
         in_full = number == 0 or (interval > 0 and number % interval == 0)
-        sample = None if in_full else self._num_samples
+        sample = None if in_full else self._sample
         wrong = self._differing(read, engine, sample, spent)
         if wrong and changes and only_changes:
             self._log(
@@ -302,7 +302,7 @@ class WeightSync:
         if changes:
             changes.finished(version)
         self._reason = ""
-        self._num_samples += not in_full
+        self._sample = version if self._sample < 0 else self._sample + (not in_full)
         self._num_syncs, self._left_version, self._moved = number + 1, version, ()
 
     def _move(

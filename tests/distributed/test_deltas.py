@@ -19,7 +19,12 @@ from support.layout_cases import layouts_of
 from support.layout_oracle import megatron_params, vllm_params
 from support.spawn import run_ranks
 
+from mindspeed_rl.engines.vllm.engine_memory import ZeroedMemory
 from mindspeed_rl.launch.bootstrap import World
+from mindspeed_rl.platforms.cpu import CpuPlatform
+from mindspeed_rl.platforms.kept_memory import KeptMemory
+from mindspeed_rl.platforms.storages import as_bytes, storages_of
+from mindspeed_rl.weights.transports import Pending, Tensors, Transport
 
 pytestmark = pytest.mark.distributed
 
@@ -30,10 +35,11 @@ QWEN_30B = Case(
 )  # fmt: skip
 ODD = 2  # the rank whose engine or copies go wrong
 WAYS = ("p2p", "all-to-all")
+BUCKET_BYTES = 64 << 10  # several rounds
 
 
 class PlainEngine:
-    """An engine that is its weights."""
+    """An engine that is its weights, which sleep between updates."""
 
     keeps_bits = True
 
@@ -43,6 +49,14 @@ class PlainEngine:
             name: torch.full(shape, -1, dtype=torch.int16).view(torch.bfloat16)
             for name, shape in shapes.items()
         }
+        tensors = self.weights.values()
+        self.memory = KeptMemory(ZeroedMemory(tensors), tensors, CpuPlatform())
+
+    def sleep(self) -> None:
+        """Free the weights; their bits are on the host alone."""
+        self.memory.free()
+        for storage in storages_of(self.weights.values()):
+            assert not storage.nbytes() or not as_bytes(storage).any()
 
     def weight_views(self) -> Mapping[str, torch.Tensor]:
         return self.weights
@@ -71,6 +85,50 @@ class Seen:
     error: str
 
 
+class DamagingTransport:
+    """A transport of which one message arrives damaged, when it is told so.
+
+    Attributes:
+        damages: element type of the message: int32 for heads, uint8 for codes; ``None``: none.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.many_messages, self.device = transport.many_messages, transport.device
+        self.all_gather = transport.all_gather
+        self.damages: torch.dtype | None = None
+        self._left_alone = 0
+
+    def damage(self, dtype: torch.dtype) -> None:
+        """Damage something in the second exchange of this type that brings this rank anything."""
+        self.damages, self._left_alone = dtype, 1
+
+    def start(self, sends: Tensors, receives: Tensors, dtype: torch.dtype) -> Pending:
+        pending = self._transport.start(sends, receives, dtype)
+        if dtype != self.damages or not receives:
+            return pending
+        if self._left_alone:
+            self._left_alone -= 1
+            return pending
+        self.damages = None
+        return DamagedPending(pending, next(iter(receives.values()))[0])
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedPending:
+    """What is received is not what was sent: one bit of a head, or all bits of a code."""
+
+    pending: Pending
+    message: torch.Tensor
+
+    def wait(self) -> None:
+        self.pending.wait()
+        if self.message.dtype == torch.int32:
+            self.message[0] ^= 1  # a number of changed words that is possible, too
+        else:
+            self.message.fill_(255)
+
+
 def bits(array: Array) -> torch.Tensor:
     """Numbers of elements as bits of bfloat16, those of NaN and -0.0 among them."""
     return torch.from_numpy(array.astype(np.int16)).view(torch.bfloat16)
@@ -91,14 +149,15 @@ def delta_world(world: World, way: str) -> list[Seen]:
     from mindspeed_rl.weights.verify import WeightVerifier
 
     source, target = layouts_of(QWEN_30B)
+    plain = make_transport(way, world.size, torch.device("cpu"))
     resharder = Resharder(
         source,
         target,
         rank=world.rank,
         ranks_per_node=world.size,
-        transport=make_transport(way, world.size, torch.device("cpu")),
+        transport=(transport := DamagingTransport(plain)),
         dtype=torch.bfloat16,
-        bucket_bytes=256 << 10,
+        bucket_bytes=BUCKET_BYTES,
     )
     lines: list[str] = []
     deltas = DeltaResharder(resharder, world.rank, torch.device("cpu"), lines.append)
@@ -126,12 +185,19 @@ def delta_world(world: World, way: str) -> list[Seen]:
         copy = next(iter(deltas.sent.params.values()))
         copy.view(torch.int16).view(-1)[5] ^= 1
 
-    accidents: dict[int, Callable[[], None]] = {4: restart, 6: other_weights, 8: wrong_copy}
+    accidents: dict[int, Callable[[], None]] = {
+        4: restart,
+        6: other_weights,
+        8: wrong_copy,
+        10: lambda: transport.damage(torch.int32),
+        12: lambda: transport.damage(torch.uint8),
+    }
     found = []
-    for version in range(1, 11):
+    for version in range(1, 14):
         if version > 1:
             hf = updated(hf, version)
         read.update({n: bits(a) for n, a in megatron_params(QWEN_30B, hf, world.rank).items()})
+        engine.memory.bring_back()
         if version in accidents and world.rank == ODD:
             accidents[version]()
         lines.clear()
@@ -149,6 +215,7 @@ def delta_world(world: World, way: str) -> list[Seen]:
                 engine.weights[name].view(torch.int16).numpy(),
             )
         ]
+        engine.sleep()
         share = deltas.traffic.receive_bytes / resharder.traffic.receive_bytes
         found.append(Seen(wrong, share, list(lines), error))
     return found
@@ -156,12 +223,18 @@ def delta_world(world: World, way: str) -> list[Seen]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_updates_leave_the_bits_of_whole_weights(way: str, tmp_path: Path) -> None:
-    """After updates, a restart, foreign weights, and a wrong delta that the proof found."""
+    """After updates, a restart, foreign weights, a wrong delta that the proof found, and damage."""
     ranks = run_ranks(delta_world, 4, work_dir=tmp_path, args=(way,))
     for rank in ranks:
         for version, seen in enumerate(rank, 1):
             assert (seen.wrong, seen.error) == ([], ""), version
-            if version in (1, 4, 6, 8):
+            if version in (10, 12):
+                (line,) = seen.lines
+                assert "damaged on ranks 2; all weights follow" in line, version
+                assert ("CRC-32" in line) == (version == 10)
+                assert ("entries where its head says" in line) == (version == 12)
+                assert 1 <= seen.share < 1.1, version
+            elif version in (1, 4, 6, 8):
                 assert seen.share == 1 and "all weights are sent" in seen.lines[-1], version
             else:
                 assert seen.share < 0.06 and seen.lines == [], version

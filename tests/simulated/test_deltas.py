@@ -246,6 +246,27 @@ def test_a_sync_that_was_not_finished_is_followed_by_all_weights() -> None:
         assert "do not have copies of what was sent of version 2" in lines[-1]
 
 
+def test_damage_on_one_rank_brings_all_weights_to_all() -> None:
+    """A head of which one bit changed; the next sync is of changes again, on all ranks."""
+    syncs = [Sync(1.0, why_all="first"), Sync(0.01), Sync(0.01), Sync(0.01)]
+    sound, number = codec.PieceHead.of_row, [0]
+
+    def damaged(row: Sequence[int], num_words: int) -> codec.PieceHead:
+        number[0] += 1
+        wrong = (row[0] ^ 1, *row[1:]) if number[0] == 20 else row
+        return sound(wrong, num_words)
+
+    with mock.patch.object(codec.PieceHead, "of_row", damaged):
+        found = run_syncs(LARGE, syncs, torch.int16, tight=False, many=True)
+    (at,) = {i for i in range(4) if any("damaged" in of_rank[i].line for of_rank in found)}
+    for of_rank in found:
+        assert [sync.wrong for sync in of_rank] == [()] * 4
+        assert "arrived damaged on ranks" in of_rank[at].line and at > 0
+        for i in {1, 2, 3} - {at}:
+            assert of_rank[i].received < 0.05 * of_rank[i].all_received and not of_rank[i].line
+        assert of_rank[at].all_received <= of_rank[at].received < 1.1 * of_rank[at].all_received
+
+
 def test_a_relay_is_refused() -> None:
     case = replace(GQA, ranks_per_node=2)
     source, target = layouts_of(case)

@@ -249,6 +249,21 @@ def test_engines_that_cut_all_experts_have_no_relay() -> None:
     assert not any(map(keeps_the_relay, WHOLE[5:7]))
 
 
+def test_a_relay_fits_the_usual_bucket_where_its_hops_load_other_ranks() -> None:
+    """The second hop of an embedding, the first of experts: both are in rounds of their own."""
+    case = SMALL[-1]
+    source, target = case.layouts()
+    bucket = round_bytes(512 << 20)
+    schedule = plan_schedule(
+        source, target, bucket_bytes=bucket, item_bytes=BF16, ranks_per_node=8, relay=True
+    )
+    bytes_of = element_bytes_of(source, BF16)
+    overlaps = Overlaps(source, target, 8, relay=True)
+    for rank in (0, 9, 31):
+        plan = plan_reshard(source, target, rank, 8, relay=True, overlaps=overlaps)
+        assert 0 < round_traffic(plan, schedule, source, bytes_of).peak_bytes <= bucket
+
+
 @pytest.mark.parametrize("case", slow_but(RELAYED, RELAYED[:3]), ids=str)
 def test_a_relay_brings_nodes_what_they_lack_once(case: Reshard) -> None:
     """Within the staging memory, in about the messages that docs/resharding.md tells."""

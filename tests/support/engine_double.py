@@ -131,11 +131,13 @@ class EngineDouble(VllmEngine):
 
     toy: ToyLLM
 
-    def __init__(self, missing: str | None = None) -> None:
+    def __init__(self, missing: str | None = None, *, keeps_weights: bool = False) -> None:
         self._missing = missing
         self.finish_reasons: dict[int, str | None] = {}
         layout = VllmLayout(spec_of(GQA), EngineLayout(1, 1))
-        settings = EngineSettings("unused", layout, 0, "float32", 16, CACHE_BYTES, 0, {})
+        settings = EngineSettings(
+            "unused", layout, 0, "float32", 16, CACHE_BYTES, 0, {}, keeps_weights=keeps_weights
+        )
         super().__init__(settings, CpuPlatform())
 
     def _backend(self, *about: Any) -> ToyBackend:

@@ -31,6 +31,7 @@ from mindspeed_rl.engines.vllm.requests import VllmPort, score_params
 from mindspeed_rl.engines.vllm.step_loop import run_steps
 from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.platforms.base import Platform
+from mindspeed_rl.platforms.kept_memory import KeptMemory
 from mindspeed_rl.platforms.process_state import preserved_environment, preserved_rng
 from mindspeed_rl.rollout.engine import Arrivals, EngineState, OnStep, T
 from mindspeed_rl.rollout.open_requests import ExpertSource, OpenRequests, token_scores
@@ -123,6 +124,10 @@ class VllmEngine:
         self._engine: Any = self._llm.llm_engine
         self._model, self._derived = parts.model, parts.derived
         self._cache, self._weights = parts.cache, parts.weights
+        self._keeps = settings.keeps_weights
+        if self._keeps:
+            params = [param.data for param in self._model.parameters()]
+            self._weights = KeptMemory(self._weights, params, platform)
         self._stable_addresses = parts.stable_addresses
         self.weight_format = parts.weight_format
         self._check_layout()
@@ -286,14 +291,15 @@ class VllmEngine:
             self._cache.free()
 
     def free_weights(self) -> None:
-        """Free the parameters, whose values are lost. Local.
+        """Free the parameters, whose values are lost unless they are kept on the host. Local.
 
         Raises:
             RuntimeError: The cache is not freed yet.
         """
         if self._state is EngineState.AWAKE:
             raise RuntimeError("free_weights: the key/value cache leaves first")
-        self._version = -1
+        if not self._keeps:
+            self._version = -1
         self._updating = False
         self._state = EngineState.ASLEEP
         self._weights.free()

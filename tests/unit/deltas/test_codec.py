@@ -11,7 +11,15 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl.deltas.codec import HEAD_BYTES, PieceHead, decode, encode, pieces_of
+from mindspeed_rl.deltas.codec import (
+    HEAD_BYTES,
+    HEAD_INTS,
+    DamagedMessageError,
+    PieceHead,
+    decode,
+    encode,
+    pieces_of,
+)
 
 # NaN with payloads, -0.0, 0.0, infinities, the least and the largest numbers, as bits of bfloat16.
 ODD_WORDS = (0x7FC0, 0xFFC1, 0x7F81, 0x8000, 0x0000, 0x7F80, 0xFF80, 0x0001, 0x8001, 0x7F7F, 0x7FFF)
@@ -144,12 +152,61 @@ def test_heads_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
     old, new = drawn(0.1, 0.3, 100)
     head, code = encode(old, new)
     head.check(100)
-    with pytest.raises(RuntimeError, match="is not the head of a piece of 100 words"):
+    with pytest.raises(DamagedMessageError, match="is not the head of a piece of 100 words"):
         decode(replace(head, **wrong), code, old)
+
+
+def test_a_head_of_which_any_bit_changed_on_its_way_is_refused() -> None:
+    """Also where the numbers are possible, so that another size would be expected."""
+    head, _ = encode(*drawn(0.1, 0.3, 100))
+    row = list(head.row())
+    assert len(row) == HEAD_INTS and PieceHead.of_row(row, 100) == head
+    for place in range(HEAD_INTS):
+        for bit in range(32):
+            wrong = row.copy()
+            flipped = (wrong[place] ^ 1 << bit) % 2**32
+            wrong[place] = flipped - 2**32 * (flipped >= 2**31)
+            with pytest.raises(DamagedMessageError, match="arrived with the CRC-32"):
+                PieceHead.of_row(wrong, 100)
+
+
+def set_bits(code: torch.Tensor, first: int, count: int, value: int) -> torch.Tensor:
+    """The code with other bits in one place."""
+    bits = np.unpackbits(code.numpy(), bitorder="little")
+    bits[first : first + count] = value
+    return torch.from_numpy(np.packbits(bits, bitorder="little"))
+
+
+@pytest.mark.parametrize("part", [0, 2])
+def test_positions_beyond_a_piece_are_refused(part: int) -> None:
+    """Of changed words, and of those that moved far: all low bits of their gaps are ones."""
+    old, new = drawn(0.02, 0.1, 4000)
+    head, code = encode(old, new)
+    sections, before = head.sections(), old.clone()
+    assert sections[part] > 0
+    wrong = set_bits(code, sum(sections[:part]), sections[part], 1)
+    with pytest.raises(DamagedMessageError, match="names words that it does not have"):
+        decode(head, wrong, old)
+    assert torch.equal(old, before)
+
+
+def test_a_distance_that_no_word_can_move_is_refused() -> None:
+    """Its number of bits is taken from the distances after it, so that all lengths are right."""
+    old = torch.zeros(64, dtype=torch.int16)
+    new = old.clone()
+    new[[3, 40]] = torch.tensor([20_000, -9_000], dtype=torch.int16)
+    head, code = encode(old, new)
+    sections = head.sections()
+    assert head.far == 2 and head.class_bits == 14 + 13 + 2
+    first = sum(sections[:5])
+    wrong = set_bits(set_bits(code, first, head.class_bits, 0), first + 26, 1, 1)
+    wrong = set_bits(wrong, first + 28, 1, 1)
+    with pytest.raises(DamagedMessageError, match="names words that it does not have"):
+        decode(head, wrong, old)
 
 
 def test_a_code_that_lost_an_entry_is_refused() -> None:
     old, new = drawn(0.1, 0.3, 1000)
     head, code = encode(old, new)
-    with pytest.raises(RuntimeError, match="where its head says"):
+    with pytest.raises(DamagedMessageError, match="where its head says"):
         decode(head, torch.zeros_like(code), old)

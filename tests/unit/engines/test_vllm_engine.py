@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine_double import EngineDouble
@@ -172,6 +173,45 @@ def test_half_written_weights_do_not_generate() -> None:
     engine.begin_update()
     with pytest.raises(RuntimeError, match="sync"):
         engine.generate(REQUESTS, SETTINGS, 1)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_weights_that_are_kept_come_back_with_their_bits_and_version(keeps: bool) -> None:
+    """Over several updates, each of which adds to what the one before left."""
+    engine = EngineDouble(keeps_weights=keeps)
+    update(engine, 0)
+    wanted = {name: view.clone() for name, view in engine.weight_views().items()}
+    for version in range(1, 4):
+        for _ in range(2):  # freeing and waking twice changes nothing
+            engine.free_cache()
+            engine.free_weights()
+            engine.free_weights()
+            with pytest.raises(RuntimeError, match="are freed"):
+                engine.begin_update()
+            engine.wake_weights()
+            engine.wake_weights()
+        assert engine.weights_version == (version - 1 if keeps else -1)
+        engine.begin_update()
+        for number, (name, view) in enumerate(engine.weight_views().items()):
+            same = torch.equal(view, wanted[name])
+            assert same if keeps else not view.any(), name
+            view.add_(number + version)
+            wanted[name].copy_(view)
+        engine.finish_update(version)
+        engine.wake_cache()
+        assert len(answers(engine, version)) == 2
+
+
+def test_weights_of_an_update_that_did_not_finish_are_kept_by_no_version() -> None:
+    engine = EngineDouble(keeps_weights=True)
+    update(engine, 5)
+    engine.free_cache()
+    engine.begin_update()
+    engine.free_weights()
+    engine.wake_weights()
+    assert engine.weights_version == -1
+    with pytest.raises(RuntimeError, match="no update has begun"):
+        engine.finish_update(6)
 
 
 @given(st.lists(st.sampled_from(CALLS), max_size=25), st.data())

@@ -8,37 +8,40 @@ from support.checked_runs import configured
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.needs import check_needs
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.flag_checks.deltas import check_deltas, cost_of_deltas
+from mindspeed_rl.flag_checks.deltas import check_deltas_on, cost_of_deltas
 
 DELTAS = "--reshard-deltas device"
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("platform", "flags"),
     [
-        "",
-        "--rollout-sleep all --rl-offload all",
-        f"{DELTAS} --rollout-sleep kv",
-        f"{DELTAS} --rollout-sleep kv --rl-offload all",
-        f"{DELTAS} --rl-offload none",
-        f"{DELTAS} --rl-offload optimizer",
+        ("cpu", ""),
+        ("cpu", "--rollout-sleep all --rl-offload all"),
+        ("cpu", DELTAS),
+        ("cpu", f"{DELTAS} --rollout-sleep kv --rl-offload all"),
+        ("cpu", f"{DELTAS} --rl-offload optimizer"),
+        ("cuda", f"{DELTAS} --rollout-sleep all"),
+        ("cuda", "--reshard-deltas host --rl-offload all"),
     ],
 )
-def test_engines_that_keep_their_weights_are_accepted(flags: str) -> None:
-    check_deltas(configured(RLRunConfig, flags))
+def test_engines_that_keep_their_weights_or_have_a_host_are_accepted(
+    platform: str, flags: str
+) -> None:
+    check_deltas_on(configured(RLRunConfig, flags), platform)
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        DELTAS,
         "--reshard-deltas host --rl-offload all",
+        f"{DELTAS} --rollout-sleep all",
         f"{DELTAS} --rollout-sleep all --rl-offload none",
     ],
 )
-def test_engines_that_may_free_their_weights_are_refused(flags: str) -> None:
+def test_a_host_does_not_copy_weights_to_itself(flags: str) -> None:
     with pytest.raises(UsageError, match=r"--reshard-deltas .*--rollout-sleep kv"):
-        check_deltas(configured(RLRunConfig, flags))
+        check_deltas_on(configured(RLRunConfig, flags), "cpu")
 
 
 def test_whole_tensors_are_never_changes() -> None:

@@ -68,12 +68,22 @@ def test_the_proof_is_a_metric() -> None:
 def test_weights_that_were_loaded_are_moved_and_proven_in_full() -> None:
     """Also where their version is that of the engine."""
     side = Side(0)
-    assert [side.run(v) for v in (4, 5)] == ["full", "sample 0"]
+    assert [side.run(v) for v in (4, 5)] == ["full", "sample 4"]
     side.sync.weights_replaced()
     assert side.run(5) == "full"
     assert torch.equal(side.engine.weights, side.trainer)
-    assert side.run(6) == "sample 1"
+    assert side.run(6) == "sample 5"
     assert side.lines == []
+
+
+def test_a_run_that_goes_on_elsewhere_samples_other_rows() -> None:
+    """The first sample follows from the version with which the run began, those after it do not:
+
+    every second version, as with two updates per step, would never come to every second row.
+    """
+    first, resumed = Side(0), Side(0)
+    assert [first.run(v) for v in (0, 2, 4, 6)] == ["full", "sample 0", "sample 1", "sample 2"]
+    assert [resumed.run(v) for v in (6, 8, 10)] == ["full", "sample 6", "sample 7"]
 
 
 def test_engines_that_freed_their_weights_are_expected() -> None:
@@ -112,7 +122,7 @@ def test_unexpected_engines_get_all_weights_with_a_full_proof(
     (line,) = side.lines
     assert told in line and "where the latest sync left 2" in line
     side.others = None
-    assert side.run(4) == "sample 1"
+    assert side.run(4) == "sample 2"
 
 
 def test_one_engine_that_restarted_is_noticed_at_the_same_version() -> None:
