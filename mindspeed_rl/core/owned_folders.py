@@ -74,8 +74,20 @@ def segment_name(key: str, name: str) -> str:
 
 
 def segments_of(key: str) -> list[Path]:
-    """Return the segments of shared memory that belong to the folder with a key. Local."""
-    return sorted(Path(SHARED_MEMORY).glob(f"*{PREFIX}{glob.escape(key)}-*"))
+    """Return the segments of shared memory that belong to the folder with a key. Local.
+
+    What others put there under its key is left out.
+    """
+    found = sorted(Path(SHARED_MEMORY).glob(f"*{PREFIX}{glob.escape(key)}-*"))
+    return [path for path in found if _is_own_file(path)]
+
+
+def _is_own_file(path: Path) -> bool:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:  # another process has removed it
+        return False
+    return found.st_uid == os.getuid() and stat.S_ISREG(found.st_mode)
 
 
 def claim(folder: Path) -> None:

@@ -99,6 +99,8 @@ def test_a_link_of_a_stranger_takes_nothing_of_a_living_run(
     with owned_folder("engine", str(root), key):
         segment = root / segment_name(key, "x")
         segment.touch()
+        (root / segment_name(key, "theirs")).mkdir()
+        assert segments_of(key) == [segment], "a folder cannot be removed as a segment is"
         for name in (f"mindspeed_rl-a-{key}", "mindspeed_rl-a-*"):
             (root / name).symlink_to(gone)
         assert sweep() == [] and segment.exists()
