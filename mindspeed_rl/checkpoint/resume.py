@@ -298,12 +298,18 @@ def begin(directory: str | os.PathLike[str], step: int, needed_bytes: int) -> Pa
     if free_bytes < needed_bytes:
         raise OSError(
             errno.ENOSPC,
-            f"--save {root}: a checkpoint takes about {needed_bytes / 2**30:.1f} GiB and "
-            f"{free_bytes / 2**30:.1f} GiB are free; earlier checkpoints are untouched",
+            f"--save {root}: a checkpoint takes about {size_text(needed_bytes)} and "
+            f"{size_text(free_bytes)} are free; earlier checkpoints are untouched",
         )
     partial = partial_path(root, step)
     partial.mkdir()
     return partial
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a number of bytes in the unit in which it is told from others of its size."""
+    unit, name = (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
+    return f"{num_bytes / unit:.1f} {name}"
 
 
 def partial_path(directory: str | os.PathLike[str], step: int) -> Path:

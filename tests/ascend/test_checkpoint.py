@@ -150,10 +150,16 @@ def test_other_optimizers_resume_to_the_bit(flags: tuple[str, ...] | None, tmp_p
 
 
 @needs_mindspeed
-def test_swapped_state_moves_to_another_layout(swapped: Runs) -> None:
-    """From two data-parallel ranks to two tensor-parallel ones."""
-    model, root, whole = swapped("qwen2-tied")
-    flags = ("--bf16", *SWAPPED, *TP2)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("qwen2-tied", TP2), ("qwen3-moe", ("--expert-model-parallel-size", "2"))],
+)
+def test_swapped_state_moves_to_another_layout(
+    name: str, layout: tuple[str, ...], swapped: Runs
+) -> None:
+    """From two data-parallel ranks to two tensor-parallel ones, and to experts on one rank each."""
+    model, root, whole = swapped(name)
+    flags = ("--bf16", *SWAPPED, *layout)
     rest = resumed(root, model, flags, "other", False, features={"flags": flags})
     assert_same_tensors(root, "other")
     rates = [rate for _, rate in whole[0].steps]
