@@ -526,6 +526,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
     options = parse(argv)
     in_namespace(argv)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # ends the runs as well
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     place, mounted = folder / "disk", bool(os.environ.get(INSIDE))
     place.mkdir()

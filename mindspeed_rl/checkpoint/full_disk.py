@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mindspeed_rl.checkpoint.resume import partial_path
+from mindspeed_rl.checkpoint.resume import partial_path, size_text
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -24,8 +24,8 @@ def space_line(directory: str | os.PathLike[str], step: int, needed: int) -> str
     free = shutil.disk_usage(directory).free
     written = sum(f.stat().st_size for f in partial_path(directory, step).rglob("*.distcp"))
     return (
-        f"it needs about {needed / 2**30:.2f} GiB, {written / 2**30:.2f} GiB were written, "
-        f"{free / 2**30:.2f} GiB are free"
+        f"it needs about {size_text(needed)}, {size_text(written)} were written, "
+        f"{size_text(free)} are free"
     )
 
 

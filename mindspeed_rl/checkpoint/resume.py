@@ -198,14 +198,20 @@ def marks_of(path: Path) -> dict[str, FileMark]:
         OSError: The record cannot be read.
         ValueError, KeyError, TypeError, AttributeError, RecursionError: The record is damaged.
     """
+    if not is_own(path):  # a pipe of that name would be waited for
+        raise FileNotFoundError(path / RECORD)
     text = (path / RECORD).read_text(encoding="utf-8")
-    marks = {n: FileMark.from_json(m) for n, m in json.loads(text)["files"].items()}
+    fields = json.loads(text)
+    marks = {n: FileMark.from_json(m) for n, m in fields["files"].items()}
     if head := _HEAD.match(text):
         found = text_digest(text[head.end() :])
         if found != head[1]:
             raise ValueError(f"xxh3 {found} instead of {head[1]}")
     elif any(mark.xxh3 for mark in marks.values()):
         raise ValueError("its first line is not that of a record with checksums")
+    is_named = _NAME.fullmatch(path.name) and CONVERTED not in fields["extra"]
+    if is_named and (step := fields["step"]) != step_of(path):
+        raise ValueError(f"it is of step {step}, not of the folder's: the folder was renamed")
     return marks
 
 
@@ -292,12 +298,18 @@ def begin(directory: str | os.PathLike[str], step: int, needed_bytes: int) -> Pa
     if free_bytes < needed_bytes:
         raise OSError(
             errno.ENOSPC,
-            f"--save {root}: a checkpoint takes about {needed_bytes / 2**30:.1f} GiB and "
-            f"{free_bytes / 2**30:.1f} GiB are free; earlier checkpoints are untouched",
+            f"--save {root}: a checkpoint takes about {size_text(needed_bytes)} and "
+            f"{size_text(free_bytes)} are free; earlier checkpoints are untouched",
         )
     partial = partial_path(root, step)
     partial.mkdir()
     return partial
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a number of bytes in the unit in which it is told from others of its size."""
+    unit, name = (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
+    return f"{num_bytes / unit:.1f} {name}"
 
 
 def partial_path(directory: str | os.PathLike[str], step: int) -> Path:

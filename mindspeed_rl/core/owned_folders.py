@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import glob
 import os
 import secrets
 import shutil
@@ -73,8 +74,20 @@ def segment_name(key: str, name: str) -> str:
 
 
 def segments_of(key: str) -> list[Path]:
-    """Return the segments of shared memory that belong to the folder with a key. Local."""
-    return sorted(Path(SHARED_MEMORY).glob(f"*{PREFIX}{key}-*"))
+    """Return the segments of shared memory that belong to the folder with a key. Local.
+
+    What others put there under its key is left out.
+    """
+    found = sorted(Path(SHARED_MEMORY).glob(f"*{PREFIX}{glob.escape(key)}-*"))
+    return [path for path in found if _is_own_file(path)]
+
+
+def _is_own_file(path: Path) -> bool:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:  # another process has removed it
+        return False
+    return found.st_uid == os.getuid() and stat.S_ISREG(found.st_mode)
 
 
 def claim(folder: Path) -> None:
@@ -140,7 +153,9 @@ def _locked_file(folder: Path) -> int:
 
 def _removed_if_orphan(folder: Path) -> bool:
     try:
-        if folder.stat().st_uid != os.getuid():
+        found = folder.lstat()
+        # Anybody may put a link there, to a folder of this user and under the key of a living run.
+        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
             return False
         descriptor = os.open(folder / OWNER_FILE, os.O_RDWR)
     except OSError:  # it is gone, or was made by an unmarked program

@@ -44,7 +44,8 @@ class Gate:
         """
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         known = self._token.encode()
-        token, name = key.encode()[: len(known)], key[len(self._token) :]
+        given = key.encode(errors="surrogateescape")  # bytes that are no UTF-8 are a wrong token
+        token, name = given[: len(known)], key[len(self._token) :]
         if scheme.lower() != "bearer" or not hmac.compare_digest(token, known):
             raise ApiError(401, "invalid_api_key", "give the api_key of the agent's task")
         if name and not name.startswith(_SEPARATOR):

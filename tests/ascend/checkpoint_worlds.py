@@ -108,6 +108,40 @@ def whole_and_half_world(
     return whole, late.num_done
 
 
+def staged_and_copied_world(
+    world: World, model: str, flags: Sequence[str], folder: str
+) -> tuple[Trace, Trace]:
+    """The first half, then the rest twice: from the live state, and from a copy in memory of it.
+
+    A checkpoint of the first half is staged, and written when the run has gone on, as ``staged``;
+    what was restored is saved as ``restored``. Copies to the host are late.
+    """
+    from mindspeed_rl.checkpoint.staging import StagingMemory
+    from mindspeed_rl.peers.state import plain_of, restore, tensors_of
+    from mindspeed_rl.trainer.checkpoint import plan_checkpoint, save_checkpoint
+
+    job, engine = build(world, model, flags)
+    engines = {"policy": engine}
+    with late_copies() as late:
+        train(job, engine, 0, SAVED_STEP)
+        unwritten = plan_checkpoint(
+            f"{folder}/staged", SAVED_STEP, engine, {"kept": 7},
+            with_optimizer=True, with_rng=True, companions={},
+        )  # fmt: skip
+        unwritten.stage(StagingMemory())
+        copy = {name: tensor.cpu().clone() for name, tensor in tensors_of(engines).items()}
+        plain = plain_of(engines)
+        first = train(job, engine, SAVED_STEP, NUM_STEPS)
+        unwritten.check_values()
+        unwritten.write()
+        restore(engines, copy, plain)
+        assert list(differing(engine)) == []
+        save_checkpoint(f"{folder}/restored", SAVED_STEP, engine, {"kept": 7})
+        again = train(job, engine, SAVED_STEP, NUM_STEPS)
+    assert late.num_done > 100, "no copy was late"
+    return first, again
+
+
 def resume_world(
     world: World, model: str, flags: Sequence[str], folder: str, copy: str, dirty: bool
 ) -> tuple[Trace, dict[str, list[str]]]:

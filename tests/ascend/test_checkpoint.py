@@ -84,9 +84,9 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     return kept
 
 
-def assert_same_tensors(root: Path, copy: str) -> None:
+def assert_same_tensors(root: Path, copy: str, original: str = "save") -> None:
     """What was loaded and saved again, in whatever layout, is what was saved."""
-    first, second = (tensors_of(root / name / "iter_0000002") for name in ("save", copy))
+    first, second = (tensors_of(root / name / "iter_0000002") for name in (original, copy))
     assert first.keys() == second.keys()
     assert any("exp_avg_sq" in name for name in first)
     for name, value in first.items():
@@ -104,6 +104,25 @@ def test_swapped_state_resumes_to_the_bit(name: str, swapped: Runs) -> None:
     for before, after in zip(whole, rest, strict=True):
         assert_continued(before, after)
     assert_same_tensors(root, "same")
+
+
+@needs_mindspeed
+def test_swapped_state_is_staged_and_copied_as_it_was(tmp_path: Path) -> None:
+    """For --async-save and --peer-checkpoint-steps: a run that goes on changes neither."""
+    from ascend.checkpoint_worlds import staged_and_copied_world
+
+    model = str(write_family_model(FAMILY_CASES["qwen3-moe"], tmp_path / "model"))
+    flags = ("--bf16", *SWAPPED)
+    found = run_npu_ranks(
+        staged_and_copied_world, 2, work_dir=tmp_path / "run",
+        args=(model, flags, str(tmp_path)), features={"flags": flags},
+    )  # fmt: skip
+    for first, again in found:
+        assert first.steps == again.steps and len(first.steps) == 2
+        assert first.steps[0] != first.steps[1]
+        for key, value in again.local.items():
+            assert torch.equal(value, first.local[key]), key
+    assert_same_tensors(tmp_path, "restored", "staged")
 
 
 @pytest.mark.parametrize(
@@ -131,10 +150,16 @@ def test_other_optimizers_resume_to_the_bit(flags: tuple[str, ...] | None, tmp_p
 
 
 @needs_mindspeed
-def test_swapped_state_moves_to_another_layout(swapped: Runs) -> None:
-    """From two data-parallel ranks to two tensor-parallel ones."""
-    model, root, whole = swapped("qwen2-tied")
-    flags = ("--bf16", *SWAPPED, *TP2)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("qwen2-tied", TP2), ("qwen3-moe", ("--expert-model-parallel-size", "2"))],
+)
+def test_swapped_state_moves_to_another_layout(
+    name: str, layout: tuple[str, ...], swapped: Runs
+) -> None:
+    """From two data-parallel ranks to two tensor-parallel ones, and to experts on one rank each."""
+    model, root, whole = swapped(name)
+    flags = ("--bf16", *SWAPPED, *layout)
     rest = resumed(root, model, flags, "other", False, features={"flags": flags})
     assert_same_tensors(root, "other")
     rates = [rate for _, rate in whole[0].steps]

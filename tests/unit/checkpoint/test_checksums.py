@@ -62,7 +62,7 @@ def test_a_save_that_fills_the_disk_leaves_the_earlier_checkpoint(
     """The kernel refuses the bytes; the next start removes what was written."""
     earlier = save(tmp_path, 2)
     partial = resume.begin(tmp_path, 4, needed_bytes=0)
-    told = rf"--save {tmp_path}: the checkpoint of step 4 .* needs about 0\.01 GiB, .* are free"
+    told = rf"--save {tmp_path}: the checkpoint of step 4 .* needs about 10\.0 MiB, .* are free"
     with pytest.raises(OSError, match=told) as error, named_disk(str(tmp_path), 4, 10 << 20):
         try:
             with largest_file(1 << 20):

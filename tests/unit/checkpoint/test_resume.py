@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -66,6 +68,11 @@ def test_empty_folder_has_none_and_a_missing_one_is_an_error(tmp_path: Path) -> 
         resume.find_latest(tmp_path / "absent")
 
 
+def _replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -78,6 +85,11 @@ def test_empty_folder_has_none_and_a_missing_one_is_an_error(tmp_path: Path) -> 
             "tensors.distcp has 5 bytes instead of 104",
         ),
         (lambda path: (path / "nested" / "common.pt").unlink(), "nested/common.pt is missing"),
+        (lambda path: _replace_by_pipe(path / RECORD), f"no {RECORD}"),
+        (
+            lambda path: shutil.copytree(path.with_name("iter_0000002"), path, dirs_exist_ok=True),
+            f"{RECORD} is broken (it is of step 2, not of the folder's",
+        ),
     ],
 )
 def test_damaged_checkpoint_is_passed_over_and_told(

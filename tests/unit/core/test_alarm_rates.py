@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from mindspeed_rl.core.alarms import GRADIENT_NORM, Alarms, GradientWatch, chosen_rules
 
 RECORDED = Path(__file__).with_name("quickstart_metrics.json")
+RUNS = json.loads(Path(__file__).with_name("quickstart_runs.json").read_text())["runs"]
 STEPS, DRIFT = 500, 200
 Series = dict[str, Any]
 
@@ -60,6 +61,16 @@ def test_the_recorded_quickstart_gives_no_alarm() -> None:
     norms = np.array(recorded[GRADIENT_NORM])
     usual = [np.median(norms[max(0, i - 32) : i]) for i in range(8, 200)]
     assert 5.7 < max(norms[8:] / usual) < 5.9
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_recorded_runs_of_500_steps_give_no_alarm(name: str) -> None:
+    """Their gradient norms were at most half as far from usual as the bound allows."""
+    assert len(RUNS[name][GRADIENT_NORM]) == STEPS
+    assert told(RUNS[name]) == []
+    norms = np.array(RUNS[name][GRADIENT_NORM])
+    usual = [np.median(norms[max(0, i - 32) : i]) for i in range(8, STEPS)]
+    assert 4.0 < max(norms[8:] / usual) < 10.0
 
 
 @settings(max_examples=40)

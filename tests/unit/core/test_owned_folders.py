@@ -87,6 +87,28 @@ def test_folders_of_this_process_stay_until_it_removes_them(root: Path) -> None:
     assert [path.name for path in root.iterdir()] == ["torchelastic_mine"], "torchrun reads it"
 
 
+def test_a_link_of_a_stranger_takes_nothing_of_a_living_run(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leads to a folder whose owner is gone, under the key of a run that lives, or any key."""
+    monkeypatch.setattr(owned_folders, "SHARED_MEMORY", str(root))
+    gone = root / "gone"
+    gone.mkdir()
+    (gone / owned_folders.OWNER_FILE).touch()
+    key = new_key()
+    with owned_folder("engine", str(root), key):
+        segment = root / segment_name(key, "x")
+        segment.touch()
+        (root / segment_name(key, "theirs")).mkdir()
+        assert segments_of(key) == [segment], "a folder cannot be removed as a segment is"
+        for name in (f"mindspeed_rl-a-{key}", "mindspeed_rl-a-*"):
+            (root / name).symlink_to(gone)
+        assert sweep() == [] and segment.exists()
+        stars = root / "mindspeed_rl-dead-*"  # of this user, whose owner is gone
+        gone.rename(stars)
+        assert sweep() == [stars] and segment.exists()
+
+
 KEEPER = """
 import os
 import sys

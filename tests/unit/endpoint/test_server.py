@@ -48,7 +48,7 @@ def base_url(run: TableRun) -> str:
 def test_only_those_who_know_the_token_are_answered(run: TableRun) -> None:
     url = base_url(run)
     assert url.startswith("http://127.0.0.1:")
-    for key in ("", "ab", "abd", "abcd", "Abc"):
+    for key in ("", "ab", "abd", "abcd", "Abc", "ab\xff"):
         for path, body in (("/models", None), ("/chat/completions", BODY)):
             status, answer = http(url, path, key, body)
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key"), key
