@@ -260,6 +260,28 @@ def test_a_move_must_gain_more_than_its_prefill_costs() -> None:
     assert plan_moves(cheap, cost, min_gain=0.05, running=False).moves == []
 
 
+def test_a_smaller_captured_batch_is_a_gain_that_its_prefill_must_not_eat() -> None:
+    """Ten and six running requests: with graphs of 8 and 16 two moves halve the slower steps.
+
+    By hand, with 100 tokens to come each: 10 padded to 16 over a ridge of 4 are 4 per step, 8 are
+    2, so 400 become 200 on one engine, and 200 and the prefill of 20 and 21 tokens on the other.
+    """
+
+    def replicas(context: int) -> list[Replica]:
+        slow = [Load(i, context + 9 - i, 100, computed=True) for i in range(10)]
+        fast = [Load(30 + i, 7 + i, 100, computed=True) for i in range(6)]
+        return [Replica(tuple(loads), 16, 10**6) for loads in (slow, fast)]
+
+    graphs, exact = StepCost(4, sizes=(8, 16)), StepCost(4)
+    plan = plan_moves(replicas(20), graphs, min_gain=0.05, running=True)
+    assert plan.moves == [Move(8, 0, 1), Move(9, 0, 1)], "the two with the shortest contexts"
+    assert [run_segment(replica, graphs).time for replica in plan.replicas] == [200, 210.25]
+    # Without graphs the same two moves shorten 250 to 210.25: less than the lengths are uncertain.
+    assert plan_moves(replicas(20), exact, min_gain=0.05, running=True).moves == []
+    # Two prefills of 400 tokens cost the 200 that the smaller batch saves.
+    assert plan_moves(replicas(400), graphs, min_gain=0.05, running=True).moves == []
+
+
 def test_nothing_moves_between_equals() -> None:
     replicas = [Replica((load(i, 50), load(i + 9, 70, computed=False)), 1, 10**9) for i in range(3)]
     assert plan_moves(replicas, COST, min_gain=0.01, running=True).moves == []
