@@ -132,7 +132,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "grad-norm", GRADIENT_NORM, "times the median of the updates before, at least 0.1",
         "look at the rewards and lengths of this step in rollouts.jsonl; lower --lr",
-        grown, bound=20.0, floor=0.1, can_skip=True,
+        grown, bound=40.0, floor=0.1, can_skip=True,
     ),
     Rule(
         "loss-spike", "loss/policy", "times the median magnitude of the steps before, at least 0.1",

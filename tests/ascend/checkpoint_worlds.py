@@ -118,7 +118,7 @@ def staged_and_copied_world(
     """
     from mindspeed_rl.checkpoint.staging import StagingMemory
     from mindspeed_rl.peers.state import plain_of, restore, tensors_of
-    from mindspeed_rl.trainer.checkpoint import plan_checkpoint, save_checkpoint
+    from mindspeed_rl.trainer_state.checkpoint import plan_checkpoint, save_checkpoint
 
     job, engine = build(world, model, flags)
     engines = {"policy": engine}

@@ -2,9 +2,8 @@
 
 The model of a healthy run has the trends of a recorded one and more noise than it. In the recorded
 quickstart the gradient norm was at most 5.8 times the median of the 32 steps before (in 192 steps);
-log-normal noise of 0.6 reaches that in every third such run. The bound of 20 is then 4.9 standard
-deviations away: one alarm in thousands of runs of 500 steps. Of 1,000 that were drawn, one gave
-one, of the gradient norm; the examples here are 40 others.
+log-normal noise of 0.6 reaches that in every third such run. One of two updates of a step of PPO,
+of 500 steps, had 21 times the median, so that the bound is 40: 6 standard deviations of that noise.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def test_the_recorded_quickstart_gives_no_alarm() -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_recorded_runs_of_500_steps_give_no_alarm(name: str) -> None:
-    """Their gradient norms were at most half as far from usual as the bound allows."""
+    """Their gradient norms were at most a quarter as far from usual as the bound allows."""
     assert len(RUNS[name][GRADIENT_NORM]) == STEPS
     assert told(RUNS[name]) == []
     norms = np.array(RUNS[name][GRADIENT_NORM])
@@ -85,7 +84,7 @@ def test_the_model_is_no_calmer_than_the_recorded_run() -> None:
     for seed in range(200):
         norms = healthy(seed)[GRADIENT_NORM][:200]
         worst.append(max(norms[i] / np.median(norms[max(0, i - 32) : i]) for i in range(8, 200)))
-    assert 0.2 < np.mean(np.array(worst) > 5.8) < 0.6 and max(worst) < 20.0
+    assert 0.2 < np.mean(np.array(worst) > 5.8) < 0.6 and max(worst) < 40.0
 
 
 def grows(factor: float) -> Callable[[Any], Any]:

@@ -45,8 +45,8 @@ def test_a_spike_is_told_when_it_begins_and_not_before_enough_is_known() -> None
 def test_what_is_small_is_no_spike() -> None:
     """However much smaller it was before: below the floor all is usual."""
     rule = RULE["grad-norm"]
-    assert alarmed(rule, [0.0] * 20 + [1.9]) == []
-    assert alarmed(rule, [0.0] * 20 + [2.1]) == [20]
+    assert alarmed(rule, [0.0] * 20 + [3.9]) == []
+    assert alarmed(rule, [0.0] * 20 + [4.1]) == [20]
 
 
 def test_a_new_level_becomes_usual() -> None:
@@ -93,7 +93,7 @@ def test_skipped_updates_in_a_row_are_counted_and_each_is_told() -> None:
 
 def test_a_warning_is_no_skip() -> None:
     watch = GradientWatch()
-    told = [watch.see(RULE, norm) for norm in [1.0] * LEAST_RECENT + [21.0, 22.0]]
+    told = [watch.see(RULE, norm) for norm in [1.0] * LEAST_RECENT + [41.0, 42.0]]
     assert [bool(t) for t in told] == [False] * LEAST_RECENT + [True, False]
     assert watch.skipped == 0
 
