@@ -134,8 +134,8 @@ class InferenceEngine(WeightReceiver, Protocol):
     def take_expert_load(self) -> torch.Tensor:
         """Return how many tokens went to each expert since the last call: [layers, experts] int64.
 
-        Of the layers whose tokens the engine was built to count; on the host. A token may count
-        several times, all equally often. Local.
+        Of the layers whose tokens the engine was built to count; on the host. The sum over the
+        ranks has every token that a request made an engine compute once. Local.
         """
         ...
 

@@ -99,6 +99,18 @@ def _all_blocks(original: Callable[..., Any]) -> Callable[..., Any]:
     return changed
 
 
+def _nothing_is_padding(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(self: Any, row: int, further: Any, chosen: Any) -> None:
+        from vllm import forward_context
+
+        context = forward_context.get_forward_context()
+        assert context.is_padding is not None
+        context.is_padding = context.is_padding & False
+        original(self, row, further, chosen)
+
+    return changed
+
+
 def _own_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
     def changed(*arguments: Any) -> Any:
         return {k: v for k, v in original(*arguments).items() if k != "moe_backend"}
@@ -135,6 +147,18 @@ ENGINE = (
           "mindspeed_rl.engines.vllm.drafting:DraftSource.end_step", _own_plan,
           "tests/unit/engines/test_drafting.py::test_ranks_follow_the_plan_of_the_first",
           "Ranks of an engine would compute different tokens in one step."),
+    Fault("rows-without-a-token-count-for-experts",
+          "mindspeed_rl.engines.vllm.expert_load:ExpertLoad._add", _nothing_is_padding,
+          "tests/unit/engines/test_expert_maps.py::"
+          "test_tokens_are_counted_by_expert_until_they_are_taken",
+          "Experts would move for tokens of an earlier step, which a dummy computes again."),
+    Fault("every-tensor-parallel-rank-counts-its-tokens",
+          "mindspeed_rl.expert_placement.counted_rows:counted_rows",
+          lambda original: lambda seen, batch, ranks, shares, engine, rank: replace(
+              original(seen, batch, ranks, shares, engine, rank), count=batch),
+          "tests/unit/expert_placement/test_counted_rows.py::"
+          "test_one_data_parallel_rank_has_no_numbers_of_others",
+          "Tokens would count several times, some of them more often than others."),
     Fault("experts-of-drafted-tokens-that-are-not-kept",
           "mindspeed_rl.engines.vllm.patches.routed_experts:_ComputedRows.of",
           lambda original: lambda self, response, first: self.experts,

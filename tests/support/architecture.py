@@ -65,7 +65,7 @@ ROOMS: Mapping[str, Room] = {
     "engines": Room(
         (
             *("core", "compat", "config", "models", "algorithms", "parallel", "platforms"),
-            *("metrics", "weight_layouts", "rollout"),
+            *("metrics", "weight_layouts", "expert_placement", "rollout"),
         ),
         TORCH_DISTRIBUTED | {"vllm"},
     ),

@@ -135,8 +135,7 @@ class VllmEngine:
         self._place(self._layout.layer_experts)
         self._load: ExpertLoad | None = None
         if layers := settings.counted_layers:
-            experts = self._layout.spec.num_experts
-            self._load = ExpertLoad(self._model, layers, experts, platform.device)
+            self._load = ExpertLoad(self._model, layers, self._layout, self._rank, platform.device)
 
     def _backend(self, settings: EngineSettings, platform: Platform) -> Backend:
         if platform.name == "npu":

@@ -8,18 +8,22 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl.expert_placement.counted_rows import counted_rows
+from mindspeed_rl.weight_layouts.rollout import RolloutLayout
+
 
 class ExpertLoad:
     """The tokens of each expert since they were last taken. Local.
 
-    A router counts the tokens that it sees: those of its rank, or of all ranks where they are
-    gathered first. Every token is thus counted equally often in all layers. Rows that fill up a
-    step of data-parallel ranks are computed and count as well; they hold what ran before.
+    A token that an engine computes counts on one of its ranks, once in every layer: the sum over
+    the ranks is exact. Rows that fill up a batch, or that a rank without requests computes to keep
+    step with others, do not count; vLLM marks them before each step, in memory that graphs read.
 
     Args:
         model: vLLM's model.
         layers: Numbers of the layers with experts.
-        num_experts: Experts of a layer.
+        layout: Layout of the engines.
+        rank: This rank of the world.
         device: Device of the model.
 
     Raises:
@@ -30,10 +34,13 @@ class ExpertLoad:
         self,
         model: torch.nn.Module,
         layers: Sequence[int],
-        num_experts: int,
+        layout: RolloutLayout,
+        rank: int,
         device: torch.device,
     ) -> None:
-        self._counts = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
+        self._engine, self._rank = layout.engine, rank
+        sizes = (len(layers), layout.spec.num_experts)
+        self._counts = torch.zeros(sizes, dtype=torch.int64, device=device)
         routers = dict(_routers_of(model))
         for row, layer in enumerate(layers):
             if layer not in routers:
@@ -45,8 +52,17 @@ class ExpertLoad:
         self, row: int, further: Callable[[torch.Tensor], None] | None, chosen: torch.Tensor
     ) -> None:
         """Count the experts of some tokens, without waiting for the device."""
-        ids = chosen.flatten().long()
-        self._counts[row].scatter_add_(0, ids, torch.ones_like(ids))
+        from vllm.forward_context import get_forward_context
+
+        context: Any = get_forward_context()
+        ranks, padding = context.dp_metadata, context.is_padding
+        batches = ranks.num_tokens_across_dp_cpu.tolist() if ranks else ()
+        shares = ranks.local_sizes or () if ranks else ()
+        mine = counted_rows(len(chosen), len(padding), batches, shares, self._engine, self._rank)
+        ids = chosen[mine.first : mine.first + mine.count]
+        real = ~padding[mine.batch_first : mine.batch_first + mine.count]
+        each = real.long().repeat_interleave(chosen.shape[1])
+        self._counts[row].scatter_add_(0, ids.flatten().long(), each)
         if further is not None:
             further(chosen)
 

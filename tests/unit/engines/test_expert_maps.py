@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import forward_context
 
+from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.engines.vllm.expert_load import ExpertLoad
 from mindspeed_rl.engines.vllm.expert_maps import place_experts
 
@@ -68,19 +70,38 @@ def router_model() -> tuple[torch.nn.Module, Router]:
     return model, router
 
 
-def test_tokens_are_counted_by_expert_until_they_are_taken() -> None:
+LAYOUT: Any = SimpleNamespace(
+    engine=EngineLayout(4, 1, 2, expert_parallel=True), spec=SimpleNamespace(num_experts=4)
+)
+
+
+def step_of(monkeypatch: pytest.MonkeyPatch, padding: list[bool], batches: list[int]) -> None:
+    """Make this the step that vLLM runs, on the second data-parallel rank of two."""
+    ranks = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(batches), local_sizes=None)
+    context = SimpleNamespace(dp_metadata=ranks, is_padding=torch.tensor(padding))
+    monkeypatch.setattr(forward_context, "get_forward_context", lambda: context)
+
+
+def test_tokens_are_counted_by_expert_until_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the other rank, rows that fill up a batch and dummies are left out."""
     model, router = router_model()
     seen: list[torch.Tensor] = []
     router.set_capture_fn(seen.append)
-    load = ExpertLoad(model, (1,), 4, torch.device("cpu"))
-    for chosen in ([[0, 3], [3, 2]], [[3, 0]]):
+    load = ExpertLoad(model, (1,), LAYOUT, 3, torch.device("cpu"))
+    steps: list[tuple[list[bool], list[int], list[list[int]]]] = [
+        ([False, False, True], [1, 3], [[2, 1], [0, 3], [3, 2], [1, 0]]),
+        ([False], [2, 1], [[3, 0]]),
+        ([True], [2, 1], [[0, 1], [1, 0], [2, 1]]),
+    ]
+    for padding, batches, chosen in steps:
+        step_of(monkeypatch, padding, batches)
         router.capture_fn(torch.tensor(chosen, dtype=torch.int32))
     assert load.take().tolist() == [[2, 0, 1, 3]]
     assert load.take().tolist() == [[0, 0, 0, 0]]
-    assert len(seen) == 2, "whoever listened before still does"
+    assert [len(rows) for rows in seen] == [4, 1, 3], "whoever listened before still does"
 
 
 def test_a_layer_whose_router_is_unknown_is_an_error() -> None:
     model, _ = router_model()
     with pytest.raises(RuntimeError, match="layer 2"):
-        ExpertLoad(model, (1, 2), 4, torch.device("cpu"))
+        ExpertLoad(model, (1, 2), LAYOUT, 3, torch.device("cpu"))
