@@ -12,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mindspeed_rl.core.types import Completion
-from mindspeed_rl.engines.vllm.step_loop import run_steps
 from mindspeed_rl.rollout.open_requests import OpenRequests
 from mindspeed_rl.rollout.rebalance import Rebalancer, RebalanceRules
 from mindspeed_rl.rollout.rebalance_plan import (
@@ -26,6 +25,7 @@ from mindspeed_rl.rollout.rebalance_plan import (
 )
 from mindspeed_rl.rollout.requests import GenerationRequest
 from mindspeed_rl.rollout.stats import StepStats
+from mindspeed_rl.rollout.step_loop import run_steps
 
 VERSION = 3
 COST = StepCost(ridge_tokens=64)

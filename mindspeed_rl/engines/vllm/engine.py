@@ -28,7 +28,6 @@ from mindspeed_rl.engines.vllm.expert_maps import place_experts
 from mindspeed_rl.engines.vllm.patches import shared_memory_names, verified_drafts
 from mindspeed_rl.engines.vllm.patches.derived_state import DERIVED_PARAMS
 from mindspeed_rl.engines.vllm.requests import VllmPort, score_params
-from mindspeed_rl.engines.vllm.step_loop import run_steps
 from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.platforms.kept_memory import KeptMemory
@@ -40,6 +39,7 @@ from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.rebalance import Rebalancer
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, requests_digest
 from mindspeed_rl.rollout.stats import StepStats, add_drafts
+from mindspeed_rl.rollout.step_loop import run_steps
 from mindspeed_rl.weight_layouts.rollout import Slots
 
 # Cores of engines. What frees one destroys all process groups, those of the trainer included, and

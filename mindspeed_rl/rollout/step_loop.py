@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
-from mindspeed_rl.engines.vllm.patches.step_sync import StepSync
 from mindspeed_rl.rollout.engine import Arrivals
 from mindspeed_rl.rollout.stats import StepStats
 
@@ -18,9 +17,28 @@ from mindspeed_rl.rollout.stats import StepStats
 STEPS_PER_WAIT = 4
 
 
+class Agreement(Protocol):
+    """What the ranks of an engine tell each other in every step."""
+
+    stats: StepStats
+
+    def offer(self, unfinished: int, awaited: int = 0, drafted: int = 0) -> None:
+        """Give this rank's numbers, which the next step exchanges."""
+        ...
+
+    def finished(self) -> bool:
+        """Whether no rank had a request, or awaited one, before the latest step."""
+        ...
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether any rank read a prompt in the latest step."""
+        ...
+
+
 def run_steps(
     engine: Any,
-    agreement: StepSync | None,
+    agreement: Agreement | None,
     interval: int,
     stats: StepStats,
     max_steps: int | None = None,
