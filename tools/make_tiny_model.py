@@ -9,6 +9,7 @@ channels on each rank, and latent attention with the real 512 + 64 cached channe
 from __future__ import annotations
 
 import argparse
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -269,6 +270,8 @@ def write_tiny_model(
     folder.mkdir(parents=True, exist_ok=True)
     logging.disable_progress_bar()  # transformers shows one for every file, however small
     (_random_model(config, seed) if weights else config).save_pretrained(folder)
+    for file in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "config.json", file)  # safetensors' files are private
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -408,7 +408,7 @@ def help_text(run_type: type[Any], prog: str, topic: str) -> str:
         return parser.format_help().strip("\n")
     for name, (_, flags) in found.items():
         for flag in flags:
-            if topic in flag.spellings:
+            if f"--{topic.lstrip('-').replace('_', '-')}" in flag.spellings:
                 group = parser.add_argument_group(f"a flag of --help {name}")
                 _add_flag(group, flag, columns - _HELP_INDENT)
                 return parser.format_help().strip("\n")

@@ -189,6 +189,8 @@ def test_the_index_of_the_help_leads_to_every_flag(run_type, monkeypatch):
             assert all(spelling in told[home] for spelling in flag.spellings)
             alone = help_text(run_type, prog, flag.spellings[-1])
             assert f"--help {home}:" in alone and alone.count("\n  --") == 1
+            bare = flag.spellings[-1].lstrip("-").replace("-", "_")
+            assert bare in told or help_text(run_type, prog, bare) == alone
 
 
 def test_help_of_what_does_not_exist_names_the_topics():

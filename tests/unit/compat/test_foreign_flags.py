@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from mindspeed_rl.command_line.arguments import own_flags
 from mindspeed_rl.compat.classify import classify
 from mindspeed_rl.compat.foreign_flags import Disposition, foreign_flags, read_flags
-from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 
 OWN = frozenset(
     spelling for _, flags in own_flags(RLRunConfig) for flag in flags for spelling in flag.spellings
@@ -128,6 +128,14 @@ def test_the_file_is_read_whole():
         if flag.harmless_values:
             assert flag.disposition in (Disposition.REFUSED, Disposition.WITHOUT)
         assert (flag.comparison is None) is (flag.disposition is not Disposition.COMPARED)
+
+
+def test_the_flags_that_refusals_name_are_flags_of_an_entry():
+    entries = (RLRunConfig, PretrainRunConfig)
+    own = {s for e in entries for _, flags in own_flags(e) for f in flags for s in f.spellings}
+    told = {flag.reason for flag in foreign_flags().values() if flag.reason.startswith("it is --")}
+    named = {word.rstrip(",;") for reason in told for word in reason.split() if word[:2] == "--"}
+    assert "--grpo-group-size" in named and named <= own
 
 
 def test_a_flag_with_two_dispositions_is_refused():

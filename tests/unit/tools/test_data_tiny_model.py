@@ -28,6 +28,11 @@ def test_writing_a_model_is_silent(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_others_may_read_the_weights_like_the_other_files(model_dir):
+    modes = {file.stat().st_mode for file in model_dir.iterdir()}
+    assert (model_dir / "model.safetensors").is_file() and len(modes) == 1
+
+
 def test_digit_sort_costs_eight_plus_seven_tokens(tokenizer):
     for row in generate_task("digit_sort", 50, seed=0):
         prompt = tokenizer.apply_chat_template(
