@@ -143,6 +143,9 @@ class Adapters:
     def _build(
         self, adapters: AdapterModule, param: AdaptedParam, weight: torch.Tensor, seed: int
     ) -> None:
+        if _cut_group(param.name).size() > 1 and self.plan.is_copied(param.name):
+            # Only then has each rank a part of the gradient, so that the sum of all is the whole.
+            assert getattr(weight, "sequence_parallel", False), param.name
         for hf_name in param.tensors:
             values = first_factors(hf_name, self.plan.shapes[hf_name], self.lora.lora_rank, seed)
             made = []
@@ -230,7 +233,9 @@ class Adapters:
         if not self._digest:
             dtype = next(iter(self._base.values())).dtype
             self._digest = source_digest(self.layout, dist.get_rank(), base, dtype)
-        found = asdict(self.lora) | {"lora_target": [*self.lora.layers]}
+        found = asdict(self.lora) | {
+            "lora_target": [*self.lora.layers_among(self.layout.hf_shapes)]
+        }
         return {**found, BASE: self._digest}
 
 

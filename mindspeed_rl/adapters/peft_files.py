@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,15 @@ CONFIG, WEIGHTS = ADAPTER_FILES
 _PREFIX = "base_model.model."
 
 
-def peft_config(lora: LoraSettings, base: str, *, has_experts: bool = False) -> dict[str, Any]:
+def peft_config(
+    lora: LoraSettings, base: str, layers: Sequence[str], *, has_experts: bool = False
+) -> dict[str, Any]:
     """Return the content of ``adapter_config.json``.
 
     Args:
         lora: Flags of the adapters.
         base: Directory or name of the model that the adapters belong to.
+        layers: Names of the linear layers of the model that have an adapter.
         has_experts: Whether the model has experts. PEFT joins the adapters of gate and up of an
             expert, with twice the rank and twice alpha, which keeps alpha / rank and no other
             scale; so the scale of rank-stabilised adapters is written as an alpha.
@@ -47,7 +50,7 @@ def peft_config(lora: LoraSettings, base: str, *, has_experts: bool = False) -> 
         "r": lora.lora_rank,
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "use_rslora": rslora,
-        "target_modules": list(lora.layers),
+        "target_modules": list(layers),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -88,7 +91,8 @@ def write_adapters(adapters: Adapters, folder: Path, base: str, *, writes: bool)
     tensors = gather_adapters(adapters)
     if writes:
         has_experts = adapters.layout.spec.moe is not None
-        config = peft_config(adapters.lora, base, has_experts=has_experts)
+        layers = adapters.lora.layers_among(adapters.layout.hf_shapes)
+        config = peft_config(adapters.lora, base, layers, has_experts=has_experts)
         write_peft(folder, config, tensors)
 
 

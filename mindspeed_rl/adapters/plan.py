@@ -8,13 +8,13 @@ then needs the rows R of B and the columns C of A.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from mindspeed_rl.algorithms.lora import LoraSettings
+from mindspeed_rl.algorithms.lora import ALL_LINEAR, LoraSettings
 from mindspeed_rl.core.boxes import PLAIN
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.weight_layouts.base import pieces_of
@@ -66,6 +66,15 @@ class AdapterPlan:
 
     params: Mapping[str, AdaptedParam]
     shapes: Mapping[str, tuple[int, int]]
+
+    def is_copied(self, name: str) -> bool:
+        """Whether a parameter has its HF tensors whole, so that no rank has only a part of them."""
+        param = self.params[name]
+        rows: Counter[str] = Counter()
+        for run in param.runs:
+            rows[run.hf_name] += run.count
+        width = param.columns[1] - param.columns[0]
+        return all((rows[name], width) == self.shapes[name] for name in param.tensors)
 
     def factor_shapes(self, rank: int) -> dict[str, tuple[int, int]]:
         """Return the shapes of A and B of every adapter, in the order in which they are built.
@@ -183,17 +192,18 @@ def check_adapters(layout: MegatronLayout, lora: LoraSettings) -> None:
     """
     if not lora.is_on:
         return
-    if layout.spec.latent_attention:
-        raise UsageError(
-            f"--lora-rank {lora.lora_rank}: models with latent attention (DeepSeek) have no "
-            "adapters: some of their projections are copied to all tensor-parallel ranks; remove "
-            "the flag"
-        )
     if layout.modules.fused_norms:
         raise UsageError(
             f"--lora-rank {lora.lora_rank}: the linear layers of Transformer Engine and MindSpeed "
             "cannot have adapters; choose a platform with megatron-core's own layers (cpu, cuda), "
             "or remove the flag"
         )
+    for target in lora.lora_target:
+        if not replace(lora, lora_target=(target,)).layers_among(layout.hf_shapes):
+            held = replace(lora, lora_target=(ALL_LINEAR,)).layers_among(layout.hf_shapes)
+            raise UsageError(
+                f"--lora-target {target}: this model has no such layer; allowed: {' '.join(held)}, "
+                f"or {ALL_LINEAR}"
+            )
     for stage in range(layout.parallel.pp):
         plan_adapters(layout, stage * layout.parallel.ranks_per_stage, lora)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mindspeed_rl.core.flag import Needs, flag
@@ -12,11 +13,20 @@ RANK_FLAG = "--lora-rank"
 LINEAR_LAYERS = (
     *("q_proj", "k_proj", "v_proj", "o_proj"),
     *("gate_proj", "up_proj", "down_proj"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
 )
 ALL_LINEAR = "all-linear"
-#: Names of megatron-core's layers, which MindSpeed-LLM takes, and the layers that they are.
+#: Names of megatron-core's layers, which MindSpeed-LLM takes, and the layers that they are. With
+#: latent attention linear_qkv is the joint down projection of MindSpeed-LLM.
 FUSED_LAYERS = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_qkv": ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"),
+    "linear_q_proj": ("q_proj",),
+    "linear_q_down_proj": ("q_a_proj",),
+    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
+    "linear_q_up_proj": ("q_b_proj",),
+    "linear_kv_up_proj": ("kv_b_proj",),
+    "linear_qb": ("q_b_proj",),
+    "linear_kvb": ("kv_b_proj",),
     "linear_proj": ("o_proj",),
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
@@ -52,8 +62,9 @@ class LoraSettings:
     lora_target: tuple[str, ...] = flag(
         (ALL_LINEAR,),
         "Linear layers with an adapter, in every layer and in every expert. all-linear: all of "
-        "those that can have one. linear_qkv, linear_proj, linear_fc1 and linear_fc2 are the same "
-        "layers by the names of megatron-core.",
+        "those that can have one. q_a_proj, q_b_proj, kv_a_proj_with_mqa and kv_b_proj are in "
+        "models with latent attention. Names that begin with linear_ are the same layers by the "
+        "names of megatron-core and MindSpeed-LLM.",
         choices=(*LINEAR_LAYERS, *FUSED_LAYERS),
         nargs="+",
         names=("--lora-target", "--lora-target-modules"),
@@ -85,8 +96,19 @@ class LoraSettings:
 
     def covers(self, hf_name: str) -> bool:
         """Whether the HF tensor of this name is a weight with an adapter."""
-        module, dot, kind = hf_name.rpartition(".")
-        return dot + kind == _WEIGHT and module.rpartition(".")[2] in self.layers
+        return linear_layer(hf_name) in self.layers
+
+    def layers_among(self, hf_names: Iterable[str]) -> tuple[str, ...]:
+        """Return the linear layers with an adapter that a model with these HF tensors has."""
+        held = {linear_layer(name) for name in hf_names}
+        return tuple(name for name in self.layers if name in held)
+
+
+def linear_layer(hf_name: str) -> str:
+    """Return the name of the linear layer that an HF tensor is the weight of, or an empty one."""
+    module, dot, kind = hf_name.rpartition(".")
+    name = module.rpartition(".")[2]
+    return name if dot + kind == _WEIGHT and name in LINEAR_LAYERS else ""
 
 
 #: All weights are trained.

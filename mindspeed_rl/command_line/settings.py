@@ -24,7 +24,7 @@ def settings_lines(config: RLRunConfig, num_weights: int) -> list[str]:
     weights += f", gradients clipped at norm {train.clip_grad:g}" if train.clip_grad else ""
     loss = config.policy_loss.loss
     if config.lora.is_on:
-        layers, rank = " ".join(config.lora.layers), config.lora.lora_rank
+        layers, rank = " ".join(config.lora.lora_target), config.lora.lora_rank
         weights += f"; adapters of rank {rank} and scale {config.lora.scale:g} on {layers}"
     parts = [weights, f"temperature {rl.rl_default_temperature:g}"]
     if "eps_upper" in loss.reads:

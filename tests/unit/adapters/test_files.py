@@ -22,8 +22,12 @@ def test_a_folder_is_replaced_and_others_files_are_kept(tmp_path: Path) -> None:
     folder = adapter_folder(str(tmp_path / "hf"))
     assert folder == tmp_path / "hf-adapter"
     lora = LoraSettings(2, lora_alpha=5.0, lora_target=("up_proj",), lora_rslora=True)
-    write_peft(folder, peft_config(lora, "base"), TENSORS)
-    write_peft(folder, peft_config(lora, "/models/base"), {n: 2 * t for n, t in TENSORS.items()})
+    write_peft(folder, peft_config(lora, "base", lora.layers), TENSORS)
+    write_peft(
+        folder,
+        peft_config(lora, "/models/base", lora.layers),
+        {n: 2 * t for n, t in TENSORS.items()},
+    )
     assert sorted(file.name for file in folder.iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -44,10 +48,10 @@ def test_a_folder_is_replaced_and_others_files_are_kept(tmp_path: Path) -> None:
 def test_alpha_of_experts_has_the_whole_scale() -> None:
     """PEFT doubles rank and alpha of joined adapters, which changes alpha / sqrt(rank)."""
     lora = LoraSettings(4, lora_alpha=6.0, lora_rslora=True)
-    dense, experts = (peft_config(lora, "base", has_experts=flag) for flag in (False, True))
+    dense, experts = (peft_config(lora, "base", (), has_experts=flag) for flag in (False, True))
     assert (dense["lora_alpha"], dense["use_rslora"]) == (6, True)
     assert (experts["lora_alpha"], experts["use_rslora"]) == (12, False)
-    plain = peft_config(LoraSettings(3, lora_alpha=5.0), "base", has_experts=True)
+    plain = peft_config(LoraSettings(3, lora_alpha=5.0), "base", (), has_experts=True)
     assert plain["lora_alpha"] == pytest.approx(5.0) and not plain["use_rslora"]
 
 

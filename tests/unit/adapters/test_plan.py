@@ -28,12 +28,22 @@ _DENSE = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 10, "head_dim": 2,
 }  # fmt: skip
 _EXPERTS = _DENSE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+_LATENT = {k: v for k, v in _DENSE.items() if k != "head_dim"} | {
+    "num_key_value_heads": 8, "q_lora_rank": 6, "kv_lora_rank": 10, "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2, "v_head_dim": 3, "first_k_dense_replace": 1, "n_routed_experts": 8,
+    "moe_intermediate_size": 12, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+}  # fmt: skip
+CHANGES: dict[str, dict[str, Any]] = {
+    "qwen2.5-7b": {k: v for k, v in _DENSE.items() if k != "head_dim"},
+    "qwen3-30b-a3b": _EXPERTS,
+    "deepseek-v3": _LATENT,
+}
 
 
 def layout_of(
     world: int = 1, model: str = "qwen2.5-7b", pp: int = 1, **sizes: Any
 ) -> MegatronLayout:
-    changes = _EXPERTS if "30b" in model else {k: v for k, v in _DENSE.items() if k != "head_dim"}
+    changes = CHANGES[model]
     parallel = ParallelLayout.build(world=world, stages=even_stages(2, pp), **sizes)
     spec = spec_from_hf_config(published_config(model) | changes)
     return MegatronLayout(spec, parallel, vocab_divisor=4)
@@ -46,12 +56,15 @@ LAYOUTS = {
     "experts": layout_of(1, "qwen3-30b-a3b"),
     "tp2-ep2": layout_of(4, "qwen3-30b-a3b", tp=2, ep=2, etp=1),
     "etp2-ep2-pp2": layout_of(8, "qwen3-30b-a3b", tp=2, ep=2, pp=2),
+    "latent": layout_of(1, "deepseek-v3"),
+    "latent-tp2-ep2-pp2": layout_of(16, "deepseek-v3", tp=2, ep=2, etp=1, pp=2),
+    "latent-etp2-cp2": layout_of(8, "deepseek-v3", tp=2, cp=2),
 }
 
 
 @given(
     name=st.sampled_from(sorted(LAYOUTS)),
-    layers=st.sets(st.sampled_from(LINEAR_LAYERS), min_size=1),
+    layers=st.sets(st.sampled_from(LINEAR_LAYERS)).map(lambda chosen: chosen | {"o_proj"}),
 )
 def test_rows_and_columns_are_those_of_the_table(name: str, layers: set[str]) -> None:
     """Every row of an adapted parameter is the row of the HF tensor that the table puts there."""
@@ -86,6 +99,21 @@ def test_runs_of_fused_projections() -> None:
     assert runs == [("q_proj.weight", 4, 4), ("", 0, 2), ("v_proj.weight", 2, 2)]
     assert plan.factor_shapes(2)[start + "q_proj.lora_A.weight"] == (2, 16)
     assert plan.factor_shapes(2)[start + "v_proj.lora_B.weight"] == (8, 2)
+
+
+def test_copied_parameters() -> None:
+    """With latent attention both ranks have the whole down projections, and half of the others."""
+    plan = plan_adapters(LAYOUTS["latent-etp2-cp2"], 1, LoraSettings(2))
+    start = "decoder.layers.0.self_attention."
+    attention = [name for name in plan.params if name.startswith(start)]
+    copied = {n.removeprefix(start) for n in attention if plan.is_copied(n)}
+    assert copied == {"linear_q_down_proj.weight", "linear_kv_down_proj.weight"}
+    assert len(attention) == 5
+    (run,) = plan.params[start + "linear_kv_up_proj.weight"].runs
+    assert (run.first, run.count) == (4 * (4 + 3), 4 * (4 + 3))
+    assert plan.shapes["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"] == (10 + 2, 16)
+    experts = [name for name in plan.params if ".experts." in name]
+    assert experts and not any(map(plan.is_copied, experts))
 
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
@@ -129,3 +157,9 @@ def test_refusals() -> None:
     with pytest.raises(UsageError, match=r"--lora-rank 2: the linear layers of Transformer"):
         check_adapters(replace(layout, modules=TRANSFORMER_ENGINE), lora)
     check_adapters(replace(layout, modules=TRANSFORMER_ENGINE), LoraSettings())
+    allowed = "allowed: q_proj k_proj v_proj o_proj gate_proj up_proj down_proj, or all-linear"
+    with pytest.raises(UsageError, match=rf"--lora-target kv_b_proj: .* no such layer; {allowed}"):
+        check_adapters(layout, LoraSettings(2, lora_target=("o_proj", "kv_b_proj")))
+    with pytest.raises(UsageError, match=r"--lora-target k_proj: .* kv_a_proj_with_mqa kv_b_proj"):
+        check_adapters(LAYOUTS["latent"], LoraSettings(2, lora_target=("k_proj",)))
+    check_adapters(LAYOUTS["latent"], LoraSettings(2, lora_target=("linear_qkv", "linear_kvb")))

@@ -15,6 +15,14 @@ from mindspeed_rl.flag_checks.algorithms import check_algorithms
 BASE = ("--hf-checkpoint", "model", "--prompt-data", "data", "--train-iters", "1")
 
 
+GROUPED = [
+    f"model.layers.0.{name}_proj.weight"
+    for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.down", "mlp.up")
+]
+_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+LATENT = [f"model.layers.0.self_attn.{name}.weight" for name in (*_LATENT, "o_proj")]
+
+
 def parsed(*flags: str) -> RLRunConfig:
     config: RLRunConfig = parse(RLRunConfig, [*BASE, *flags], "test").config
     return config
@@ -32,6 +40,16 @@ def test_layers() -> None:
     assert LoraSettings(4).layers == LINEAR_LAYERS
     some = LoraSettings(4, lora_target=("up_proj", "k_proj", "up_proj"))
     assert some.layers == ("k_proj", "up_proj")
+    latent = {
+        ("linear_q_down_proj", "linear_kv_up_proj"): ("q_a_proj", "kv_b_proj"),
+        ("linear_kv_down_proj", "linear_q_up_proj"): ("q_b_proj", "kv_a_proj_with_mqa"),
+        ("linear_qb", "linear_kvb"): ("q_b_proj", "kv_b_proj"),
+        ("linear_qkv",): ("q_a_proj", "kv_a_proj_with_mqa"),
+        ("all-linear",): ("o_proj", *_LATENT),
+    }
+    for names, expected in latent.items():
+        assert LoraSettings(4, lora_target=names).layers_among(LATENT) == expected, names
+    assert LoraSettings(4).layers_among([*LATENT, "model.layers.0.mlp.gate.weight"])[0] == "o_proj"
     fused = LoraSettings(4, lora_target=("linear_fc1", "linear_proj"))
     assert fused.layers == ("o_proj", "gate_proj", "up_proj")
 
@@ -60,7 +78,7 @@ def test_names_of_mindspeed_llm() -> None:
         "--lora-rank", "8", "--lora-alpha", "16",
         "--lora-target", "q_proj", "k_proj", "v_proj", "down_proj",
     )  # fmt: skip
-    assert theirs.lora.layers == ours.lora.layers
+    assert theirs.lora.layers_among(GROUPED) == ours.lora.layers_among(GROUPED) == ours.lora.layers
     assert theirs.lora.scale == ours.lora.scale == 2.0
 
 
