@@ -67,6 +67,15 @@ def _check_expert_flags(parallel: ParallelConfig, spec: ModelSpec) -> None:
                 f"--tensor-model-parallel-size {tp} with {what} needs --sequence-parallel; without "
                 "it megatron-core computes wrong gradients; add the flag"
             )
+    ep = parallel.expert_model_parallel_size
+    with mistakes:
+        # megatron-core sums gradients of experts over ranks of their own with ep above 1 alone
+        if spec.moe and ep == 1 and not parallel.moe_tp_extend_ep and etp not in (None, tp):
+            raise UsageError(
+                f"--expert-tensor-parallel-size {etp} with --tensor-model-parallel-size {tp} and "
+                "--expert-model-parallel-size 1: megatron-core computes wrong gradients of experts "
+                f"there; give --expert-model-parallel-size {tp}, or remove the flag"
+            )
     mistakes.report()
 
 

@@ -24,7 +24,7 @@ always      drafts are sought after every step
 Seconds are processor time of the engine's process, as a median over calls without the first
 quarter; ``search`` is the part of them in which drafts were sought. With --quickstart it runs
 quickstart.sh on --rows prompts without and with drafts, compares to the bit all that does not
-measure the machine, and prints seconds of generating, and steps and accepted tokens by epoch beside
+measure the machine (the metrics of the engine's log-probs are told apart), and prints seconds of generating, and steps and accepted tokens by epoch beside
 the least steps of drafts that are always right. The last line is RESULT and a JSON object.
 """
 
@@ -68,6 +68,8 @@ draft_costs.DraftController.seeks = lambda _: True
 """
 # Metrics of the engine's steps, of which there are fewer with drafts.
 OF_STEPS = (" rollout/steps:", " rollout/kv_cache_use_max:")
+# Log-probs of the engine, which a step of more rows may round differently.
+OF_LOGPROBS = " mismatch/"
 
 
 def give_weights(engine: Any, sharpness: float, version: int) -> None:
@@ -212,11 +214,15 @@ def quickstart(args: argparse.Namespace) -> None:
         responses = [logged(run) for run in (first, second)]
         seconds = {name: generating(output / "rl") for name, output in runs.items()}
         epochs = by_epoch(second, responses[1], args.rows // PROMPTS_PER_STEP, args.most)
-    print("\n".join(found[:20]))
+    rounded = [line for line in found if OF_LOGPROBS in line]
+    others = [line for line in found if OF_LOGPROBS not in line]
+    print("\n".join([*others[:20], *rounded[:3]]))
     samples, same = len(responses[0]), responses[0] == responses[1]
-    equal = not found and same
-    verdict = "equal to the bit" if equal else "DIFFERENT"
-    print(f"{args.quickstart} steps, {samples} responses: {verdict}")
+    equal = not others and same
+    print(
+        f"{args.quickstart} steps, {samples} responses: tokens {_verdict(same)}, weights and "
+        f"metrics {_verdict(not others)}, but for {len(rounded)} metrics of log-probs"
+    )
     table = [["epoch", *next(iter(epochs.values()))]]
     table += [[str(n), *(f"{v:.2f}" for v in row.values())] for n, row in epochs.items()]
     print("\n".join(aligned(table)))
@@ -226,9 +232,14 @@ def quickstart(args: argparse.Namespace) -> None:
         "drafts",
         equal=equal,
         samples=samples,
+        rounded=len(rounded),
         epochs=epochs,
         generating={n: sum(v) for n, v in seconds.items()},
     )
+
+
+def _verdict(equal: bool) -> str:
+    return "equal to the bit" if equal else "DIFFERENT"
 
 
 def always_drafting(folder: Path) -> str:
