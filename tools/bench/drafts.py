@@ -24,8 +24,9 @@ always      drafts are sought after every step
 Seconds are processor time of the engine's process, as a median over calls without the first
 quarter; ``search`` is the part of them in which drafts were sought. With --quickstart it runs
 quickstart.sh on --rows prompts without and with drafts, compares to the bit all that does not
-measure the machine (the metrics of the engine's log-probs are told apart), and prints seconds of generating, and steps and accepted tokens by epoch beside
-the least steps of drafts that are always right. The last line is RESULT and a JSON object.
+measure the machine (the metrics of the engine's log-probs are told apart), and prints seconds of
+generating, and steps and accepted tokens by epoch beside the least steps of drafts that are always
+right. The last line is RESULT and a JSON object.
 """
 
 from __future__ import annotations
