@@ -143,8 +143,13 @@ _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
         pytest.param(
             "deepseek", ("--lora-rslora", "--lora-target", *_LATENT), marks=pytest.mark.slow
         ),
+        pytest.param(
+            "deepseek-plain",
+            ("--lora-target", "q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["qwen3", "latent"],
+    ids=["qwen3", "latent", "latent-plain"],
 )
 def test_peft_loads_the_files_and_has_these_gradients(
     family: str, flags: tuple[str, ...], tmp_path: Path

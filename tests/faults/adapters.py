@@ -37,6 +37,14 @@ def _of_the_rank_alone(original: Callable[..., Any]) -> Callable[..., Any]:
     return changed
 
 
+def _marked_as_the_weight(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(factor: Any, weight: Any, is_expert: bool) -> None:
+        original(factor, weight, is_expert)
+        factor.sequence_parallel = getattr(weight, "sequence_parallel", False)
+
+    return changed
+
+
 ADAPTERS = (
     Fault("adapter-on-the-rows-of-another-projection", _MODULES + "_row_order", gives(_last_first),
           _WORLD + "[one]",
@@ -44,6 +52,9 @@ ADAPTERS = (
     Fault("adapter-gradients-of-one-tensor-parallel-rank",
           _MODULES + "copy_to_tensor_model_parallel_region", _of_one_rank, _WORLD + "[tp2]",
           "Copies of an adapter would drift apart, each with a part of the gradient."),
+    Fault("adapter-of-a-copied-weight-marked-for-a-second-sum", _MODULES + "_mark",
+          _marked_as_the_weight, _WORLD + "[latent-tp2]",
+          "megatron-core would sum gradients over the ranks again that are sums already."),
     Fault("reference-with-the-adapters-on", _MODULES + "Adapters.off", _still_on,
           _WORLD + "[one]",
           "The KL would be to the policy itself, and so always 0."),
