@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -52,18 +54,18 @@ def run_conversion(options: ConversionOptions, log: Log) -> None:
         Path(flags.load_dir), flags.load_model_type, spec, extends_ep=extends_ep
     )
     shapes = _wanted(flags, spec, source, log)
-    target = format.plan(
-        Request(
-            spec,
-            config_dir,
-            source,
-            shapes,
-            cast=_DTYPES.get(flags.params_dtype),
-            keeps_mtp=flags.mtp_num_layers > 0,
-            shard_bytes=int(work.max_shard_size_gb * 1e9),
-            layout=layout,
-        )
+    request = Request(
+        spec,
+        config_dir,
+        source,
+        shapes,
+        cast=_DTYPES.get(flags.params_dtype),
+        keeps_mtp=flags.mtp_num_layers > 0,
+        shard_bytes=int(work.max_shard_size_gb * 1e9),
+        layout=layout,
     )
+    with _flags_of_the_target():
+        target = format.plan(request)
     if unused := _unused(layout, format):
         log(f"without effect, this target has no layout: {', '.join(unused)}")
     log(
@@ -91,6 +93,22 @@ def run_conversion(options: ConversionOptions, log: Log) -> None:
     if work.verify:
         log(f"verified: {len(target.dtypes)} tensors are bit-equal in source and result")
     log(f"done in {time.monotonic() - start:.1f} s: {target_dir}")
+
+
+@contextmanager
+def _flags_of_the_target() -> Iterator[None]:
+    """Name the flags of a layout in errors as the help does, and not as training does."""
+    try:
+        yield
+    except UsageError as error:
+        names = {
+            name: flag_names(field)[0]
+            for field in fields(LayoutFlags)
+            for name in flag_names(field)[1:]
+        }
+        training = re.compile("|".join(map(re.escape, names)))
+        renamed = (training.sub(lambda m: names[m[0]], text) for text in error.mistakes)
+        raise UsageError(*renamed) from error
 
 
 def _unused(layout: LayoutFlags, format: Format) -> list[str]:
