@@ -59,6 +59,7 @@ WORLDS = {
     "latent-tp2": ("deepseek", 2, (*_TP2, *_SHARDED)),
     "latent-ep2": ("deepseek", 2, (*_EP2, *_RECOMPUTED)),
     "latent-pp2": ("deepseek-plain", 2, _PP2),
+    "latent-tp2-ep2": ("deepseek-plain", 2, (*_TP2, *_EP2, *_ONE_ETP)),
 }
 
 
@@ -67,7 +68,7 @@ def samples() -> tuple[object, ...]:
     return tuple(make_samples(VOCAB))
 
 
-@pytest.mark.parametrize("name", slow_but(WORLDS, ["one", "tp2", "tp2-ep2"]))
+@pytest.mark.parametrize("name", slow_but(WORLDS, ["one", "tp2", "tp2-ep2", "latent-tp2"]))
 def test_adapters(name: str, tmp_path: Path) -> None:
     """Log-probs, gradients, merged weights, and two steps of the optimizer."""
     family, ranks, flags = WORLDS[name]
