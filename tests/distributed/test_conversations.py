@@ -39,6 +39,8 @@ def test_ranks_of_an_engine_hold_the_same_conversations(tmp_path: Path) -> None:
     assert tensor == alone
     # turns move between two engines, begun or not, and their environments stay
     assert samples("moved", 2, [], "moves") == [alone]
+    # so do turns between two engines of two ranks, of which one knows the environments
+    assert samples("moved tensor", 4, ["--rollout-tp", "2"], "moves") == [alone]
     data = ["--rollout-dp", "2", "--rollout-ep", "2", "--rollout-dp-sync", "engine"]
     assert samples("data", 2, data, "engine", "packed") == [alone, alone]
     # later turns are drafted from what followed the first prompt, environments' words included
