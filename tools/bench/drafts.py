@@ -68,7 +68,7 @@ draft_costs.plan_drafts = lambda *_: draft_costs.DraftPlan(1, 0.05, 0.0)
 draft_costs.DraftController.seeks = lambda _: True
 """
 # Metrics of the engine's steps, of which there are fewer with drafts.
-OF_STEPS = (" rollout/steps:", " rollout/kv_cache_use_max:")
+OF_STEPS = (" rollout/steps:", " rollout/steps_max:", " rollout/kv_cache_use_max:")
 # Log-probs of the engine, which a step of more rows may round differently.
 OF_LOGPROBS = " mismatch/"
 
