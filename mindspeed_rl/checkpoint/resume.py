@@ -201,17 +201,13 @@ def marks_of(path: Path) -> dict[str, FileMark]:
     if not is_own(path):  # a pipe of that name would be waited for
         raise FileNotFoundError(path / RECORD)
     text = (path / RECORD).read_text(encoding="utf-8")
-    fields = json.loads(text)
-    marks = {n: FileMark.from_json(m) for n, m in fields["files"].items()}
+    marks = {n: FileMark.from_json(m) for n, m in json.loads(text)["files"].items()}
     if head := _HEAD.match(text):
         found = text_digest(text[head.end() :])
         if found != head[1]:
             raise ValueError(f"xxh3 {found} instead of {head[1]}")
     elif any(mark.xxh3 for mark in marks.values()):
         raise ValueError("its first line is not that of a record with checksums")
-    is_named = _NAME.fullmatch(path.name) and CONVERTED not in fields["extra"]
-    if is_named and (step := fields["step"]) != step_of(path):
-        raise ValueError(f"it is of step {step}, not of the folder's: the folder was renamed")
     return marks
 
 
