@@ -9,6 +9,7 @@ usage: mindspeed-rl COMMAND [flags]        mindspeed-rl COMMAND --help
   convert   checkpoints of other formats            python -m mindspeed_rl.convert
   rollouts  responses of a run, in a browser        python -m mindspeed_rl.metrics.rollouts_page
   doctor    can a run start on this machine?        python -m mindspeed_rl.doctor
+  recipes   launch scripts and tools, as files      python -m mindspeed_rl.command_line.recipes
 
 A command alone is a job of one rank. For eight ranks:
   torchrun --nproc-per-node 8 --no-python mindspeed-rl train [flags]
@@ -40,6 +41,7 @@ COMMANDS: Mapping[str, ConsoleCommand] = {
     "convert": ConsoleCommand("mindspeed_rl.convert"),
     "rollouts": ConsoleCommand("mindspeed_rl.metrics.rollouts_page"),
     "doctor": ConsoleCommand("mindspeed_rl.doctor"),
+    "recipes": ConsoleCommand("mindspeed_rl.command_line.recipes"),
 }
 
 

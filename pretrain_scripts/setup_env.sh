@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Creates or reuses .venv in the repository root with the pinned dependencies of
 # mindspeed_rl/versions.cfg. Prints the path of its python on the last line.
+# Beside scripts that `mindspeed-rl recipes` wrote there is nothing to install: it prints the path of
+# the python that has the package.
 #
 # usage: pretrain_scripts/setup_env.sh [--dev] [--ray]
 #   --dev            also what the tests need
@@ -24,6 +26,13 @@ for argument in "$@"; do
         *) fail "$argument: allowed are --dev and --ray" ;;
     esac
 done
+
+if [[ ! -f "$ROOT/setup.py" ]]; then
+    [[ "$PYTHON" != python3 || ! -x "$VENV/bin/python" ]] || PYTHON="$VENV/bin/python"
+    "$ROOT/pretrain_scripts/check_package.sh" "$PYTHON"
+    command -v "$PYTHON"
+    exit 0
+fi
 
 "$PYTHON" - <<'PY' || fail "$PYTHON is $("$PYTHON" --version 2>&1); Python 3.11 or later is needed (set PYTHON=...)"
 import sys

@@ -36,6 +36,7 @@ NOT_RUN = {
     "python -m pytest": "parts of the suite",
     "python tools/bench/reshard.py": "minutes that need a quiet machine, by hand",
     "python tools/soak.py": "minutes; tests/e2e/test_soak.py runs it",
+    "pip wheel": "installs; test_package.py does so in a fresh environment",
     "IMAGE=": "docker, and a device",
     "#!/bin/bash\n#SBATCH": "needs Slurm; its recipe is dry-run in tests/simulated/test_recipes.py",
     "bash tools/device_check.sh": "minutes; tests/e2e/test_device_check.py runs it",

@@ -37,7 +37,7 @@ def test_a_wrong_command_is_told_with_those_that_exist(words: tuple[str, ...]) -
     status, out, error = run(*words)
     assert (status, out) == (2, "")
     assert (
-        "train, plan, pretrain, score, convert, rollouts, doctor" in error
+        "train, plan, pretrain, score, convert, rollouts, doctor, recipes" in error
         and error.count("\n") == 1
     )
 
@@ -50,6 +50,7 @@ def test_a_wrong_command_is_told_with_those_that_exist(words: tuple[str, ...]) -
         ("score --xyzzy", "mindspeed_rl.score: error: +unknown flag --xyzzy"),
         ("convert --xyzzy", "convert_checkpoint: unknown flag --xyzzy"),
         ("rollouts /nonexistent", "rollouts_page: /nonexistent: no such folder"),
+        ("recipes --xyzzy", "mindspeed-rl recipes: --xyzzy: give one folder"),
         ("doctor --preflight-timeout-s x", "mindspeed_rl.doctor: error: argument --preflight"),
     ],
 )

@@ -54,7 +54,12 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Environment of a reader in an environment that is installed: python is ours."""
     folder = tmp_path_factory.mktemp("bin")
     # no links: a virtual environment is found beside its interpreter
-    for name, target in {"python": "", "torchrun": "-m torch.distributed.run"}.items():
+    programs = {
+        "python": "",
+        "torchrun": "-m torch.distributed.run",
+        "mindspeed-rl": "-c 'from mindspeed_rl.cli import main; main()'",
+    }
+    for name, target in programs.items():
         (folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {target} "$@"\n')
         (folder / name).chmod(0o755)
     return {
