@@ -15,30 +15,58 @@ END_OF_STREAM = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What an answer and each of its events begin with.
+
+    Attributes:
+        id: Name of the answer.
+        created: Second in which it began.
+    """
+
+    id: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        """Return the fields of an object of the API."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": MODEL}
+
+    def opening(self, *, usage: bool) -> bytes:
+        """Return the first event of a stream."""
+        return self.event({"role": "assistant", "content": ""}, usage=usage)
+
+    def event(self, delta: dict[str, Any], reason: str | None = None, *, usage: bool) -> bytes:
+        """Return an event of a stream; with ``usage`` the numbers of tokens come in a later one."""
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return self._event([choice], {"usage": None} if usage else {})
+
+    def closing(self, usage: dict[str, int]) -> bytes:
+        """Return the event with the numbers of tokens."""
+        return self._event([], {"usage": usage})
+
+    def _event(self, choices: list[dict[str, Any]], numbers: dict[str, Any]) -> bytes:
+        chunk = {**self.fields("chat.completion.chunk"), "choices": choices, **numbers}
+        return f"data: {json.dumps(chunk)}\n\n".encode()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelTurn:
     """A turn of the model, as a client gets it.
 
     Attributes:
-        id: Name of the answer.
-        pieces: Text in front of the calls, in pieces for a stream.
+        head: What every object of it begins with.
+        content: Text in front of the calls.
         calls: Calls of tools that the turn ends with.
         cut: Whether it has no stop token.
         asked: Tokens that the model read.
         said: Tokens that it sampled.
     """
 
-    id: str
-    pieces: tuple[str, ...]
+    head: AnswerHead
+    content: str
     calls: tuple[ToolCall, ...]
     cut: bool
     asked: int
     said: int
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def content(self) -> str:
-        """The text in front of the calls."""
-        return "".join(self.pieces)
 
     @property
     def _finish_reason(self) -> str:
@@ -58,7 +86,7 @@ class ModelTurn:
     def _tool_calls(self) -> list[dict[str, Any]]:
         return [
             {
-                "id": f"call-{self.id.removeprefix('chatcmpl-')}-{number}",
+                "id": f"call-{self.head.id.removeprefix('chatcmpl-')}-{number}",
                 "type": "function",
                 "function": {
                     "name": call.name,
@@ -79,35 +107,26 @@ class ModelTurn:
             "logprobs": None,
             "finish_reason": self._finish_reason,
         }
-        return {**self._head("chat.completion"), "choices": [choice], "usage": self._usage}
+        return {**self.head.fields("chat.completion"), "choices": [choice], "usage": self._usage}
 
-    def events(self, *, usage: bool) -> Iterator[bytes]:
-        """Return the answer as server-sent events.
+    def rest(self, shown: str, *, usage: bool) -> Iterator[bytes]:
+        """Return the events behind the opening and the text that was shown already.
 
         Args:
+            shown: Beginning of ``content`` that earlier events had.
             usage: Whether an event with the numbers of tokens is the last one.
         """
-        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-        deltas += [{"content": piece} for piece in self.pieces]
+        assert self.content.startswith(shown), "a stream takes no text back"
+        deltas: list[dict[str, Any]] = []
+        if text := self.content[len(shown) :]:
+            deltas.append({"content": text})
         deltas += [
             {"tool_calls": [{"index": number, **call}]}
             for number, call in enumerate(self._tool_calls)
         ]
-        numbers = {"usage": None} if usage else {}
         for delta in deltas:
-            yield self._event([_choice(delta, None)], numbers)
-        yield self._event([_choice({}, self._finish_reason)], numbers)
+            yield self.head.event(delta, usage=usage)
+        yield self.head.event({}, self._finish_reason, usage=usage)
         if usage:
-            yield self._event([], {"usage": self._usage})
+            yield self.head.closing(self._usage)
         yield END_OF_STREAM
-
-    def _event(self, choices: list[dict[str, Any]], numbers: dict[str, Any]) -> bytes:
-        chunk = {**self._head("chat.completion.chunk"), "choices": choices, **numbers}
-        return f"data: {json.dumps(chunk)}\n\n".encode()
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": MODEL}
-
-
-def _choice(delta: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING
 from mindspeed_rl.core.agents import AgentConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.types import Prompt
-from mindspeed_rl.endpoint.answers import ModelTurn
+from mindspeed_rl.endpoint.answers import AnswerHead, ModelTurn
 from mindspeed_rl.endpoint.history import ChatHistory, ChatPlace
+from mindspeed_rl.endpoint.live import LiveText, LiveTurn
 from mindspeed_rl.endpoint.requests import ApiError, ChatRequest
-from mindspeed_rl.endpoint.tools import ToolCall, Tools, split_calls, text_pieces, why_no_tools
+from mindspeed_rl.endpoint.tools import ToolCall, Tools, split_calls, why_no_tools
 from mindspeed_rl.endpoint.workers import AgentEnd
 from mindspeed_rl.environments import Failed, Observation
 from mindspeed_rl.environments.chat import TemplateRefusal, message_tokens, opening_tokens
 from mindspeed_rl.environments.runners import Answer
+from mindspeed_rl.environments.types import Watch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -152,8 +154,16 @@ class AgentConversations:
         conversation.asked = False
         self._answer(conversation.number, answer)
 
+    def live_turn(self, request: ChatRequest) -> LiveTurn:
+        """Return what a client reads its turn from while the engine samples it."""
+        return LiveTurn(LiveText(self._decode, calls=bool(request.tools)))
+
     async def complete(
-        self, conversation: Conversation, request: ChatRequest, is_connected: Callable[[], bool]
+        self,
+        conversation: Conversation,
+        request: ChatRequest,
+        is_connected: Callable[[], bool],
+        live: LiveTurn | None = None,
     ) -> SaidTurn:
         """Return the turn that answers a request; those of one conversation wait for each other.
 
@@ -161,6 +171,7 @@ class AgentConversations:
             conversation: Conversation that the client's key stands for.
             request: What it asks for.
             is_connected: Whether the client still waits.
+            live: Gets the turn while it is sampled.
 
         Raises:
             ApiError: The conversation is over or at a limit, or the template refuses the messages.
@@ -174,7 +185,7 @@ class AgentConversations:
             if undelivered is not None and undelivered.asked == place.digest:
                 said = undelivered  # a client that asks again after it had gone
             else:
-                said = await self._turn(conversation, place, request)
+                said = await self._turn(conversation, place, request, live)
             if is_connected():
                 conversation.read = said.turn
             else:
@@ -187,7 +198,11 @@ class AgentConversations:
             conversation.read, conversation.undelivered = said.read, said
 
     async def _turn(
-        self, conversation: Conversation, place: ChatPlace, request: ChatRequest
+        self,
+        conversation: Conversation,
+        place: ChatPlace,
+        request: ChatRequest,
+        live: LiveTurn | None,
     ) -> SaidTurn:
         history = conversation.history
         heard = self._tokens(conversation, place, request.tools)
@@ -196,28 +211,22 @@ class AgentConversations:
         if place.behind != len(history):
             self._note_branch(conversation, place)
         reply = conversation.reply = asyncio.get_running_loop().create_future()
-        most = request.max_tokens
-        self._give(conversation, Observation(heard, behind=place.behind, max_tokens=most))
+        head = AnswerHead(f"chatcmpl-{conversation.number}-{len(history) + 1}")
+        watch = None if live is None else _begin(live, head)
+        most, behind = request.max_tokens, place.behind
+        self._give(conversation, Observation(heard, behind=behind, max_tokens=most, watch=watch))
         token_ids = await reply
         _check_open(conversation)
         cut = token_ids[-1] not in self._rules.stop_token_ids
         said = token_ids if cut else token_ids[:-1]
-        text, calls = self._decode(said), tuple[ToolCall, ...]()
-        pieces = text_pieces(self._decode, said) if request.stream else [text]
+        text = self._decode(said) if live is None else live.end(said)
+        calls: tuple[ToolCall, ...] = ()
         if request.tools and not cut:
             text, calls = split_calls(text)
-            pieces = [text] if calls else pieces
-        history.add(
-            place, before + len(token_ids), text, [call.function for call in calls], cut=cut
-        )
-        answer = ModelTurn(
-            f"chatcmpl-{conversation.number}-{len(history)}",
-            tuple(piece for piece in pieces if piece),
-            calls,
-            cut,
-            asked=len(conversation.prompt.token_ids) + before,
-            said=len(token_ids),
-        )
+        functions = [call.function for call in calls]
+        history.add(place, before + len(token_ids), text, functions, cut=cut)
+        asked = len(conversation.prompt.token_ids) + before
+        answer = ModelTurn(head, text, calls, cut, asked=asked, said=len(token_ids))
         return SaidTurn(len(history), place.digest, answer, conversation.read)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
@@ -305,6 +314,17 @@ class AgentConversations:
                     "is said once",
                     name,
                 )
+
+
+def _begin(live: LiveTurn, head: AnswerHead) -> Watch:
+    """Return what the engine's thread calls with tokens of a turn that a client reads."""
+    live.head = head
+    loop = asyncio.get_running_loop()
+
+    def watch(first: int, token_ids: tuple[int, ...]) -> None:
+        loop.call_soon_threadsafe(live.note, first, token_ids)
+
+    return watch
 
 
 def _check_open(conversation: Conversation) -> None:

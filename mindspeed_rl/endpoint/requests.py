@@ -30,6 +30,11 @@ class ApiError(Exception):
         error = {"message": str(self), "type": kind, "param": None, "code": self.code}
         return {"error": error}
 
+    @property
+    def event(self) -> bytes:
+        """The answer as an event of a stream that has begun."""
+        return f"data: {json.dumps(self.body)}\n\n".encode()
+
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:

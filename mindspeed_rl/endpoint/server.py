@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +11,11 @@ from aiohttp import web
 
 from mindspeed_rl.endpoint.conversations import AgentConversations, Conversation
 from mindspeed_rl.endpoint.requests import ApiError, parse_request
+from mindspeed_rl.endpoint.streams import send_events
 from mindspeed_rl.endpoint.tasks import MODEL
 
 MAX_BODY_BYTES = 2**26
 _SEPARATOR = "."
-_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 
 class Gate:
@@ -77,17 +78,18 @@ def make_app(gate: Gate, conversations: AgentConversations) -> web.Application:
     async def chat(request: web.Request) -> web.StreamResponse:
         conversation = gate.conversation(request)
         asked = parse_request(await request.read())
-        said = await conversations.complete(conversation, asked, _connection(request))
+        is_connected = _connection(request)
         if not asked.stream:
+            said = await conversations.complete(conversation, asked, is_connected)
             return web.json_response(said.answer.completion())
-        response = web.StreamResponse(headers=_STREAM)
+        live = conversations.live_turn(asked)
+        turn = asyncio.create_task(conversations.complete(conversation, asked, is_connected, live))
         try:
-            await response.prepare(request)
-            for event in said.answer.events(usage=asked.usage):
-                await response.write(event)
-            await response.write_eof()
-        except ConnectionError:  # the client has gone; it may ask again
-            conversations.take_back(conversation, said)
+            response, lost = await send_events(request, turn, live, usage=asked.usage)
+        finally:
+            turn.cancel()  # of a server that closes; else the turn has ended
+        if lost is not None:
+            conversations.take_back(conversation, lost)
         return response
 
     app = web.Application(middlewares=[_errors], client_max_size=MAX_BODY_BYTES)

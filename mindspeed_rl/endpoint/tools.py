@@ -7,7 +7,7 @@ Calls are read in the plain Hermes format, as Qwen has it: any text, then
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,7 @@ from mindspeed_rl.environments.chat import TemplateRefusal, rendered
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_MAX_BYTES = 4  # of a character, and so the most tokens that have a part of one
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
 Tools = Sequence[Mapping[str, Any]]
 
 
@@ -40,10 +39,10 @@ def split_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     A text that is not in the format, where a call is malformed, not closed, or followed by other
     text, has no calls and stays as it is.
     """
-    content, *parts = text.split(_OPEN)
+    content, *parts = text.split(OPEN)
     found = []
     for part in parts:
-        inside, close, behind = part.partition(_CLOSE)
+        inside, close, behind = part.partition(CLOSE)
         call = _call(inside)
         if call is None or not close or behind.strip():
             return text, ()
@@ -97,7 +96,7 @@ def why_no_tools(tokenizer: PreTrainedTokenizerBase) -> str:
     if found != (_PROBE,):
         return (
             "the model's chat template writes calls in another format than "
-            f'{_OPEN}{{"name": ..., "arguments": ...}}{_CLOSE}, which is the one that is read'
+            f'{OPEN}{{"name": ..., "arguments": ...}}{CLOSE}, which is the one that is read'
         )
     return ""
 
@@ -106,27 +105,3 @@ def _kept(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """Return what of a text is left behind its tokens, as a client gets it."""
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     return str(tokenizer.decode(ids, skip_special_tokens=True))
-
-
-def text_pieces(decode: Callable[[list[int]], str], token_ids: Sequence[int]) -> list[str]:
-    """Return the text of tokens in pieces that end where characters do; joined they are the text.
-
-    Args:
-        decode: Text of tokens.
-        token_ids: Tokens of one turn.
-    """
-    pieces: list[str] = []
-    begin = read = 0  # tokens before ``begin`` do not change the text of those behind ``read``
-    for end in range(1, len(token_ids) + 1):
-        known = decode(list(token_ids[begin:read]))
-        now = decode(list(token_ids[begin:end]))
-        if now.endswith("\ufffd") and end - read < _MAX_BYTES:
-            continue  # a character may go on in the next token
-        if not now.startswith(known):
-            break
-        pieces.append(now[len(known) :])
-        begin, read = read, end
-    whole, joined = decode(list(token_ids)), "".join(pieces)
-    if not whole.startswith(joined):  # bytes that are no text
-        pieces, joined = [], ""
-    return [piece for piece in [*pieces, whole[len(joined) :]] if piece]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from mindspeed_rl.core.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+Watch: TypeAlias = Callable[[int, tuple[int, ...]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,9 @@ class Observation:
         max_tokens: Largest number of tokens of the next turn; ``None``: what the limit of the
             conversation leaves.
         cut: With ``done``: whether it ended at a limit, as a response that is cut.
+        watch: Gets tokens of the next turn while it is sampled, in the thread of the engine: the
+            position of the first of them in the turn, and all from there on. A turn that moves to
+            another engine is not followed there. ``None``: nobody waits for a part of a turn.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -34,6 +40,7 @@ class Observation:
     behind: int | None = None
     max_tokens: int | None = None
     cut: bool = False
+    watch: Watch | None = field(default=None, compare=False)
 
 
 class Environment(Protocol):

@@ -15,12 +15,13 @@ from itertools import takewhile
 
 from mindspeed_rl.core.types import Completion, Prompt, Rollout
 from mindspeed_rl.environments import EnvironmentRunner, Failed, Observation
+from mindspeed_rl.environments.types import Watch
 from mindspeed_rl.generation.scoring import Scorer
 from mindspeed_rl.metrics.metric_set import Mean, MetricSet
 from mindspeed_rl.rewards import RewardError
 from mindspeed_rl.rollout.engine import InferenceEngine
 from mindspeed_rl.rollout.rebalance import Rebalancer, Visits
-from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
+from mindspeed_rl.rollout.requests import GenerationRequest, NewTokens, SamplingSettings
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +58,14 @@ class Continuation:
         token_ids: Tokens of the conversation behind those that are kept.
         kept: Tokens behind the prompt that stay of those that the ranks know; fewer than all where
             the conversation branches.
+        watched: Whether somebody reads the turn while it is sampled.
     """
 
     sample_id: int
     max_tokens: int
     token_ids: tuple[int, ...]
     kept: int
+    watched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +218,7 @@ class Conversations:
         self._awaited: dict[int, bool] = {}  # asked environments -> whether the turn was cut
         self._lengths: list[int] = []  # of the turns that ended here
         self._visitors: dict[int, Completion] = {}  # turns of other engines' conversations
+        self._watches: dict[int, Watch] = {}  # who reads a turn while it is sampled
         self._next: list[Continuation] = []
         self._first_error = ""
         self.num_errors = 0
@@ -236,7 +240,14 @@ class Conversations:
         for i, completion in own.items():
             self._episodes[i].append_turn(completion)
             self._awaited[i] = completion.truncated
+            self._watches.pop(i, None)
         self._environments.runner.step({i: c.token_ids for i, c in own.items()})
+
+    def show(self, sampled: Mapping[int, NewTokens]) -> None:
+        """Pass tokens of unfinished turns to those who read them, unless these are elsewhere."""
+        for i, new in sampled.items():
+            if i in self._watches:
+                self._watches[i](new.first, new.token_ids)
 
     @property
     def num_awaited(self) -> int:
@@ -306,7 +317,10 @@ class Conversations:
         episode.append_observation(heard, behind)
         kept, new = episode.take_new_tokens()
         most = room if observation.max_tokens is None else min(room, observation.max_tokens)
-        self._next.append(Continuation(episode.sample_id, most, new, kept))
+        watched = observation.watch is not None
+        if observation.watch is not None:
+            self._watches[episode.sample_id] = observation.watch
+        self._next.append(Continuation(episode.sample_id, most, new, kept, watched))
 
     def _end(self, episode: Episode, reason: str) -> None:
         self._num_ended += 1
@@ -385,6 +399,11 @@ class Turns:
         self.num_awaited = continued.num_awaited
         return [self._request(c) for c in continued.samples]
 
+    def show(self, sampled: Mapping[int, NewTokens]) -> None:
+        """Pass tokens of unfinished turns on where the conversations are; see `Arrivals`."""
+        if self._conversations is not None:
+            self._conversations.show(sampled)
+
     def _request(self, continuation: Continuation) -> GenerationRequest:
         i = continuation.sample_id
         kept = self._contexts[i][: self._openings[i] + continuation.kept]
@@ -392,7 +411,12 @@ class Turns:
         seed = self._seed_of(i, self._turns[i])
         self._turns[i] += 1
         return GenerationRequest(
-            i, context, seed, continuation.max_tokens, opening=self._openings[i]
+            i,
+            context,
+            seed,
+            continuation.max_tokens,
+            opening=self._openings[i],
+            watched=continuation.watched,
         )
 
 

@@ -14,7 +14,7 @@ import torch
 
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.rollout.rebalance import Rebalancer
-from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
+from mindspeed_rl.rollout.requests import GenerationRequest, NewTokens, SamplingSettings
 from mindspeed_rl.rollout.stats import StepStats
 from mindspeed_rl.weights.sync import WeightReceiver
 
@@ -47,6 +47,10 @@ class Arrivals(Protocol):
 
         The engine calls it between two steps; with ``wait`` it has nothing to do meanwhile.
         """
+        ...
+
+    def show(self, sampled: Mapping[int, NewTokens]) -> None:
+        """Get the tokens that a step added to watched requests and that did not end them. Local."""
         ...
 
 

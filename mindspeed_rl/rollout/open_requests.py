@@ -11,7 +11,7 @@ import torch
 from mindspeed_rl.core.types import FINISH_REASONS, Completion
 from mindspeed_rl.rollout.rebalance import ExpectedLength
 from mindspeed_rl.rollout.rebalance_plan import Load
-from mindspeed_rl.rollout.requests import GenerationRequest
+from mindspeed_rl.rollout.requests import GenerationRequest, NewTokens
 
 
 class Port(Protocol):
@@ -24,6 +24,8 @@ class Port(Protocol):
         seed: int,
         max_tokens: int,
         temperature: float | None,
+        *,
+        watched: bool,
     ) -> str:
         """Start a request and return the engine's own name of it.
 
@@ -33,6 +35,7 @@ class Port(Protocol):
             seed: Seed of its noise.
             max_tokens: Tokens that it may get.
             temperature: Sampling temperature; ``None`` is that of the engine's settings.
+            watched: Whether each step outputs it, and not the last one alone.
         """
         ...
 
@@ -111,6 +114,7 @@ class OpenRequests:
         self._names: dict[int, str] = {}
         self._known: dict[int, int] = {}  # tokens of the prefix that outputs begin with
         self._latest: dict[int, Any] = {}
+        self._shown: dict[int, int] = {}  # tokens of watched requests that were handed out
 
     def __len__(self) -> int:
         return len(self._open)
@@ -122,14 +126,18 @@ class OpenRequests:
             key, tokens = str(request.sample_id), [*request.token_ids, *request.prefix_tokens]
             room, known = limit - len(request.prefix_tokens), 0
             if request.later_tokens is None:
-                name = self._port.add(key, tokens, request.seed, room, request.temperature)
+                name = self._port.add(
+                    key, tokens, request.seed, room, request.temperature, watched=request.watched
+                )
             else:
                 assert request.temperature is None, "a response of training that goes on later"
+                assert not request.watched, "a turn of a conversation that goes on later"
                 name, known = self._port.add_part(
                     key, tokens, request.seed, room, request.later_tokens
                 )
             self._names[request.sample_id], self._known[request.sample_id] = name, known
             self._open[request.sample_id] = request
+            self._shown.pop(request.sample_id, None)
             if self._on_start is not None:
                 self._on_start(self._names[request.sample_id], request)
 
@@ -161,6 +169,20 @@ class OpenRequests:
                 logprobs=(*request.prefix_logprobs, *last.logprobs[known:]),
                 experts=experts,
             )
+        return found
+
+    def new_tokens(self, outputs: Iterable[Any]) -> dict[int, NewTokens]:
+        """Return what a step added to the watched requests that it did not finish."""
+        found = {}
+        for output in outputs:
+            request = self._open.get(int(output.request_id))
+            if request is None or not request.watched:
+                continue
+            prefix, sampled = request.prefix_tokens, output.outputs[0].token_ids
+            first = self._shown.get(request.sample_id, 0)
+            ids = (*prefix[first:], *sampled[max(0, first - len(prefix)) :])
+            found[request.sample_id] = NewTokens(first, ids)
+            self._shown[request.sample_id] = first + len(ids)
         return found
 
     def loads(self, expected: ExpectedLength) -> list[Load]:

@@ -6,6 +6,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class GenerationRequest:
             reaches its limit; an engine that can keeps what it has computed of it. ``None``: the
             response ends in this call.
         temperature: Sampling temperature of this response; ``None`` is that of the settings.
+        watched: Whether its tokens are shown while it is sampled; see ``Arrivals.show``.
     """
 
     sample_id: int
@@ -52,6 +54,19 @@ class GenerationRequest:
     opening: int | None = None
     later_tokens: int | None = None
     temperature: float | None = None
+    watched: bool = False
+
+
+class NewTokens(NamedTuple):
+    """Tokens of a response that is being sampled.
+
+    Attributes:
+        first: Position in the response of the first of them.
+        token_ids: All tokens from there on.
+    """
+
+    first: int
+    token_ids: tuple[int, ...]
 
 
 def request_seed(run_seed: int, step: int, sample_id: int, k: int = 0, turn: int = 0) -> int:

@@ -39,7 +39,14 @@ class SeededEngine:
         self._requests: dict[str, SimpleNamespace] = {}
 
     def add(
-        self, key: str, token_ids: list[int], seed: int, max_tokens: int, temperature: float | None
+        self,
+        key: str,
+        token_ids: list[int],
+        seed: int,
+        max_tokens: int,
+        temperature: float | None,
+        *,
+        watched: bool,
     ) -> str:
         assert key not in self._requests, "a request is here twice"
         self._requests[key] = SimpleNamespace(

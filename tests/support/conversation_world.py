@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from support.draft_world import planned
 from support.rollout_worlds import loaded_engine
@@ -45,19 +45,40 @@ def restless(layout: Any, rank: int, visits: Visits | None) -> Rebalancer:
 
 
 class Talker:
-    """Answers with the number of the turn and the prompt's, the later the larger that is."""
+    """Answers with the number of the turn and the prompt's, the later the larger that is.
+
+    The turns of even prompts are watched: what is shown of them are their first tokens.
+
+    Attributes:
+        watched: Number of the tokens of a turn, and how many were shown before it ended.
+    """
+
+    watched: ClassVar[list[tuple[int, int]]] = []
 
     def __init__(self, tokenizer: object) -> None:
         self._turn = 0
+        self._shown: list[int] = []
+
+    def _note(self, first: int, token_ids: tuple[int, ...]) -> None:
+        if first <= len(self._shown):  # else they follow what another engine sampled
+            self._shown[first:] = token_ids
+
+    def _answer(self, *token_ids: int) -> Observation:
+        watch = None if self._index % 2 else self._note
+        return Observation(token_ids, reward=float(self._turn), watch=watch)
 
     def reset(self, prompt: Prompt) -> Observation:
         self._index = prompt.index
-        return Observation((100 + prompt.index,) if prompt.index % 2 else ())
+        return self._answer(*((100 + prompt.index,) if prompt.index % 2 else ()))
 
     def step(self, token_ids: tuple[int, ...]) -> Observation:
+        assert tuple(self._shown) == token_ids[: len(self._shown)]
+        if self._index % 2 == 0:
+            self.watched.append((len(token_ids), len(self._shown)))
+        self._shown = []
         time.sleep(0.03 * self._index)
         self._turn += 1
-        return Observation((100 + self._turn, 110 + self._index), reward=float(self._turn))
+        return self._answer(100 + self._turn, 110 + self._index)
 
 
 class Heard:
@@ -102,6 +123,7 @@ def _conversations(
     found = []
     for agreement in agreements:
         engine._agreement = step_sync.apply(job.platform.name) if agreement == "packed" else None
+        Talker.watched.clear()
         environments = Environments(LocalRunner(Talker, cast(Any, None), 2), "talker", TURNS, 0.0)
         heard = Heard()
         stats = engine.stats = StepStats()
@@ -120,6 +142,7 @@ def _conversations(
         if agreement == "moves":
             assert sum(gather_objects(stats.moved)) >= 2, stats
         assert "environment/turns" in metrics
+        _check_watched(world.rank % layout.tp == 0, agreement == "moves" or history is not None)
         environments.runner.close()
         found.append(heard.samples)
         if history is not None:
@@ -130,3 +153,15 @@ def _conversations(
         # Of a turn the first token comes with its prompt, and the last may be one of a few.
         assert stats.kept_tokens > 0.25 * stats.sampled_tokens, (stats, found)
     return found
+
+
+def _check_watched(leads: bool, in_parts: bool) -> None:
+    """Check that all tokens but the last of watched turns were shown, in time.
+
+    Args:
+        leads: Whether this rank has conversations.
+        in_parts: Whether a step may add several tokens, or a turn be sampled elsewhere.
+    """
+    assert bool(Talker.watched) == leads
+    for said, shown in Talker.watched:
+        assert shown < said if in_parts else shown == said - 1, Talker.watched

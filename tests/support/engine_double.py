@@ -107,7 +107,14 @@ class ToyPort:
         self.prompts: dict[str, tuple[int, ...]] = {}
 
     def add(
-        self, key: str, token_ids: list[int], seed: int, max_tokens: int, temperature: float | None
+        self,
+        key: str,
+        token_ids: list[int],
+        seed: int,
+        max_tokens: int,
+        temperature: float | None,
+        *,
+        watched: bool,
     ) -> str:
         self.prompts[key] = tuple(token_ids)
         return key

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.rollout.engine import Arrivals, EngineState, InferenceEngine, OnStep, T
-from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
+from mindspeed_rl.rollout.requests import GenerationRequest, NewTokens, SamplingSettings
 from mindspeed_rl.rollout.stats import StepStats
 from mindspeed_rl.weights.traffic import RankTraffic
 from mindspeed_rl.weights.verify import Difference
@@ -111,12 +111,14 @@ class TableEngine:
         assert self.state is EngineState.AWAKE, "the scheduler let a sleeping engine generate"
         done: dict[int, Completion] = {}
         open_: dict[int, tuple[int, Completion]] = {}  # with the tokens that are left
+        watched: dict[int, bool] = {}
 
         def start(requests: Sequence[GenerationRequest]) -> None:
             self.asked.append((list(requests), settings))
             for request in requests:
                 completion = self.completion(request, settings, version)
                 open_[request.sample_id] = len(completion.token_ids), completion
+                watched[request.sample_id] = request.watched
 
         start(requests)
         while open_ or (arrivals is not None and arrivals.num_awaited):
@@ -127,6 +129,14 @@ class TableEngine:
             self.steps.append(tuple(finished))
             if on_step is not None:
                 on_step(finished)
+            if arrivals is not None:
+                arrivals.show(
+                    {
+                        i: NewTokens(at, (c.token_ids[at],))
+                        for i, (tokens, c) in open_.items()
+                        if watched[i] and (at := len(c.token_ids) - tokens - 1) >= 0
+                    }
+                )
             if arrivals is not None and (arrived := arrivals.take(wait=not open_)):
                 start(arrived)
         return done if arrivals is not None else {r.sample_id: done[r.sample_id] for r in requests}

@@ -369,6 +369,7 @@ class VllmEngine:
                 if on_step is not None:
                     on_step(finished)
                 if arrivals is not None:
+                    arrivals.show(self._open.new_tokens(outputs))
                     # data-parallel ranks would wait for this one
                     wait = not self._open and self._layout.engine.dp == 1
                     self._open.add(arrivals.take(wait=wait))

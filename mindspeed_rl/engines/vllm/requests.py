@@ -96,12 +96,17 @@ class VllmPort:
         seed: int,
         max_tokens: int,
         temperature: float | None,
+        *,
+        watched: bool = False,
     ) -> str:
         """Start a request and return vLLM's name of it; ``None`` is the settings' temperature."""
         from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
 
         params = copy.copy(self._base(temperature))
         params.seed, params.max_tokens = seed, max_tokens
+        if watched:
+            params.output_kind = RequestOutputKind.CUMULATIVE
         prompt = tokens_input(prompt_token_ids=token_ids)
         name = str(self._engine.add_request(key, prompt, params))
         self._running[key] = _Started(self._scheduler.requests[name])

@@ -260,7 +260,22 @@ DEATHS = {
         connection.close()
         raise ConnectionError("no patience")
         """,
+    "amid a stream": """
+        # The engine goes on to sample for a client that has gone.
+        answer = streamed(task, messages)
+        assert answer.readline().startswith(b"data: ")
+        answer.close()
+        raise ConnectionError("no patience")
+        """,
+    "killed amid a stream": """
+        answer = streamed(task, messages)
+        assert answer.readline().startswith(b"data: ")
+        os.kill(os.getpid(), 9)
+        """,
 }
+
+
+LATE = ("killed", "raises", "left", "amid a stream")
 
 
 def dying(how: str, when: str) -> str:
@@ -271,6 +286,12 @@ def dying(how: str, when: str) -> str:
 def address(task):
     host, port = task.base_url.split("/")[2].split(":")
     return host, int(port)
+
+def streamed(task, messages):
+    body = json.dumps({{"model": task.model, "messages": messages, "stream": True}}).encode()
+    headers = {{"Authorization": "Bearer " + task.api_key}}
+    url = task.base_url + "/chat/completions"
+    return urllib.request.urlopen(urllib.request.Request(url, body, headers))
 
 def solve(task):
     messages = [user("12")]
@@ -291,7 +312,7 @@ def solve(task):
 
 @pytest.mark.parametrize(
     ("how", "when"),
-    [*((how, "early") for how in DEATHS), ("killed", "late"), ("raises", "late"), ("left", "late")],
+    [*((how, "early") for how in DEATHS), *((how, "late") for how in LATE)],
 )
 def test_a_client_that_dies_costs_its_own_sample(tmp_path: Path, how: str, when: str) -> None:
     """No reward, not even 0, nothing of it trained, counted; the others' samples are whole."""

@@ -25,7 +25,7 @@ from mindspeed_rl.engines.vllm.options import check_option_names
 from mindspeed_rl.engines.vllm.patches import shared_memory_names
 from mindspeed_rl.models.layers import GroupedQueryAttention, LatentAttention
 from mindspeed_rl.platforms.process_state import preserved_environment
-from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
+from mindspeed_rl.rollout.requests import GenerationRequest, NewTokens, SamplingSettings
 
 SETTINGS = SamplingSettings(temperature=1.0, max_response_tokens=4, stop_token_ids=(1,))
 CALLS = ("free cache", "free weights", "wake weights", "wake cache", "begin", "finish", "generate")
@@ -98,6 +98,9 @@ class SecondTurn:
     def take(self, *, wait: bool) -> list[GenerationRequest]:
         come, self.waiting, self.num_awaited = self.waiting, [], 0
         return come
+
+    def show(self, sampled: Mapping[int, NewTokens]) -> None:
+        assert not sampled, "nobody watches"
 
 
 def test_decode_batches_count_every_turn_of_a_conversation() -> None:

@@ -22,9 +22,17 @@ class Keeper:
         self.aborted: list[str] = []
 
     def add(
-        self, key: str, token_ids: list[int], seed: int, max_tokens: int, temperature: float | None
+        self,
+        key: str,
+        token_ids: list[int],
+        seed: int,
+        max_tokens: int,
+        temperature: float | None,
+        *,
+        watched: bool,
     ) -> str:
-        raise AssertionError("it may pause")
+        assert watched, "it may pause"
+        return f"inner {key}"
 
     def add_part(
         self, key: str, token_ids: list[int], seed: int, max_tokens: int, later_tokens: int
@@ -70,3 +78,30 @@ def test_a_response_in_parts_moves_with_every_token_once() -> None:
     assert moved.prefix_tokens == (60, 61, 62, 63)
     assert moved.prefix_logprobs == (-1.0, -2.0, -3.0, -63 / 8)
     assert port.aborted == ["4"] and moved.later_tokens == 6
+
+
+def test_the_tokens_of_watched_requests_are_handed_out_once_each() -> None:
+    """Those of a request that comes back from another engine as well, from the first on."""
+    requests = OpenRequests(Keeper(), 99)
+    requests.add([GenerationRequest(4, (50, 51), 7, watched=True)])
+
+    def step(*token_ids: int) -> Any:
+        return requests.new_tokens([SimpleNamespace(request_id="4", outputs=[output(*token_ids)])])
+
+    assert step(61) == {4: (0, (61,))}
+    assert step(61, 62, 63) == {4: (1, (62, 63))}
+    requests.note([SimpleNamespace(request_id="4", outputs=[output(61, 62, 63)])])
+    (moved,) = requests.take([4])
+    assert moved.watched and step(61, 62, 63, 64) == {}, "it is elsewhere"
+    requests.add([moved])
+    assert step(70) == {4: (0, (61, 62, 63, 70))}
+    assert step(70, 71) == {4: (4, (71,))}
+    ended = SimpleNamespace(request_id="4", outputs=[output(70, 71, 72)])
+    requests.finish({4: ended}, 3)
+    assert requests.new_tokens([ended]) == {}
+
+
+def test_other_requests_are_not_handed_out() -> None:
+    _, requests = paused()
+    noted = SimpleNamespace(request_id="4", outputs=[output(61, 62, 63)])
+    assert requests.new_tokens([noted]) == {}

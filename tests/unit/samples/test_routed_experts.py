@@ -164,7 +164,7 @@ def test_a_token_without_experts_is_told() -> None:
 class Port:
     """An engine that names requests itself."""
 
-    def add(self, key: str, *about: Any) -> str:
+    def add(self, key: str, *about: Any, watched: bool) -> str:
         """The inner name of sample 0 is a."""
         return chr(ord("a") + int(key))
 
