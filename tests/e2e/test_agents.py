@@ -49,7 +49,8 @@ def test_an_agent_has_the_turns_of_the_environment_that_does_the_same(tmp_path: 
         write_warm_model(folder / "model", 48)
         write_prompts(folder / "train.jsonl")
         flags = [
-            "--rl-environment" if name == "environment" else "--rl-agent", partner, "--reward-function", "environment",
+            "--rl-environment" if name == "environment" else "--rl-agent", partner,
+            "--reward-function", "environment",
             "--tensor-model-parallel-size", "2", "--max-prompt-length", "8",
             "--rollout-max-response-length", str(limit), "--vllm-max-num-seqs", "128",
             "--train-iters", "2", "--grpo-prompts-per-step", "8", "--grpo-group-size", "4",

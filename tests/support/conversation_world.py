@@ -47,7 +47,7 @@ def restless(layout: Any, rank: int, visits: Visits | None) -> Rebalancer:
 class Talker:
     """Answers with the number of the turn and the prompt's, the later the larger that is.
 
-    The turns of even prompts are watched: what is shown of them are their first tokens.
+    The turns of two prompts in three are watched: what is shown of them are their first tokens.
 
     Attributes:
         watched: Number of the tokens of a turn, and how many were shown before it ended.
@@ -64,7 +64,7 @@ class Talker:
             self._shown[first:] = token_ids
 
     def _answer(self, *token_ids: int) -> Observation:
-        watch = None if self._index % 2 else self._note
+        watch = self._note if self._index % 3 else None
         return Observation(token_ids, reward=float(self._turn), watch=watch)
 
     def reset(self, prompt: Prompt) -> Observation:
@@ -73,7 +73,7 @@ class Talker:
 
     def step(self, token_ids: tuple[int, ...]) -> Observation:
         assert tuple(self._shown) == token_ids[: len(self._shown)]
-        if self._index % 2 == 0:
+        if self._index % 3:
             self.watched.append((len(token_ids), len(self._shown)))
         self._shown = []
         time.sleep(0.03 * self._index)
