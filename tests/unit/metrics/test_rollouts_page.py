@@ -115,16 +115,56 @@ def test_the_command_names_what_it_wrote_and_what_is_not_there(
     assert "no such folder; give the --output-dir of a run" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
+in_a_browser = pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="needs the browser chromium"
+)
+
+
+def shown(page: Path, state: str = "", script: str = "") -> tuple[str, str]:
+    """List and opened response of the page in a browser, after a script."""
+    text = page.read_text().replace("</body>", f"<script>{script}</script></body>")
+    page.write_text(text)
+    command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    address = f"file://{page}#{state}"
+    done = subprocess.run([*command, address], capture_output=True, text=True, timeout=120)
+    body = done.stdout[done.stdout.index("<main>") : done.stdout.index('id="data"')]
+    listed, _, opened = body.partition('id="detail"')
+    return listed, opened
+
+
+@in_a_browser
 def test_a_browser_shows_the_filtered_rows(tmp_path: Path) -> None:
     rows = [row(s, reward=s / 10, prompt=f"question {s}", group=s) for s in range(1, 10)]
     write(tmp_path, "rollouts.jsonl", rows)
-    page = write_page(tmp_path)
-    command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    address = f"file://{page}#step0=3&reward1=0.7&order=low&at=4"
-    done = subprocess.run([*command, address], capture_output=True, text=True, timeout=120)
-    body = done.stdout[done.stdout.index("<main>") : done.stdout.index('id="data"')]
-    assert "5 of 9 responses" in body and "question 3" in body and "question 8" not in body
-    assert body.index("question 3") < body.index("question 7")
-    assert body.count("question 5") == 2, "in the list and opened"
-    assert "log p" not in body and "Largest |difference| 1.00e-5" in body
+    listed, opened = shown(write_page(tmp_path), "step0=3&reward1=0.7&order=low&at=4")
+    assert "5 of 9 responses" in listed and "question 3" in listed
+    assert "question 8" not in listed + opened
+    assert listed.index("question 3") < listed.index("question 7")
+    assert "question 5" in listed and "question 5" in opened
+    assert "log p" not in opened and "Largest |difference| 1.00e-5" in opened
+
+
+@in_a_browser
+def test_filters_that_leave_nothing_leave_no_response_open(tmp_path: Path) -> None:
+    """By typing as by an address; with other filters a response of the list is open again."""
+    rows = [row(s, prompt=f"question {s}", group=s) for s in range(1, 4)]
+    write(tmp_path, "rollouts.jsonl", rows)
+    event = 'new Event("input", {bubbles: true})'
+    typed = f'form.text.value = "TEXT"; form.text.dispatchEvent({event});'
+    nothing = typed.replace("TEXT", "elephant")
+    for state, script in (("", nothing), ("text=elephant", "")):
+        listed, opened = shown(write_page(tmp_path), state, script)
+        assert "0 of 3 responses: none matches the filters" in listed
+        assert "No response matches the filters. Widen one, or press Clear." in opened
+        assert "question" not in listed + opened
+    again = nothing + typed.replace("TEXT", "question 2")
+    listed, opened = shown(write_page(tmp_path), "", again)
+    assert "1 of 3 responses" in listed and "none matches" not in listed
+    assert "question 2" in opened and "question 3" not in opened and "No response" not in opened
+
+
+@in_a_browser
+def test_a_browser_says_that_the_run_kept_no_responses(tmp_path: Path) -> None:
+    listed, opened = shown(write_page(tmp_path))
+    assert "0 of 0 responses" in listed and "none matches" not in listed
+    assert "The run kept no responses (--log-rollouts)." in opened
