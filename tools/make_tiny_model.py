@@ -326,7 +326,7 @@ def main() -> None:
     )
     parser.add_argument("--tied", action="store_true", help="The embedding is the head as well.")
     parser.add_argument(
-        "--no-weights", dest="weights", action="store_false",
+        "--no-weights", dest="weights", action="store_false", default=argparse.SUPPRESS,
         help="Write no weights: for --rl-benchmark-lengths.",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="Of the drawn weights.")

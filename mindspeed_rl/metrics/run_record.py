@@ -28,6 +28,11 @@ _ROOT = Path(__file__).resolve().parents[2]
 _OF_NO_RUN = ("python", "cuda.system", "npu.system", "dev")
 
 
+def local_time() -> str:
+    """Return the time of now with its zone, for a reader."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
 def write_run_record(job: Job[Any, Any], start: int) -> None:
     """Write the record of this start into ``--output-dir``. Local: one rank of the job calls it.
 
@@ -46,7 +51,7 @@ def write_run_record(job: Job[Any, Any], start: int) -> None:
     record = {
         "command_line": redacted_command(job.command_line),
         "after_step": start,
-        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "started": local_time(),
         "commit": source_commit(_ROOT),
         "versions": installed_versions(),
         "machine": {

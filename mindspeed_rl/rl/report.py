@@ -48,7 +48,7 @@ from mindspeed_rl.metrics.names import (
 )
 from mindspeed_rl.metrics.output_dir import take_output_dir
 from mindspeed_rl.metrics.rollouts_page import write_page
-from mindspeed_rl.metrics.run_record import write_run_record
+from mindspeed_rl.metrics.run_record import local_time, write_run_record
 from mindspeed_rl.metrics.run_totals import Totals, never_learned
 from mindspeed_rl.metrics.telemetry import log_description, named_phase, open_progress
 from mindspeed_rl.metrics.throughput_table import benchmark_lines
@@ -395,6 +395,10 @@ class RunReporter:
         """Return the numbers of the run, with its evaluations before and after."""
         totals, config = self._totals, self._job.config
         return {
+            "model": config.model.hf_checkpoint,
+            "algorithm": config.advantages.rl_advantage_estimator,
+            "ranks": self._job.world.size,
+            "ended": local_time(),
             "reward_before": first.reward if first else None,
             "reward_after": final.reward if final else None,
             "accuracy_before": first.accuracy if first else None,

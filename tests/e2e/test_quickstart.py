@@ -57,6 +57,8 @@ def test_the_main_job_leaves_what_the_readme_lists(results: Path) -> None:
     assert json.loads((results / "hf" / "export.json").read_text())["step"] == STEPS
     summary = json.loads((results / "summary.json").read_text())
     assert summary["steps"] == STEPS and summary["eval_prompts"] == 500
+    assert (summary["algorithm"], summary["ranks"]) == ("grpo", 4)
+    assert Path(summary["model"]) == results.parent / "warm_start" / "hf"
     heldout = summary["sets"]["heldout"]
     for key in ("reward", "accuracy", "accuracy_lenient"):
         for when in ("before", "after"):

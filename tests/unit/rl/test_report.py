@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -300,6 +301,14 @@ def test_a_resumed_run_compares_its_engine_with_the_first_steps_of_all(
         report.log_step(generate_rollouts(run, state), MetricSet(mismatch), NOWHERE)
         told = capsys.readouterr().out
         assert ("warning: step 7: mean" in told and "it was 1.25e-05" in told) == (step == 7)
+
+
+def test_the_summary_says_of_which_run_it_is(tmp_path: Path) -> None:
+    run = answering_run(tmp_path, ROWS)
+    summary = RunReporter(run, state_at())._summary(None, None)
+    assert summary["model"] == run.job.config.model.hf_checkpoint
+    assert (summary["algorithm"], summary["ranks"]) == ("reinforce_plus_plus", 1)
+    assert datetime.fromisoformat(summary["ended"]).tzinfo is not None
 
 
 def test_a_fresh_run_replaces_old_results_only_when_told(tmp_path: Path) -> None:
