@@ -14,37 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-FOLDERS = ("pretrain_scripts", "tools")
-SHIPPED = "shipped"  # folder of an installed package that has those folders
-_SUFFIXES = frozenset({".sh", ".py", ".json"})
-_OF_AUTHORS = frozenset({"make_flag_docs.py", "snapshot_scripts.py", "soak.py"})
-_USAGE_ERROR = 2  # setup.py loads this file alone, so it imports nothing of the package
+from mindspeed_rl.core.shipped import FOLDERS, shipped_files, source_folder
 
-
-def shipped_files(root: Path) -> list[Path]:
-    """Return the files of recipes and tools below a folder, relative to it."""
-    return sorted(
-        path.relative_to(root)
-        for folder in FOLDERS
-        for path in (root / folder).rglob("*")
-        if path.suffix in _SUFFIXES and path.name not in _OF_AUTHORS
-    )
-
-
-def source_folder() -> Path:
-    """Return where recipes and tools lie: in the installed package, or in its repository.
-
-    Raises:
-        FileNotFoundError: They are in neither.
-    """
-    package = Path(__file__).resolve().parents[1]
-    for root in (package / SHIPPED, package.parent):
-        if all((root / folder).is_dir() for folder in FOLDERS):
-            return root
-    raise FileNotFoundError(
-        f"the package in {package} came without recipes; install a wheel that `pip wheel` made of "
-        "the repository"
-    )
+_USAGE_ERROR = 2
 
 
 def write_files(source: Path, target: Path) -> int:

@@ -18,6 +18,7 @@ from mindspeed_rl.core import versions
 from mindspeed_rl.core.files import write_text_atomic
 from mindspeed_rl.core.flag import flag_names
 from mindspeed_rl.core.redaction import redacted, redacted_command
+from mindspeed_rl.core.shipped import noted_commit
 from mindspeed_rl.metrics.jsonl import encode_json
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def write_run_record(job: Job[Any, Any], start: int) -> None:
         "command_line": redacted_command(job.command_line),
         "after_step": start,
         "started": local_time(),
-        "commit": source_commit(_ROOT),
+        "commit": package_commit(),
         "versions": installed_versions(),
         "machine": {
             "host": platform.node(),
@@ -91,6 +92,12 @@ def installed_versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def package_commit() -> str | None:
+    """Return the commit of this package: what its wheel noted, or that of its checkout."""
+    noted = noted_commit()
+    return source_commit(_ROOT) if noted is None else noted or None
 
 
 def source_commit(folder: Path) -> str | None:

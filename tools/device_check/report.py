@@ -14,7 +14,7 @@ from typing import Any
 from device_check.results import Result, StageStatus
 from mindspeed_rl.core.files import write_text_atomic
 from mindspeed_rl.core.redaction import redacted_text
-from mindspeed_rl.metrics.run_record import installed_versions, source_commit
+from mindspeed_rl.metrics.run_record import installed_versions, package_commit
 
 ROOT = Path(__file__).resolve().parents[2]
 TAIL_LINES = 40
@@ -52,7 +52,7 @@ def machine_facts(kind: str, device: Mapping[str, Any]) -> dict[str, Any]:
         "device": dict(device),
         "system": platform.platform(),
         "versions": installed_versions(),
-        "commit": source_commit(ROOT) or "",
+        "commit": package_commit() or "",
     }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.architecture import ROOT
 
-from mindspeed_rl.command_line import recipes
+from mindspeed_rl.core import shipped
 
 TRACKED = ("git", "ls-files", "pretrain_scripts", "tools")
 
@@ -52,6 +52,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     passed(run(sys.executable, "-m", "venv", "--without-pip", fresh))
     python = fresh / "bin/python"
     passed(run(sys.executable, "-m", "pip", "--python", python, "-q", "install", *offline, wheel))
+    describe = ("git", "describe", "--always", "--dirty", "--abbrev=40")
+    (folder / "commit").write_text(passed(run(*describe, folder=checkout)))
     (site,) = fresh.glob("lib/python*/site-packages")
     # behind the wheel, and without the links of editable installations in it
     (site / "others.pth").write_text(sysconfig.get_path("purelib"))
@@ -73,7 +75,7 @@ pytestmark = pytest.mark.slow
 def test_everything_but_the_tools_of_authors_is_written(written: Path) -> None:
     tracked = set(passed(run(*TRACKED)).split())
     found = {str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()}
-    assert tracked - found == {f"tools/{name}" for name in recipes._OF_AUTHORS}
+    assert tracked - found == {f"tools/{name}" for name in shipped.OF_AUTHORS}
     assert found <= tracked
     for name in found:
         assert (written / name).read_bytes() == (ROOT / name).read_bytes()
@@ -97,6 +99,14 @@ def test_the_written_recipes_run_with_the_installed_package(
     assert "memory" in passed(quick)
     assert (written / "outputs/quickstart/seed0/model/config.json").is_file()
     assert not any(tmp_path.iterdir())
+
+
+def test_a_run_of_the_wheel_knows_its_commit(installed: Path) -> None:
+    """Not that of a repository in which the environment happens to lie."""
+    passed(run("git", "init", "-q", installed.parent))
+    code = "from mindspeed_rl.metrics.run_record import package_commit as c; print(c())"
+    told = passed(run(installed / "python", "-c", code, folder=installed))
+    assert told == (installed.parents[1] / "commit").read_text() and len(told) > 40
 
 
 def test_the_written_tools_run_with_the_installed_package(
