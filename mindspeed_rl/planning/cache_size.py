@@ -1,4 +1,7 @@
-"""Chooses the engine's key/value cache where ``--rollout-kv-cache-gb`` leaves it open."""
+"""Chooses the engine's key/value cache where ``--rollout-kv-cache-gb`` leaves it open.
+
+A size that is given is compared with what the rollouts of a rank want.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.run_plan import RLPlan
 
 _GIB = 2**30
+_FEW = 0.25  # of the sequences of a rank; a cache that holds fewer is told
 _FILLED = 0.95  # of a device, as far as a cache is chosen: predictions are that good
 
 
@@ -21,7 +25,8 @@ def with_cache_size(
 
     The cache holds all sequences of the rank at their longest, or as many as fit beside what else
     is on the device while the engine samples, at least one. ``--rl-offload auto`` is taken as the
-    mode that moves most, because it is chosen afterwards, for the cache found here.
+    mode that moves most, because it is chosen afterwards, for the cache found here. Of a size that
+    is given, there is a line only if it holds few sequences.
 
     Args:
         prediction: Prediction of the run; its offload mode does not matter.
@@ -31,19 +36,15 @@ def with_cache_size(
     """
     config, plan = prediction.config, prediction.plan
     assert isinstance(config, RLRunConfig) and isinstance(plan, RLPlan)
-    if config.rollout.rollout_kv_cache_gb:
-        return config, []
+    sequences, sequence = _wanted(prediction, plan)
+    if given := config.rollout.rollout_kv_cache_gb:
+        held = max(1, int(given * _GIB) // sequence)
+        return config, _few(given, held, sequences, plan.max_model_len)
     asked = OffloadMode(config.memory.rl_offload)
     mode = FIXED_MODES[-1] if asked is OffloadMode.AUTO else asked
     ranks = prediction.representatives()
     taken = replace(prediction, offload=mode).peaks(ranks)[MemoryPhase.ROLLOUT]
     left = max(0, int(_FILLED * usable) - taken) // (2 if shared else 1)
-    engine = prediction.engine
-    block = engine.sizes.block_tokens
-    # A block more: drafts reach beyond the last token, and an engine keeps one for itself.
-    sequence = engine.token_bytes() * (round_up(plan.max_model_len, block) + block)
-    groups = plan.engine.num_replicas * plan.engine.dp
-    sequences = min(-(-plan.batch.samples // groups), engine.sizes.sequences)
     fitting = max(1, min(sequences, left // sequence))
     size = fitting * sequence
     line = (
@@ -54,3 +55,24 @@ def with_cache_size(
         line += "; the others wait, or run beside them while they are shorter"
     rollout = replace(config.rollout, rollout_kv_cache_gb=size / _GIB)
     return replace(config, rollout=rollout), [line]
+
+
+def _wanted(prediction: MemoryPrediction, plan: RLPlan) -> tuple[int, int]:
+    """Return how many sequences a rank has at once, and the bytes of the longest."""
+    engine = prediction.engine
+    block = engine.sizes.block_tokens
+    # A block more: drafts reach beyond the last token, and an engine keeps one for itself.
+    sequence = engine.token_bytes() * (round_up(plan.max_model_len, block) + block)
+    groups = plan.engine.num_replicas * plan.engine.dp
+    return min(-(-plan.batch.samples // groups), engine.sizes.sequences), sequence
+
+
+def _few(given: float, held: int, sequences: int, longest: int) -> list[str]:
+    """Return a note about a cache that holds few sequences."""
+    if held >= _FEW * sequences:
+        return []
+    return [
+        f"note: --rollout-kv-cache-gb {given:g} holds {held} of the {sequences} sequences of a "
+        f"rank at full length ({longest} tokens): where responses get that long, most wait for "
+        "others. 0 chooses a size that fits beside the rest"
+    ]

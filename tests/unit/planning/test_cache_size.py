@@ -71,6 +71,15 @@ def test_a_size_that_was_given_is_kept():
     assert with_cache_size(given, 10**12) == (given.config, [])
 
 
+@pytest.mark.parametrize(("held", "told"), [(1, True), (5, True), (6, False), (24, False)])
+def test_a_small_size_that_was_given_is_told(held: int, told: bool):
+    """24 sequences of a rank: a quarter of them is enough to say nothing."""
+    given = prediction_of("--rollout-kv-cache-gb", str((held + 0.5) * SEQUENCE / 2**30))
+    config, lines = with_cache_size(given, 10**12)
+    assert config == given.config
+    assert [f"holds {held} of the 24 sequences" in line for line in lines] == [True] * told
+
+
 @pytest.mark.parametrize("memory", ["20", "64"])
 def test_a_dry_run_predicts_the_chosen_cache_and_fits(memory):
     found = find_out(
