@@ -39,6 +39,7 @@ OTHER_DATA = (
 
 def main(job: SftJob) -> None:
     """Train on prompt and solution pairs, or on rows of indexed data."""
+    from mindspeed_rl.building.models import build_engine, initialize_parallel
     from mindspeed_rl.checkpoint.save_clock import SaveClock
     from mindspeed_rl.launch.attempt import elapsed_s, mark, note_step
     from mindspeed_rl.metrics.telemetry import (
@@ -50,7 +51,6 @@ def main(job: SftJob) -> None:
     )
     from mindspeed_rl.peers.copies import open_copies
     from mindspeed_rl.peers.saving import decide, keep_checkpoints, stopped_line
-    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
     from mindspeed_rl.rl.export import export_if_due
     from mindspeed_rl.trainer_state import run_checkpoint
 
@@ -188,6 +188,7 @@ def train_step(
     from functools import partial
 
     from mindspeed_rl.algorithms.losses import supervised_loss
+    from mindspeed_rl.building.models import batch_rules
     from mindspeed_rl.launch.attempt import restart_metrics
     from mindspeed_rl.metrics.metric_set import Mean, MetricSet, reduce_metrics
     from mindspeed_rl.metrics.names import REAL_SHARE, STEP_TIME, TOKENS_PER_S
@@ -195,7 +196,6 @@ def train_step(
     from mindspeed_rl.metrics.throughput import devices_of, utilisation
     from mindspeed_rl.models.flops import training_flops
     from mindspeed_rl.packing.micro_batches import real_share
-    from mindspeed_rl.rl.build_models import batch_rules
     from mindspeed_rl.trainer.nonfinite import require_finite
 
     with named_phase(timer, job.watchdog, "train"):
@@ -256,8 +256,8 @@ def load_source(job: SftJob) -> SampleSource:
 
 def load_examples(job: SftJob) -> SupervisedDataset:
     """Load the supervised data set, tokenised. Local."""
+    from mindspeed_rl.building.models import load_tokenizer
     from mindspeed_rl.data.supervised import load_supervised
-    from mindspeed_rl.rl.build_models import load_tokenizer
 
     sft = job.config.sft
     return load_supervised(

@@ -27,9 +27,9 @@ TokenScore = tuple[int, int, float, float]
 
 def main(job: ScoreJob) -> None:
     """Score the sequences and write the result on rank 0."""
+    from mindspeed_rl.building.models import initialize_parallel
     from mindspeed_rl.data.scores import read_sequences
     from mindspeed_rl.launch.start_up import stage
-    from mindspeed_rl.rl.build_models import initialize_parallel
 
     score = job.config.score
     spec = job.plan.spec
@@ -54,8 +54,8 @@ def by_trainer(job: ScoreJob, sequences: ScoreInputs) -> list[TokenScore]:
     """Score this rank's part of the tokens by the trainer. Collective: the training grid."""
     import torch
 
+    from mindspeed_rl.building.models import batch_rules, build_engine
     from mindspeed_rl.core.types import TrainSample
-    from mindspeed_rl.rl.build_models import batch_rules, build_engine
 
     engine = build_engine(job, "reference", 0, job.config.score.temperature)
     samples = [
@@ -77,8 +77,8 @@ def by_trainer(job: ScoreJob, sequences: ScoreInputs) -> list[TokenScore]:
 
 def by_engine(job: ScoreJob, sequences: ScoreInputs) -> list[TokenScore]:
     """Score this rank's part of the tokens by the rollout engine. Collective: the world."""
-    from mindspeed_rl.rl.build_engine import build_inference_engine, installed_layout
-    from mindspeed_rl.rl.build_models import load_weights
+    from mindspeed_rl.building.engine import build_inference_engine, installed_layout
+    from mindspeed_rl.building.models import load_weights
 
     config, rank, layout = job.config, job.world.rank, installed_layout(job)
     job = replace(job, plan=replace(job.plan, rollout_layout=layout))

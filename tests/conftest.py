@@ -41,7 +41,7 @@ settings.load_profile("fixed")
 LONG_FILES = tuple(
     f"{folder}/test_{name}.py"
     for folder, names in (
-        ("e2e", "score quickstart resume restart unequal_settings replay ray learning"),
+        ("e2e", "faults ray score quickstart resume restart unequal_settings replay soak learning"),
         ("e2e", "lora device_check distillation elastic peer_copies"),
         ("distributed", "checkpoint_layouts bench selftest silent_errors families checkpoint"),
         ("distributed", "reshard adapters hybrid_context"),

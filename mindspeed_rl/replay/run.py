@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from mindspeed_rl.building.models import Models
 from mindspeed_rl.checkpoint import resume as checkpoints
 from mindspeed_rl.command_line.replay_run import recorded_flags
 from mindspeed_rl.config import RLRunConfig
@@ -27,7 +28,7 @@ from mindspeed_rl.replay.outputs import (
 from mindspeed_rl.replay.record import StepRecord, read_record, save_record
 from mindspeed_rl.replay.recorder import StepRecorder
 from mindspeed_rl.rl import resume
-from mindspeed_rl.rl.components import Components, Models, RunState
+from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.report import RunReporter
 from mindspeed_rl.rl.sync import check_engine
 from mindspeed_rl.trainer.train_engine import TrainEngine

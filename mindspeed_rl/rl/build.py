@@ -9,6 +9,23 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mindspeed_rl.building.engine import (
+    build_rollout_engine,
+    build_weight_sync,
+    draft_history,
+    open_ledger,
+    rollout_dtype,
+    share_memory,
+    watched,
+    with_chosen_cache,
+    with_installed_engine,
+)
+from mindspeed_rl.building.models import (
+    batch_rules,
+    build_models,
+    initialize_parallel,
+    load_tokenizer,
+)
 from mindspeed_rl.checkpoint.save_clock import SaveClock
 from mindspeed_rl.colocation.scheduler import DeviceScheduler
 from mindspeed_rl.config import PromptConfig, RLRunConfig
@@ -40,23 +57,6 @@ from mindspeed_rl.rewards.drawn import NAME as DRAWN
 from mindspeed_rl.rewards.drawn import DrawnRewards
 from mindspeed_rl.rewards.ray_pool import make_reward_pool
 from mindspeed_rl.rewards.scoring import check_row_rewards
-from mindspeed_rl.rl.build_engine import (
-    build_rollout_engine,
-    build_weight_sync,
-    draft_history,
-    open_ledger,
-    rollout_dtype,
-    share_memory,
-    watched,
-    with_chosen_cache,
-    with_installed_engine,
-)
-from mindspeed_rl.rl.build_models import (
-    batch_rules,
-    build_models,
-    initialize_parallel,
-    load_tokenizer,
-)
 from mindspeed_rl.rl.components import Components, PromptData, Telemetry
 from mindspeed_rl.rl.reference import build_tail
 from mindspeed_rl.rollout.engine import InferenceEngine

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
-from mindspeed_rl.adapters.base_model import BaseModel
+from mindspeed_rl.building.models import Models
 from mindspeed_rl.checkpoint.background import BackgroundWriter
 from mindspeed_rl.checkpoint.save_clock import SaveClock
 from mindspeed_rl.colocation.memory_ledger import MemoryLedger
@@ -32,45 +30,11 @@ from mindspeed_rl.samples.lengths import LengthHistory
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.shown_tokens import ShownTokens
 from mindspeed_rl.samples.store import SampleStore
-from mindspeed_rl.trainer.train_engine import TrainEngine
 from mindspeed_rl.weight_layouts.rollout import Slots
 from mindspeed_rl.weights.sync import WeightSync
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True)
-class Models:
-    """The models that megatron-core runs; ``None`` for a model that the run does not have."""
-
-    policy: TrainEngine
-    reference: TrainEngine | BaseModel | None = None
-    critic: TrainEngine | None = None
-    reward_model: TrainEngine | None = None
-    teachers: Mapping[str, TrainEngine] = field(default_factory=dict)
-
-    def refresh_reference(self) -> None:
-        """Make the weights of the reference those of the policy. Local; both on the device."""
-        assert self.reference is not None and not isinstance(self.reference, BaseModel)
-        present = self.policy.named_parameters()
-        with torch.no_grad():
-            for name, param in self.reference.named_parameters().items():
-                param.copy_(present[name])
-        self.reference.reload_master_weights()
-
-    def companions(self, ref_update_interval: int) -> dict[str, TrainEngine]:
-        """Return the models besides the policy that change, by role.
-
-        Args:
-            ref_update_interval: Number of steps after which the policy becomes the reference; 0:
-                the reference never changes.
-        """
-        found = {"critic": self.critic} if self.critic is not None else {}
-        reference = self.reference
-        if ref_update_interval and reference and not isinstance(reference, BaseModel):
-            found["reference"] = reference
-        return found
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from mindspeed_rl.building.engine import rollout_dtype, weight_target
 from mindspeed_rl.expert_placement.balance import plan_balance
 from mindspeed_rl.expert_placement.near_trainer import TrainerExperts, lacking_elements
 from mindspeed_rl.metrics.metric_set import Mean, MetricSet
 from mindspeed_rl.parallel.small_collectives import all_reduce_sum
-from mindspeed_rl.rl.build_engine import rollout_dtype, weight_target
 from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.weight_layouts.rollout import RolloutLayout, Slots
 

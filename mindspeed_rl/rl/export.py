@@ -9,12 +9,10 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.adapters.peft_files import write_adapters
-from mindspeed_rl.checkpoint.hf import weight_files
+from mindspeed_rl.building.models import kept_mtp
 from mindspeed_rl.checkpoint.interval_exports import due_target, keep_newest
-from mindspeed_rl.checkpoint.names import mtp_tensors
 from mindspeed_rl.checkpoint.writers import export_writers
 from mindspeed_rl.config.outputs import export_target
-from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.export_names import adapter_folder
 from mindspeed_rl.core.memory import EXPORT_BUFFER_BYTES
 from mindspeed_rl.launch.start_up import start_stage
@@ -110,26 +108,6 @@ def export_policy(
         )
     dist.barrier()
     return writers
-
-
-def kept_mtp(job: Job[Any, RunPlan]) -> dict[str, Path]:
-    """Return the tensors that ``--keep-mtp`` copies unchanged into every export, with their files.
-
-    Raises:
-        UsageError: The checkpoint has no multi-token-prediction layers.
-    """
-    if not job.config.checkpoint.keep_mtp:
-        return {}
-    checkpoint = job.config.model.hf_checkpoint
-    files = weight_files(checkpoint)
-    found = mtp_tensors(job.plan.spec, files)
-    if not found:
-        raise UsageError(
-            f"--keep-mtp: {checkpoint} has no multi-token-prediction layers; remove the flag, or "
-            "give a checkpoint that has them (num_nextn_predict_layers in config.json, and "
-            "weights behind the last layer)"
-        )
-    return {name: files[name] for name in found}
 
 
 def config_keys(spec: ModelSpec, checkpoint: str, keep_mtp: bool) -> dict[str, Any]:

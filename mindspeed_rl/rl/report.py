@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from mindspeed_rl.algorithms.correction import derived_mismatch
+from mindspeed_rl.building.engine import predict_run
+from mindspeed_rl.building.models import Models
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.outputs import (
     CURVES_FILE,
@@ -60,8 +62,7 @@ from mindspeed_rl.planning.report import decode_line
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.platforms.npu_install import determinism_line
 from mindspeed_rl.platforms.process_groups import existing_groups, group_lines
-from mindspeed_rl.rl.build_engine import predict_run
-from mindspeed_rl.rl.components import Components, Models, RunState
+from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.export import export_critic, export_policy
 from mindspeed_rl.rl.rollouts import RolloutBatch
 from mindspeed_rl.rl.sync import bounds_of

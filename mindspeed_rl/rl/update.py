@@ -18,13 +18,14 @@ from mindspeed_rl.algorithms.kl import adapted_coefficient
 from mindspeed_rl.algorithms.losses import LossSettings, policy_loss
 from mindspeed_rl.algorithms.selection import StepTokens, select_by_covariance
 from mindspeed_rl.algorithms.types import Denominators, LossInputs, LossOutputs, Sequences
+from mindspeed_rl.building.models import Models
 from mindspeed_rl.colocation.scheduler import DeviceScheduler, Phase
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.alarms import FLAG, GRADIENT_NORM, MAX_SKIPPED, Rollback, ending
 from mindspeed_rl.core.memory import CRITIC_OWNERS, MemoryOwner
 from mindspeed_rl.metrics.metric_set import Max, Mean, Metric, MetricSet, Total, reduce_metrics
 from mindspeed_rl.rl.batches import OptimizerBatch, StepBatches, sample_of_token
-from mindspeed_rl.rl.components import Components, Models, RunState
+from mindspeed_rl.rl.components import Components, RunState
 from mindspeed_rl.rl.critic import critic_loss, update_critic
 from mindspeed_rl.samples.packing import MicroBatch
 from mindspeed_rl.samples.shown_tokens import ShownTokens

@@ -28,6 +28,13 @@ from mindspeed_rl.algorithms.selection import select_by_covariance
 from mindspeed_rl.algorithms.token_advantages import generalized_advantages, rewards_to_tokens
 from mindspeed_rl.algorithms.types import Denominators, SumOverRanks
 from mindspeed_rl.algorithms.value_loss import value_loss
+from mindspeed_rl.building.models import (
+    batch_rules,
+    build_engine,
+    initialize_parallel,
+    load_value_model,
+    new_engine,
+)
 from mindspeed_rl.config import ModelConfig, ParallelConfig, RLRunConfig, TrainConfig
 from mindspeed_rl.core.types import TrainSample
 from mindspeed_rl.launch.job import Job
@@ -35,13 +42,6 @@ from mindspeed_rl.metrics.metric_set import reduce_metrics
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.tensors import tensor_groups
 from mindspeed_rl.planning.run_plan import RLPlan, other_layout, plan_training
-from mindspeed_rl.rl.build_models import (
-    batch_rules,
-    build_engine,
-    initialize_parallel,
-    load_value_model,
-    new_engine,
-)
 from mindspeed_rl.rl.critic import empty_value_metrics, values_of_rows
 from mindspeed_rl.rl.update import empty_loss_metrics, with_covariance_mask
 from mindspeed_rl.samples.packing import MicroBatch, pack

@@ -23,8 +23,8 @@ def train_and_prove(
 
     And the operators of the proof, without its exchange.
     """
+    from mindspeed_rl.building.models import build_engine, initialize_parallel
     from mindspeed_rl.engines.vllm.layout import VllmLayout
-    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
     from mindspeed_rl.weights.executor import Resharder
     from mindspeed_rl.weights.transports import make_transport
     from mindspeed_rl.weights.verify import WeightVerifier

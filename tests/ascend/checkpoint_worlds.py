@@ -62,8 +62,8 @@ def rebuild(job: Job[RLRunConfig, RLPlan]) -> TrainEngine:
     """Another policy in the same world."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+    from mindspeed_rl.building.models import build_engine
     from mindspeed_rl.launch.bootstrap import seed_everything
-    from mindspeed_rl.rl.build_models import build_engine
 
     model_parallel_cuda_manual_seed(job.config.train.seed)
     seed_everything(job.config.train.seed)

@@ -71,7 +71,7 @@ def family_world(
     With ``given_experts`` routers take those of :func:`with_experts`, so that no rounding sends a
     token elsewhere.
     """
-    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
+    from mindspeed_rl.building.models import build_engine, initialize_parallel
 
     facts: dict[str, FamilyFacts] = {}
     for name, folder in models.items():
@@ -191,9 +191,9 @@ def memory_world(world: World, model: str, num_steps: int) -> MemoryFacts:
     """
     from support.batches import local_batches
 
+    from mindspeed_rl.building.models import build_engine, initialize_parallel
     from mindspeed_rl.colocation.scheduler import ColocationPlan
     from mindspeed_rl.core.memory import MemoryOwner, OffloadMode
-    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
     from mindspeed_rl.trainer.resident_memory import trainer_memory
 
     facts = MemoryFacts({}, {}, 0, 0)
@@ -247,9 +247,9 @@ def profile_world(world: World, model: str, flags: Sequence[str], num_steps: int
 
     from support.batches import local_batches
 
+    from mindspeed_rl.building.models import build_engine, initialize_parallel
     from mindspeed_rl.metrics.profiler import StepProfiler
     from mindspeed_rl.metrics.timers import PhaseTimer
-    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
 
     job = make_job(world, model, [*SMALL, *flags])
     initialize_parallel(job)

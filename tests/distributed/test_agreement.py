@@ -16,8 +16,8 @@ def agreement_world(world: World) -> tuple[list[bytes], int, str]:
     """Rank function: gathered bytes, the agreed size of the cache, the refusal of unlike nodes."""
     import torch
 
+    from mindspeed_rl.building.engine import agreed_cache_bytes
     from mindspeed_rl.parallel.groups import check_equal_nodes
-    from mindspeed_rl.rl.build_engine import agreed_cache_bytes
     from mindspeed_rl.weights.transports import AllToAllTransport
 
     transport = AllToAllTransport(2, torch.device("cpu"), None)

@@ -121,8 +121,8 @@ def difference(models: object, folder: Path) -> str:
     from support.training_worlds import in_hf_coordinates
 
     from mindspeed_rl.algorithms.losses import supervised_loss
+    from mindspeed_rl.building.models import batch_rules
     from mindspeed_rl.config.training import CheckpointConfig
-    from mindspeed_rl.rl.build_models import batch_rules
     from mindspeed_rl.rl.export import export_policy
     from mindspeed_rl.selftest import loss as selftest
     from mindspeed_rl.trainer_state.checkpoint import load_checkpoint, save_checkpoint

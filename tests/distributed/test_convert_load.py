@@ -35,7 +35,7 @@ def load_all(
     """Rank function: whole weights, step and notes after each load into zeros; then a save."""
     from support.training_worlds import in_hf_coordinates, start_job
 
-    from mindspeed_rl.rl.build_models import build_engine
+    from mindspeed_rl.building.models import build_engine
     from mindspeed_rl.trainer_state.checkpoint import load_checkpoint, save_checkpoint
 
     job = start_job(world, model, FLAGS)

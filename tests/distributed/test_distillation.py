@@ -68,10 +68,10 @@ def distilling_world(world: World, flags: Sequence[str], model: str, teacher: st
     """Rank function."""
     from support.batches import local_batches
 
+    from mindspeed_rl.building.models import build_engine, build_teachers
     from mindspeed_rl.core.memory import MemoryOwner, MemoryPhase
     from mindspeed_rl.distillation.teachers import with_teachers
     from mindspeed_rl.planning.prediction import MemoryPrediction
-    from mindspeed_rl.rl.build_models import build_engine, build_teachers
     from mindspeed_rl.trainer.resident_memory import trainer_memory
 
     own = ("--teacher-hf-checkpoint", f"wide={teacher}", "--make-vocab-size-divisible-by", "8")

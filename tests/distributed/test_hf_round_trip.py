@@ -32,7 +32,7 @@ LAYOUT = (
 
 def export_world(world: World, model: str, exports: Sequence[tuple[str, list[str]]]) -> None:
     """Rank function: load the model and export it, once for each (directory, flags)."""
-    from mindspeed_rl.rl.build_models import build_engine
+    from mindspeed_rl.building.models import build_engine
     from mindspeed_rl.rl.export import export_policy
 
     for target, flags in exports:

@@ -58,7 +58,7 @@ def both_ways(
     """Rank function: each model with rows on some ranks and on all, in fp32 and in fp64."""
     from support.training_worlds import Case, run_case, start_job
 
-    from mindspeed_rl.rl.build_models import batch_rules, build_engine
+    from mindspeed_rl.building.models import batch_rules, build_engine
 
     hybrid = ("--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank", str(tokens))
     found: Results = {}
@@ -80,7 +80,7 @@ def gradients_in_double(job: Any, samples: Sequence[TrainSample]) -> dict[str, t
     from support.double_precision import double_precision
     from support.training_worlds import Case, make_loss, with_reference
 
-    from mindspeed_rl.rl.build_models import build_engine
+    from mindspeed_rl.building.models import build_engine
 
     with double_precision():
         engine = build_engine(job, "policy", 1, job.config.rl.rl_default_temperature)

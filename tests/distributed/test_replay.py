@@ -55,8 +55,8 @@ def record_steps(
 
     from mindspeed_rl.algorithms.losses import LossSettings, policy_loss
     from mindspeed_rl.algorithms.types import Denominators
+    from mindspeed_rl.building.models import build_engine
     from mindspeed_rl.replay.recorder import StepRecorder
-    from mindspeed_rl.rl.build_models import build_engine
 
     samples = make_samples(307)
     samples = with_logprobs(samples, [torch.full((s.num_trained,), -5.7) for s in samples])

@@ -75,7 +75,7 @@ class ReshardFacts:
 
 def reshard_world(world: World, models: Mapping[str, str]) -> dict[str, ReshardFacts]:
     """Reshard both models to every engine size."""
-    from mindspeed_rl.rl.build_models import build_engine
+    from mindspeed_rl.building.models import build_engine
 
     reports: dict[str, ReshardFacts] = {}
     for model, folder in models.items():

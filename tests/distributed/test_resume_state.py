@@ -71,8 +71,8 @@ def save_and_resume(world: World, model: str, folder: str) -> dict[str, Any]:
     import torch
     from support.training_worlds import start_job
 
+    from mindspeed_rl.building.models import build_critic, build_engine, build_models
     from mindspeed_rl.config.training import CheckpointConfig
-    from mindspeed_rl.rl.build_models import build_critic, build_engine, build_models
     from mindspeed_rl.trainer_state.checkpoint import load_checkpoint, save_checkpoint
 
     job = start_job(world, model, FLAGS)

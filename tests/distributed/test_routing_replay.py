@@ -42,8 +42,8 @@ def replayed(
     from support.batches import local_batches
 
     from mindspeed_rl.algorithms.losses import supervised_loss
+    from mindspeed_rl.building.models import build_engine
     from mindspeed_rl.metrics.metric_set import Mean, MetricSet, reduce_metrics
-    from mindspeed_rl.rl.build_models import build_engine
     from mindspeed_rl.trainer.routing_replay import AGREEMENT
 
     samples = make_samples(VOCAB)

@@ -67,9 +67,9 @@ def value_world(world: World, flags: Sequence[str], model: str, scorer: str, sav
     """Rank function."""
     from support.batches import local_batches
 
+    from mindspeed_rl.building.models import build_reward_model
     from mindspeed_rl.core.memory import MemoryPhase
     from mindspeed_rl.planning.prediction import MemoryPrediction
-    from mindspeed_rl.rl.build_models import build_reward_model
     from mindspeed_rl.trainer.resident_memory import trainer_memory
 
     own = ("--rl-advantage-estimator", "gae", "--critic-hf-checkpoint", scorer)
@@ -105,7 +105,7 @@ def value_world(world: World, flags: Sequence[str], model: str, scorer: str, sav
 
 def _build(job: Job[RLRunConfig, RLPlan]) -> tuple[TrainEngine, TrainEngine]:
     """Policy and critic."""
-    from mindspeed_rl.rl.build_models import build_critic, build_engine
+    from mindspeed_rl.building.models import build_critic, build_engine
 
     critic = build_critic(job)
     assert critic is not None

@@ -48,7 +48,7 @@ def waits_world(world: World, model: str, loss: str, experts: bool) -> Found:
     from support.batches import local_batches
     from support.waits import Waits
 
-    from mindspeed_rl.rl.build_models import build_engine
+    from mindspeed_rl.building.models import build_engine
     from mindspeed_rl.trainer import train_engine
 
     routing = ("--rl-routing-replay", "trainer") if experts else ()

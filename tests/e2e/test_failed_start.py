@@ -10,7 +10,7 @@ import pytest
 from support.jobs import TorchrunJob
 from support.whole_runs import write_inputs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LIMIT_S = 120.0  # the process group alone would wait an hour
 FLAGS = ["--hf-checkpoint", "model", "--platform", "cpu", "--train-iters", "2",

@@ -22,11 +22,11 @@ from support.jobs import (
     free_port,
     planted,
     processes_of,
-    shared_memory,
+    shared_memory_left,
 )
 from support.whole_runs import COMMON, write_inputs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone]
+pytestmark = pytest.mark.e2e
 
 START_S = 120.0  # of a job, on a busy machine
 LIMIT_S = 60.0
@@ -175,7 +175,7 @@ def test_nothing_outlives_the_launcher(
 @pytest.mark.parametrize("fault", KILLED)
 def test_a_killed_rank_of_a_real_run(world: Path, port: int, fault: str) -> None:
     rank, phase, *_ = fault.split(":")
-    before = shared_memory()
+    before = shared_memory_left()
     rounds = [
         *flags(600), "--reshard-bucket-mb", "0.25", "--reward-function", "reward.py:differing",
         "--save", f"save-{phase}", "--save-interval", "1",
@@ -184,7 +184,7 @@ def test_a_killed_rank_of_a_real_run(world: Path, port: int, fault: str) -> None
     with TorchrunJob(world, [DRIVER], rounds, port=port, environment=real) as job:
         job.wait_for_text("fault planted", START_S)
         ended = job.end(LIMIT_S)
-        job.wait_for(lambda: not shared_memory() - before, 5.0)
+        job.wait_for(lambda: not shared_memory_left() - before, 5.0)
     _only(causes(ended), f"rank {rank} in phase {phase}: process", ended)
     assert "exitcode  : -9" in ended.output, "torchrun's report names the signal"
 

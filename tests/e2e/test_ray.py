@@ -20,7 +20,7 @@ from compare_runs import differences, digests, metrics
 from support.jobs import DRIVER, MARKER, ROOT, TorchrunJob, planted, processes_of
 from support.whole_runs import COMMON, TRAIN_RL, write_inputs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 REHEARSAL = [sys.executable, DRIVER]
 ENTRY = [sys.executable, *TRAIN_RL]

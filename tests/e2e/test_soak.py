@@ -87,7 +87,6 @@ def test_ranks_die_as_often_as_the_time_holds() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.timeout(1300)
 def test_a_run_under_attack_ends_with_the_same_bits(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "tools" / "soak.py"), "--steps", "60", "--ranks", "1"]

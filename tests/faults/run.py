@@ -116,6 +116,13 @@ def check(fault: Fault, table: str) -> tuple[str, str]:
     return "killed", ""
 
 
+def timed_check(fault: Fault, table: str) -> tuple[str, str, float]:
+    """As :func:`check`, and the seconds that it took."""
+    start = time.perf_counter()
+    verdict, why = check(fault, table)
+    return verdict, why, time.perf_counter() - start
+
+
 def green(faults: Sequence[Fault], jobs: int) -> str:
     """What the named tests say that fail without a fault; empty when all pass."""
     files: dict[str, set[str]] = {}
@@ -152,10 +159,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"red without a fault:\n{problem}")
         return 1
     with ThreadPoolExecutor(options.jobs) as pool:
-        verdicts = pool.map(lambda fault: check(fault, options.table), faults)
-        for fault, (verdict, why) in zip(faults, verdicts, strict=True):
+        verdicts = pool.map(lambda fault: timed_check(fault, options.table), faults)
+        for fault, (verdict, why, took) in zip(faults, verdicts, strict=True):
             counts[verdict] += 1
-            print(f"{verdict}  {fault.name}" + (f"\n        {why}" if why else ""), flush=True)
+            print(f"{verdict}  {fault.name}  {took:.1f} s", flush=True)
+            if why:
+                print(f"        {why}", flush=True)
     seconds = time.perf_counter() - start
     print(f"{counts['killed']} of {len(faults)} faults killed in {seconds:.0f} s")
     return 0 if counts["killed"] == len(faults) else 1

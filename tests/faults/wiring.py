@@ -142,11 +142,11 @@ def _blames_the_neighbour(results: list[Any]) -> list[Any]:
 
 WIRING = (
     # --- building the run
-    Fault("policy-at-temperature-1", "mindspeed_rl.rl.build_models:build_engine",
+    Fault("policy-at-temperature-1", "mindspeed_rl.building.models:build_engine",
           _built_with("policy", temperature=_at_one),
           _BUILDING + "test_policy_and_reference_are_of_the_temperature_of_the_rollouts",
           "Ratios would compare another distribution than the one that sampled."),
-    Fault("reference-at-temperature-1", "mindspeed_rl.rl.build_models:new_engine",
+    Fault("reference-at-temperature-1", "mindspeed_rl.building.models:new_engine",
           lambda original: (lambda job, role, *rest, **how: original(job, role, *rest,
           **how | ({"temperature": 1.0} if role == "reference" else {}))),
           _BUILDING + "test_policy_and_reference_are_of_the_temperature_of_the_rollouts",
@@ -158,12 +158,12 @@ WIRING = (
     Fault("reference-copied-after-the-checkpoint-was-loaded", "mindspeed_rl.rl.resume:start",
           _when_resumed(lambda run, _: run.models.refresh_reference()), _CONTINUES,
           "Each restart would allow the policy to move as far again."),
-    Fault("horizon-in-steps-not-updates", "mindspeed_rl.rl.build_models:build_engine",
+    Fault("horizon-in-steps-not-updates", "mindspeed_rl.building.models:build_engine",
           _built_with("policy", num_updates=_in_steps),
           _BUILDING + "test_schedules_end_with_the_updates_of_the_run",
           "With k updates a step the rate reaches --min-lr after 1/k of the run."),
     Fault("critic-with-the-learning-rate-of-the-policy",
-          "mindspeed_rl.rl.build_models:new_engine",
+          "mindspeed_rl.building.models:new_engine",
           lambda original: (lambda job, role, layout, train, num_updates, **rest: original(job,
           role, layout, job.config.train, num_updates, **rest)),
           _BUILDING + "test_the_critic_has_a_learning_rate_of_its_own",

@@ -76,8 +76,8 @@ def adapter_world(
 
     from mindspeed_rl.adapters.base_model import BaseModel
     from mindspeed_rl.adapters.peft_files import write_adapters
+    from mindspeed_rl.building.models import build_engine
     from mindspeed_rl.parallel.small_collectives import gather_objects
-    from mindspeed_rl.rl.build_models import build_engine
 
     job = start_job(world, model, [*FLAGS, *flags])
     # The base has experts of its own choice, and the policy replays none of them.
@@ -250,9 +250,9 @@ def resumed_world(
     """Rank function; ``other`` is a model with other weights."""
     from support.training_worlds import start_job
 
+    from mindspeed_rl.building.models import build_engine
     from mindspeed_rl.config.training import CheckpointConfig
     from mindspeed_rl.core.errors import UsageError
-    from mindspeed_rl.rl.build_models import build_engine
     from mindspeed_rl.trainer_state.checkpoint import load_checkpoint, save_checkpoint
 
     job = start_job(world, model, [*FLAGS, *flags])
@@ -283,9 +283,9 @@ def continued_world(world: World, flags: Sequence[str], model: str, folder: str)
     """Rank function: load a checkpoint of another layout and train on; whole factors."""
     from support.training_worlds import start_job
 
+    from mindspeed_rl.building.models import build_engine
     from mindspeed_rl.config.training import CheckpointConfig
     from mindspeed_rl.parallel.small_collectives import gather_objects
-    from mindspeed_rl.rl.build_models import build_engine
     from mindspeed_rl.trainer_state.checkpoint import load_checkpoint
 
     job = start_job(world, model, [*FLAGS, *flags])

@@ -144,22 +144,23 @@ ROOMS: Mapping[str, Room] = {
         ("core", "config", "algorithms", "parallel", "data", "samples", "trainer"),
         TORCH_DISTRIBUTED,
     ),
+    "building": Room(
+        (
+            *("core", "config", "models", "parallel", "platforms", "algorithms", "data"),
+            *("weight_layouts", "weights", "deltas", "rollout", "engines", "planning", "samples"),
+            *("colocation", "checkpoint", "adapters", "model_files", "trainer", "launch"),
+            "distillation",
+        ),
+        TORCH_DISTRIBUTED,
+    ),
     "rl": Room(
         (
             *("core", "config", "models", "parallel", "platforms"),
             *("metrics", "weight_layouts", "weights"),
             *("rollout", "engines", "planning", "algorithms", "samples", "data", "rewards"),
             *("environments", "colocation", "checkpoint", "trainer", "launch", "generation"),
-            *(
-                "trainer_state",
-                "adapters",
-                "peers",
-                "distillation",
-                "expert_placement",
-                "flag_checks",
-            ),
-            "model_files",
-            "deltas",
+            *("trainer_state", "adapters", "peers", "distillation", "expert_placement"),
+            *("flag_checks", "model_files", "building"),
         ),
         TORCH_DISTRIBUTED,
     ),
@@ -167,7 +168,7 @@ ROOMS: Mapping[str, Room] = {
         (
             *("core", "config", "command_line", "parallel", "metrics"),
             *("weight_layouts", "planning"),
-            *("samples", "checkpoint", "trainer", "launch", "rl"),
+            *("samples", "checkpoint", "trainer", "launch", "building", "rl"),
         ),
         TORCH_DISTRIBUTED,
     ),
@@ -175,7 +176,7 @@ ROOMS: Mapping[str, Room] = {
         (
             *("core", "config", "models", "metrics", "weight_layouts"),
             *("weights", "planning", "algorithms"),
-            *("samples", "trainer", "launch", "rl"),
+            *("samples", "trainer", "launch", "building", "rl"),
         ),
         TORCH_DISTRIBUTED,
     ),

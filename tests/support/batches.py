@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mindspeed_rl.building.models import batch_rules
 from mindspeed_rl.core.types import TrainSample
-from mindspeed_rl.rl.build_models import batch_rules
 from mindspeed_rl.samples.packing import MicroBatch
 
 

@@ -49,7 +49,7 @@ def built_world(
 
     The last one of a model is of a chunk that has a layer less than it should.
     """
-    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
+    from mindspeed_rl.building.models import build_engine, initialize_parallel
 
     found: dict[str, list[str]] = {}
     for name, folder in models.items():

@@ -57,7 +57,7 @@ def requests_of(step: int) -> list[GenerationRequest]:
 @contextmanager
 def planned(plans: str, rank: int) -> Iterator[None]:
     """Replace measured plans: drafts ``always``, or ``at random``, in other steps on each rank."""
-    from mindspeed_rl.rl import build_engine
+    from mindspeed_rl.building import engine as build_engine
 
     draw = random.Random(rank)
 

@@ -61,7 +61,7 @@ def family_reshard_world(
     world: World, models: Mapping[str, str], flags: Sequence[str], rollouts: Sequence[Rollout]
 ) -> dict[str, list[Moved]]:
     """Rank function: build every trainer, reshard it three times to every engine layout."""
-    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
+    from mindspeed_rl.building.models import build_engine, initialize_parallel
 
     reports: dict[str, list[Moved]] = {}
     for name, folder in models.items():

@@ -41,8 +41,8 @@ def family_sync_world(
     world: World, model: str, flags: Sequence[str], work_dir: str
 ) -> list[FamilySync]:
     """Rank function: build trainer and engine, update three times."""
-    from mindspeed_rl.rl.build_engine import with_installed_engine
-    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
+    from mindspeed_rl.building.engine import with_installed_engine
+    from mindspeed_rl.building.models import build_engine, initialize_parallel
 
     common = ["--micro-batch-size", "8", "--rl-default-temperature", str(TEMPERATURE)]
     common += ["--rollout-kv-cache-gb", "0.0625", "--vllm-max-num-seqs", "32"]

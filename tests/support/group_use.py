@@ -48,10 +48,10 @@ def used_groups_world(
     """Groups that this rank uses in an RL update, and those that are predicted."""
     from support.training_worlds import Case, make_job, make_samples, run_case
 
+    from mindspeed_rl.building.models import build_engine, initialize_parallel
     from mindspeed_rl.core.groups import MEGATRON_GROUPS
     from mindspeed_rl.planning.prediction import MemoryPrediction
     from mindspeed_rl.platforms.process_groups import existing_groups
-    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
 
     job = make_job(world, model, [*layout, "--lr", "1e-3"])
     with watched_groups() as used:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -168,6 +170,21 @@ def processes_of(marker: str) -> list[int]:
     return found
 
 
-def shared_memory() -> set[str]:
-    """Names in shared memory that belong to jobs of this project."""
-    return {path.name for path in Path("/dev/shm").glob("*mindspeed_rl-*")}
+def shared_memory_left() -> set[str]:
+    """Names in shared memory that belong to jobs of this project none of whose owners lives."""
+    roots = (Path(tempfile.gettempdir()), Path("/dev/shm"))
+    folders = [path for root in roots for path in root.glob("mindspeed_rl-*") if path.is_dir()]
+    living = {path.name.rpartition("-")[2] for path in folders if _is_locked(path / ".owner")}
+    names = {path.name for path in Path("/dev/shm").glob("*mindspeed_rl-*")}
+    return {name for name in names if not any(key in name for key in living)}
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with path.open("r+b") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:  # its owner lives
+        return True
+    return False

@@ -55,7 +55,7 @@ def measure_world(
     world: World, cases: Mapping[str, tuple[str, Sequence[str]]]
 ) -> dict[str, Measured]:
     """Rank function: build every case, a model with flags, in one layout; measure, predict."""
-    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
+    from mindspeed_rl.building.models import build_engine, initialize_parallel
 
     results: dict[str, Measured] = {}
     for name, (model, flags) in cases.items():

@@ -12,8 +12,8 @@ from support.training_worlds import TrainSample, start_job
 
 from mindspeed_rl.algorithms.losses import supervised_loss
 from mindspeed_rl.algorithms.types import LossInputs, LossOutputs
+from mindspeed_rl.building.models import build_engine
 from mindspeed_rl.launch.bootstrap import World
-from mindspeed_rl.rl.build_models import build_engine
 from mindspeed_rl.trainer.nonfinite import require_finite, trace_nonfinite
 
 #: rank and weight of it that gets one NaN; the second is of a product that is summed over ranks

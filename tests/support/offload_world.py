@@ -74,7 +74,7 @@ def offload_world(world: World, model: str, flags: Sequence[str]) -> OffloadFact
 def _train(job, mode: OffloadMode, facts: OffloadFacts) -> OffloadFacts:  # type: ignore[no-untyped-def]
     from support.batches import local_batches
 
-    from mindspeed_rl.rl.build_models import build_engine
+    from mindspeed_rl.building.models import build_engine
     from mindspeed_rl.trainer.resident_memory import trainer_memory
 
     policy = build_engine(job, "policy", NUM_STEPS)

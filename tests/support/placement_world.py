@@ -36,7 +36,7 @@ class PlacedRun:
 
 def placement_world(world: World, model: str) -> PlacedRun:
     """Rank function: sample, move experts with an update, sample again."""
-    from mindspeed_rl.rl.build_models import load_weights
+    from mindspeed_rl.building.models import load_weights
 
     job, engine = loaded_engine(world, model, FLAGS)
     layout = job.plan.rollout_layout

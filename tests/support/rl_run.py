@@ -30,6 +30,7 @@ from support.table_engine import (
 )
 
 from mindspeed_rl.attention.rows import make_packed_row
+from mindspeed_rl.building.models import Models
 from mindspeed_rl.colocation.memory_ledger import MemoryLedger
 from mindspeed_rl.colocation.scheduler import DeviceScheduler
 from mindspeed_rl.command_line.arguments import parse
@@ -50,7 +51,7 @@ from mindspeed_rl.rewards.types import RewardRequest, RewardResult
 from mindspeed_rl.rl.advantages import compute_advantages
 from mindspeed_rl.rl.batches import StepBatches, build_batches
 from mindspeed_rl.rl.build import build_rollout_worker, build_sample_store
-from mindspeed_rl.rl.components import Components, Models, PromptData, RunState, Telemetry
+from mindspeed_rl.rl.components import Components, PromptData, RunState, Telemetry
 from mindspeed_rl.rl.logprobs import compute_logprobs
 from mindspeed_rl.rl.rollouts import RolloutBatch, generate_rollouts
 from mindspeed_rl.rl.sync import sync_weights

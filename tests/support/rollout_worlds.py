@@ -107,7 +107,7 @@ def engine_world(
 ) -> EngineFacts:
     """Rank function: every check, in an order in which each leaves the engine awake."""
 
-    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
+    from mindspeed_rl.building.models import build_engine, initialize_parallel
 
     facts = EngineFacts()
     job = engine_job(world, model, trainer_tp, engine_tp)
@@ -143,7 +143,7 @@ def engine_world(
 
 def killed_world(world: World, model: str, work_dir: str) -> None:
     """Rank function: build an engine of all ranks, say its nonce, die of SIGKILL."""
-    from mindspeed_rl.rl.build_models import build_engine, initialize_parallel
+    from mindspeed_rl.building.models import build_engine, initialize_parallel
 
     job = engine_job(world, model, 1, world.size)
     initialize_parallel(job)
@@ -169,9 +169,9 @@ def engine_job(world: World, model: str, trainer_tp: int, engine_tp: int) -> Job
 
 def build_both(job: Job[Any, RLPlan], policy: TrainEngine) -> Both:
     """The engine and the state machine, by the functions of the entry."""
+    from mindspeed_rl.building.engine import build_rollout_engine, build_weight_sync, share_memory
+    from mindspeed_rl.building.models import Models
     from mindspeed_rl.colocation.scheduler import DeviceScheduler
-    from mindspeed_rl.rl.build_engine import build_rollout_engine, build_weight_sync, share_memory
-    from mindspeed_rl.rl.components import Models
 
     sharing = share_memory(job, Models(policy))
     sharing.leave_all()
@@ -188,8 +188,8 @@ def loaded_engine(
 
     It drafts from ``history`` if there is one.
     """
-    from mindspeed_rl.rl.build_engine import build_rollout_engine, with_installed_engine
-    from mindspeed_rl.rl.build_models import load_weights
+    from mindspeed_rl.building.engine import build_rollout_engine, with_installed_engine
+    from mindspeed_rl.building.models import load_weights
 
     job = with_installed_engine(make_job(world, model, flags))
     engine = build_rollout_engine(job, history)

@@ -17,9 +17,9 @@ from support.batches import local_batches
 from support.training_worlds import TrainSample, start_job
 
 from mindspeed_rl.algorithms.losses import supervised_loss
+from mindspeed_rl.building.models import build_engine
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.platforms import flight_recorder
-from mindspeed_rl.rl.build_models import build_engine
 
 STUCK_S = 3.0
 LIMIT_S = 120.0

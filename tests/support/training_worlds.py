@@ -157,7 +157,7 @@ def start_job(world: World, model: str | Path, flags: Sequence[str]) -> Job[RLRu
     """
     from megatron.core import parallel_state
 
-    from mindspeed_rl.rl.build_models import initialize_parallel
+    from mindspeed_rl.building.models import initialize_parallel
 
     job = make_job(world, model, flags)
     if not parallel_state.model_parallel_is_initialized():
@@ -173,7 +173,7 @@ def train_world(
     samples: Sequence[TrainSample],
 ) -> WorldResult | None:
     """Rank function: run all cases in one layout; the result is on rank 0."""
-    from mindspeed_rl.rl.build_models import build_engine
+    from mindspeed_rl.building.models import build_engine
 
     results: dict[str, CaseResult] = {}
     for case in cases:

@@ -39,8 +39,8 @@ from mindspeed_rl.platforms import host_memory
 
 def race(args: argparse.Namespace) -> None:
     """Alternate the ways and print the results on rank 0. Collective: the world."""
+    from mindspeed_rl.building import models as build_models
     from mindspeed_rl.checkpoint.background import BackgroundWriter
-    from mindspeed_rl.rl import build_models
     from mindspeed_rl.trainer_state.checkpoint import plan_checkpoint
 
     job = start(args)
@@ -92,8 +92,8 @@ def race(args: argparse.Namespace) -> None:
 def updater(job: Any, policy: Any) -> Callable[[], None]:
     """Return a function that takes an optimizer step on the same few samples."""
     from mindspeed_rl.algorithms.losses import supervised_loss
+    from mindspeed_rl.building import models as build_models
     from mindspeed_rl.core.types import TrainSample
-    from mindspeed_rl.rl import build_models
 
     samples = [TrainSample(i, torch.arange(5, 69), 32) for i in range(job.world.size)]
     num_tokens = 32 * len(samples)

@@ -65,8 +65,9 @@ class BusyClock:
 def measure(args: argparse.Namespace) -> None:
     """Run cycles of update and sync, and print the table on rank 0. Collective: the world."""
     from mindspeed_rl.algorithms.losses import supervised_loss
+    from mindspeed_rl.building import engine as build_engine
+    from mindspeed_rl.building import models as build_models
     from mindspeed_rl.core.types import TrainSample
-    from mindspeed_rl.rl import build_engine, build_models
 
     job = start(args, LAYOUT)
     build_models.initialize_parallel(job)

@@ -120,9 +120,10 @@ Built = tuple[scheduler.DeviceScheduler, scheduler.ColocationPlan, Any, WeightSy
 def build(job: Any) -> Built:
     """Build the product's state machine in TRAIN, its trainer after one update, engine and sync."""
     from mindspeed_rl.algorithms.losses import supervised_loss
+    from mindspeed_rl.building import engine as build_engine
+    from mindspeed_rl.building import models as build_models
+    from mindspeed_rl.building.models import Models
     from mindspeed_rl.core.types import TrainSample
-    from mindspeed_rl.rl import build_engine, build_models
-    from mindspeed_rl.rl.components import Models
 
     build_models.initialize_parallel(job)
     policy = build_models.build_engine(job, "policy", 1)

@@ -43,8 +43,8 @@ class DeviceWork:
     def update(self) -> float:
         """Do one update on all samples and return its loss."""
         from mindspeed_rl.algorithms.losses import supervised_loss
+        from mindspeed_rl.building.models import batch_rules
         from mindspeed_rl.metrics.metric_set import reduce_metrics
-        from mindspeed_rl.rl.build_models import batch_rules
 
         num_tokens = sum(sample.num_trained for sample in self.samples)
         batches = self.policy.prepare(batch_rules(self.job).pack_own(self.samples))
@@ -91,8 +91,8 @@ def build(setting: Setting) -> DeviceWork:
     job = ranks.start(setting)
     import torch
 
+    from mindspeed_rl.building import models as build_models
     from mindspeed_rl.core.types import TrainSample
-    from mindspeed_rl.rl import build_models
 
     build_models.initialize_parallel(job)
     policy = build_models.build_engine(job, "policy", UPDATES)
@@ -141,9 +141,9 @@ def _updates(built: DeviceWork, notes: Notes) -> None:
 
 def _offload(built: DeviceWork, notes: Notes) -> None:
     """Move everything twice: the first time allocates the memory of the host."""
+    from mindspeed_rl.building.engine import share_memory
+    from mindspeed_rl.building.models import Models
     from mindspeed_rl.core.memory import MemoryOwner
-    from mindspeed_rl.rl.build_engine import share_memory
-    from mindspeed_rl.rl.components import Models
 
     groups = share_memory(built.job, Models(built.policy)).groups
     before, digest = built.used_mib(), built.weights_digest()
@@ -194,8 +194,8 @@ def engine_job(setting: Setting, recorder: Recorder) -> None:
 
 
 def _engine(built: DeviceWork, notes: Notes) -> tuple[ColocationPlan, InferenceEngine]:
-    from mindspeed_rl.rl import build_engine
-    from mindspeed_rl.rl.components import Models
+    from mindspeed_rl.building import engine as build_engine
+    from mindspeed_rl.building.models import Models
 
     job = built.job = build_engine.with_installed_engine(built.job)
     sharing = build_engine.share_memory(job, Models(built.policy))
@@ -231,7 +231,7 @@ def _engine(built: DeviceWork, notes: Notes) -> tuple[ColocationPlan, InferenceE
 def _sync(
     built: DeviceWork, engine: InferenceEngine, phases: DeviceScheduler, notes: Notes
 ) -> None:
-    from mindspeed_rl.rl.build_engine import build_weight_sync
+    from mindspeed_rl.building.engine import build_weight_sync
 
     sync: WeightSync = build_weight_sync(built.job, built.policy)
     notes.figures["to_train_s"] = built.timed(phases.to_train)
@@ -252,8 +252,8 @@ def _logprobs(
     """Sample with the engine, then ask the trainer for the same tokens."""
     import torch
 
+    from mindspeed_rl.building.models import batch_rules
     from mindspeed_rl.core.types import TrainSample
-    from mindspeed_rl.rl.build_models import batch_rules
     from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
 
     prompts = [tuple(sample.token_ids[: setting.size.prompt].tolist()) for sample in built.samples]

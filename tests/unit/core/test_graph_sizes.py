@@ -16,6 +16,7 @@ from support.full_disk import largest_file
 from support.layout_cases import GQA, spec_of
 from support.table_engine import single_rank
 
+from mindspeed_rl.building.engine import graph_sizes
 from mindspeed_rl.config import EngineTuningConfig
 from mindspeed_rl.core.graph_sizes import (
     AUTO,
@@ -27,7 +28,6 @@ from mindspeed_rl.core.graph_sizes import (
     read_history,
     write_history,
 )
-from mindspeed_rl.rl.build_engine import graph_sizes
 from mindspeed_rl.rollout.stats import StepStats, record_history
 
 HISTOGRAMS = st.dictionaries(st.integers(1, 12), st.integers(1, 50), min_size=1)

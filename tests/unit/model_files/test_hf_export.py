@@ -369,7 +369,7 @@ def test_a_bare_tokenizer_is_to_the_run_what_it_is_to_readers_of_the_export(tmp_
     """Beside a tokenizer.json alone nothing says its class, which adds tokens: config.json does."""
     from transformers import AutoTokenizer
 
-    from mindspeed_rl.rl.build_models import load_tokenizer
+    from mindspeed_rl.building.models import load_tokenizer
 
     source, bare, target = tmp_path / "model", tmp_path / "tokenizer", tmp_path / "hf"
     write_tiny_model(source)

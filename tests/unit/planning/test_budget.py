@@ -13,6 +13,8 @@ from support.planned_run import RECOMPUTE, WORLD, expert_config
 from support.published import PUBLISHED
 from support.tiers import slow_but
 
+from mindspeed_rl.building import engine as build_engine
+from mindspeed_rl.building.models import Models
 from mindspeed_rl.colocation.scheduler import ColocationPlan
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.dry_run import MACHINES
@@ -27,8 +29,6 @@ from mindspeed_rl.planning.report import lines
 from mindspeed_rl.planning.suggestions import plan_of, suggest
 from mindspeed_rl.platforms.base import DeviceMemory
 from mindspeed_rl.platforms.cuda import CudaPlatform
-from mindspeed_rl.rl import build_engine
-from mindspeed_rl.rl.components import Models
 from mindspeed_rl.rollout.engine import EngineState
 from mindspeed_rl.samples.columns import TOKEN_IDS
 from mindspeed_rl.samples.device_cache import TensorCache

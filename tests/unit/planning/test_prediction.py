@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.published import PUBLISHED, published_config
 
+from mindspeed_rl.building.models import batch_rules
 from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig, TrainConfig
 from mindspeed_rl.core.context_parallelism import ContextParallelism
@@ -23,7 +24,6 @@ from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.model_state import model_state, save_host_bytes
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.suggestions import plan_of
-from mindspeed_rl.rl.build_models import batch_rules
 from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 

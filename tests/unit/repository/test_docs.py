@@ -54,6 +54,12 @@ def test_links_between_pages_lead_somewhere() -> None:
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
+def test_the_readme_says_what_each_package_is_for() -> None:
+    rows = (ROOT / "README.md").read_text(encoding="utf-8").split("## Where things are")[1]
+    packages = {path.parent.name for path in (ROOT / "mindspeed_rl").glob("*/__init__.py")}
+    assert packages == set(re.findall(r"`(\w+)/`", rows)) - {"mindspeed_rl"}
+
+
 def test_every_finding_of_the_ascend_pages_names_tests_that_exist() -> None:
     """Their tables say which test fails without a fix; elsewhere they name files of the package."""
     pages = ("ascend.md", "ascend_internals.md")

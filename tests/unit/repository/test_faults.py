@@ -80,7 +80,7 @@ def test_the_runner_tells_what_became_of_each_fault(
     assert run.main(["--table", "made_up_faults", "--jobs", "1"]) == 1
     printed = capsys.readouterr().out
     for name, verdict in EXPECTED.items():
-        assert f"{verdict}  {name}\n" in printed
+        assert f"{verdict}  {name}  " in printed
     assert "1 of 5 faults killed" in printed
     assert "renamed does not exist" in printed
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support.conversions import edit_config
 
+from mindspeed_rl.building import models as build_models
 from mindspeed_rl.checkpoint.hf import load_hf, weight_files
 from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
@@ -27,7 +28,6 @@ from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.models.spec import read_hf_config
 from mindspeed_rl.rewards import RewardRequest, WeightedReward, score_sample
-from mindspeed_rl.rl import build_models
 from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 

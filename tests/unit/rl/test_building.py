@@ -16,8 +16,9 @@ import torch
 from support.rl_run import NUM_PROMPTS, PROMPTS, Characters, make_run
 from support.table_engine import TableEngine
 
+from mindspeed_rl.building import models as build_models
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.rl import build, build_models
+from mindspeed_rl.rl import build
 from mindspeed_rl.rl.components import Components, RunState
 
 FLAGS = (

@@ -11,13 +11,13 @@ import pytest
 from make_task_data import write_jsonl
 from make_tiny_model import TinySizes, write_tiny_model
 
+from mindspeed_rl.building.models import load_tokenizer
 from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.data.cache import RowCache
 from mindspeed_rl.pretrain import load_examples
 from mindspeed_rl.rl.build import check_data, load_data
-from mindspeed_rl.rl.build_models import load_tokenizer
 from mindspeed_rl.rl.components import PromptData
 
 NOTHING: Any = None

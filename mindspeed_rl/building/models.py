@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +25,6 @@ from mindspeed_rl.model_files.loading import load_by_node
 from mindspeed_rl.models.blocks import VALUE_HEAD
 from mindspeed_rl.parallel.groups import check_equal_nodes
 from mindspeed_rl.planning.run_plan import RLPlan, draws_weights, run_packing
-from mindspeed_rl.rl.components import Models
-from mindspeed_rl.rl.export import kept_mtp
 from mindspeed_rl.samples.placement import BatchRules
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.train_engine import TrainEngine
@@ -38,6 +37,39 @@ if TYPE_CHECKING:
 
     from mindspeed_rl.config import PretrainRunConfig
     from mindspeed_rl.planning.run_plan import RunPlan
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models that megatron-core runs; ``None`` for a model that the run does not have."""
+
+    policy: TrainEngine
+    reference: TrainEngine | BaseModel | None = None
+    critic: TrainEngine | None = None
+    reward_model: TrainEngine | None = None
+    teachers: Mapping[str, TrainEngine] = field(default_factory=dict)
+
+    def refresh_reference(self) -> None:
+        """Make the weights of the reference those of the policy. Local; both on the device."""
+        assert self.reference is not None and not isinstance(self.reference, BaseModel)
+        present = self.policy.named_parameters()
+        with torch.no_grad():
+            for name, param in self.reference.named_parameters().items():
+                param.copy_(present[name])
+        self.reference.reload_master_weights()
+
+    def companions(self, ref_update_interval: int) -> dict[str, TrainEngine]:
+        """Return the models besides the policy that change, by role.
+
+        Args:
+            ref_update_interval: Number of steps after which the policy becomes the reference; 0:
+                the reference never changes.
+        """
+        found = {"critic": self.critic} if self.critic is not None else {}
+        reference = self.reference
+        if ref_update_interval and reference and not isinstance(reference, BaseModel):
+            found["reference"] = reference
+        return found
 
 
 @start_stage("models of the trainer")
@@ -106,6 +138,26 @@ def build_engine(
     load_weights(job, layout, engine.named_parameters(), log_skipped=role == "policy")
     engine.reload_master_weights()
     return engine
+
+
+def kept_mtp(job: Job[Any, RunPlan]) -> dict[str, Path]:
+    """Return the tensors that ``--keep-mtp`` copies unchanged into every export, with their files.
+
+    Raises:
+        UsageError: The checkpoint has no multi-token-prediction layers.
+    """
+    if not job.config.checkpoint.keep_mtp:
+        return {}
+    checkpoint = job.config.model.hf_checkpoint
+    files = weight_files(checkpoint)
+    found = mtp_tensors(job.plan.spec, files)
+    if not found:
+        raise UsageError(
+            f"--keep-mtp: {checkpoint} has no multi-token-prediction layers; remove the flag, or "
+            "give a checkpoint that has them (num_nextn_predict_layers in config.json, and "
+            "weights behind the last layer)"
+        )
+    return {name: files[name] for name in found}
 
 
 def new_engine(

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.adapters.base_model import BaseModel
+from mindspeed_rl.building.models import Models
 from mindspeed_rl.colocation.memory_ledger import MemoryLedger
 from mindspeed_rl.colocation.scheduler import CHAIN, ColocationPlan
 from mindspeed_rl.colocation.transition import nothing
@@ -38,7 +39,6 @@ from mindspeed_rl.planning.budget import (
 from mindspeed_rl.planning.cache_size import with_cache_size
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.run_plan import RLPlan, ScorePlan, check_engine
-from mindspeed_rl.rl.components import Models
 from mindspeed_rl.rollout.draft_costs import DraftRule
 from mindspeed_rl.rollout.draft_history import DraftHistory
 from mindspeed_rl.rollout.engine import EngineState, InferenceEngine

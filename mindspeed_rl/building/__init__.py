@@ -1,0 +1,1 @@
+"""Builds the models and the engine of a run from its flags."""
