@@ -282,6 +282,12 @@ class LoggingConfig:
     tensorboard_dir: str = flag(
         "", "Folder for TensorBoard files; empty takes OUTPUT_DIR/tensorboard."
     )
+    log_level: str = flag(
+        "info",
+        "What is printed. debug adds what the authors of this project look for: the process groups "
+        "of the first rank, and Python warnings of libraries that a user cannot act on.",
+        choices=("info", "debug"),
+    )
     log_rollouts: int = flag(4, "Sampled rollouts written to rollouts.jsonl per step.", minimum=0)
     log_rollout_tokens: bool = flag(
         False,

@@ -189,7 +189,8 @@ def prepare_rank(checked: Checked[Run, Plan_co]) -> list[str]:
         longest_phase_s=limits_of(checked).longest,
     )
     changed += bind_cores(parallel.bind_cores, platform, os.environ)
-    bootstrap.quiet_libraries()
+    if checked.parsed.config.logging.log_level == "info":
+        bootstrap.quiet_libraries()
     machine.check_machine(platform, os.environ, engine=has_engine(checked.parsed.config))
     return [*changed, *machine.unused_devices(platform), *setup.notes]
 

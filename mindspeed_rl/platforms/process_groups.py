@@ -47,13 +47,22 @@ def existing_groups() -> list[ExistingGroup]:
     return found
 
 
-def group_lines(groups: Sequence[ExistingGroup], buffer_bytes: Mapping[str, int]) -> Iterator[str]:
+def group_lines(
+    groups: Sequence[ExistingGroup], buffer_bytes: Mapping[str, int], *, listed: bool
+) -> Iterator[str]:
     """Yield log lines about the groups of more than one rank, with equal groups in one line.
 
     Args:
         groups: All groups of one rank.
         buffer_bytes: Predicted device buffers in bytes, by the name of each group that a step uses.
+        listed: Whether the groups have lines; else there is one about buffers, if there are any.
     """
+    total = sum(buffer_bytes.values()) / 2**20
+    sizes = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in buffer_bytes.items())
+    if not listed:
+        if total:
+            yield f"device buffers of process groups: {total:.0f} MiB, of those in use: {sizes}"
+        return
     alike: dict[tuple[tuple[int, ...], str], list[str]] = {}
     for group in groups:
         if len(group.ranks) > 1:
@@ -62,8 +71,6 @@ def group_lines(groups: Sequence[ExistingGroup], buffer_bytes: Mapping[str, int]
     yield f"process groups of this rank: {len(groups)}, {several} of more than one rank"
     for (ranks, backend), names in alike.items():
         yield f"  {_ranks(ranks)} {backend}: {', '.join(names)}"
-    total = sum(buffer_bytes.values()) / 2**20
-    sizes = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in buffer_bytes.items())
     yield f"  device buffers: {total:.0f} MiB" + (f", of groups in use: {sizes}" if sizes else "")
 
 

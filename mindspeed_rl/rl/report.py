@@ -102,7 +102,9 @@ def describe(run: Components) -> None:
         f"rewards: {', '.join(rewards)}"
         + (f"; control: {run.config.rl.rl_control}" if run.config.rl.rl_control != "none" else ""),
         *(pool.notices if (pool := run.rollouts.rewards.pool) is not None else ()),
-        *(group_lines(existing_groups(), group_bytes) if any(group_bytes.values()) else ()),
+        *group_lines(
+            existing_groups(), group_bytes, listed=run.config.logging.log_level == "debug"
+        ),
         *([decode_line(prediction), determinism_line()] if on_npu else []),
         *([weight_format] if weight_format else []),
         *order_lines(run.config, len(run.data.train)),

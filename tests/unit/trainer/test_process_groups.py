@@ -46,7 +46,7 @@ def test_equal_groups_are_reported_together_and_buffers_counted_for_devices_only
         ExistingGroup("pp", (0,), "hccl"),
     ]
     buffers = {"world": 400 << 20, "tp": 128 << 20}
-    assert list(group_lines(groups, buffers)) == [
+    assert list(group_lines(groups, buffers, listed=True)) == [
         "process groups of this rank: 6, 5 of more than one rank",
         "  0-7 cpu:gloo,npu:hccl: world",
         "  0,1 hccl: tp, ep",
@@ -54,7 +54,11 @@ def test_equal_groups_are_reported_together_and_buffers_counted_for_devices_only
         "  0-6/2 gloo: data_gloo",
         "  device buffers: 528 MiB, of groups in use: world 400, tp 128",
     ]
-    assert list(group_lines(groups[4:], {}))[-1] == "  device buffers: 0 MiB"
+    assert list(group_lines(groups[4:], {}, listed=True))[-1] == "  device buffers: 0 MiB"
+    assert list(group_lines(groups, buffers, listed=False)) == [
+        "device buffers of process groups: 528 MiB, of those in use: world 400, tp 128"
+    ]
+    assert list(group_lines(groups, {}, listed=False)) == []
 
 
 def test_groups_of_a_layout_are_destroyed_with_it_and_others_stay() -> None:
