@@ -175,6 +175,7 @@ def _usage_error(
         has_torch = several_nodes or "torch" in sys.modules  # ranks import it at their own pace
         time.sleep(FIRST_RANK_OF_NODES_S if has_torch else FIRST_RANK_S)
     report_usage_error(f"{prog}: error: {error}")
+    bootstrap.tidy_temporary_folders(world, os.environ)  # the next start removes torchrun's
     if several_nodes:
         bootstrap.quiet_libraries()
         tell_other_nodes(world, error, settings)
