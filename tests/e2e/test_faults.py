@@ -122,9 +122,9 @@ def test_a_rank_that_raises_is_named_once(world: Path, port: int) -> None:
     ],
 )
 def test_a_rank_that_hangs_ends_the_job_with_all_stacks(
-    world: Path, port: int, fault: str, timeout_s: float, cause: str
+    world: Path, port: int, fault: str, timeout_s: float, cause: str, tmp_path: Path
 ) -> None:
-    with rehearse(world, port, fault, timeout_s=timeout_s) as job:
+    with rehearse(world, port, fault, timeout_s=timeout_s, TMPDIR=str(tmp_path)) as job:
         ended = end_after_start(job)
     told = causes(ended)
     assert len(told) == 1 and cause in told[0], ended.output
@@ -140,6 +140,8 @@ def test_a_rank_that_hangs_ends_the_job_with_all_stacks(
     if fault.endswith(("sleep", "loop")):
         assert "is in no collective; its last was " in told[0]
         assert "stacks of rank 1:" in ended.output and "last collectives of rank 0:" in ended.output
+        left = [path.name for path in tmp_path.iterdir()]
+        assert not [name for name in left if name.startswith("mindspeed_rl-")], "left by the ranks"
     if fault.endswith("sleep"):
         assert re.search(r"train for \d+ s: rank 0-1", told[0])
     elif fault.endswith("loop"):
