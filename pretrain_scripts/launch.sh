@@ -122,7 +122,9 @@ launch() {
         shift
     done
     # A replay whose numbers differ has failed, and would do so again.
-    [[ "$module" != mindspeed_rl.doctor ]] && (( ! replays )) || { restarts=0; fewest=0; }
+    if [[ "$module" == mindspeed_rl.doctor ]] || (( replays )); then
+        restarts=0 fewest=0
+    fi
     if (( fewest )) && (( ! restarts )); then
         echo "--elastic-min-nodes $fewest: a job goes on when it is started again; add --max-restarts" >&2
         exit 2
