@@ -35,7 +35,7 @@ def kept_places(sampled: torch.Tensor, drafted: torch.Tensor, counts: torch.Tens
         counts: [requests], rows of each request.
     """
     places = torch.arange(1, sampled.shape[1], device=sampled.device)
-    differs = (sampled[:, :-1] != drafted) | (places >= counts[:, None])
+    differs = sampled[:, :-1] != drafted.masked_fill(places >= counts[:, None], -1)
     first = torch.ones_like(sampled[:, :1], dtype=torch.bool)
-    # a sum of int32 is one kernel on every device; a product of truth values is none on NPUs
-    return torch.cat([first, differs.cumsum(1, dtype=torch.int32) == 0], dim=1)
+    # Sums of int32 have a kernel on every device; products of truth values have none on NPUs.
+    return torch.cat([first, differs.to(torch.int32).cumsum(1, dtype=torch.int32) == 0], dim=1)
