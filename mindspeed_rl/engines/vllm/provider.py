@@ -151,7 +151,7 @@ class VllmProvider(EngineProvider):
         """Refuse flags whose feature the installed engine lacks on the platform."""
         checks: list[Callable[[], object]] = [
             partial(check, config, platform)
-            for check in (check_drafts, _check_rebalance, _check_placement, _check_routing)
+            for check in (check_drafts, _check_placement, _check_routing)
         ]
         if platform == "cuda":
             checks.append(partial(check_runner, os.environ))
@@ -207,14 +207,6 @@ class VllmProvider(EngineProvider):
         from mindspeed_rl.engines.vllm.engine import VllmEngine
 
         return VllmEngine(settings, platform)
-
-
-def _check_rebalance(config: RLRunConfig, platform: str) -> None:
-    if config.balance.rollout_rebalance == "all" and not CAPABILITIES[platform].seeded_draws:
-        raise UsageError(
-            f"--rollout-rebalance all: vLLM on {platform} is not known to draw the same "
-            "for a request that goes on in another engine; use waiting"
-        )
 
 
 def _check_routing(config: RLRunConfig, platform: str) -> None:
