@@ -72,7 +72,7 @@ LIMIT = 96
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class CountedRun:
     """What a run counted.
 
     Attributes:
@@ -123,7 +123,7 @@ def drafting(flags: tuple[str, ...], folder: Path) -> Iterator[None]:
         yield
 
 
-def run(folder: Path, name: str, slots: int, args: argparse.Namespace) -> Run:
+def run(folder: Path, name: str, slots: int, args: argparse.Namespace) -> CountedRun:
     """Run two epochs in a way and count them."""
     output, flags = folder / f"{name} {slots}", WAYS[name][1]
     with drafting(flags, folder / f"drafts {slots}"):
@@ -150,14 +150,16 @@ def run(folder: Path, name: str, slots: int, args: argparse.Namespace) -> Run:
     assert all(len(found) == args.group for found in lengths.values())
     lines = (output / "metrics.jsonl").read_text().splitlines()
     steps = [row for row in map(json.loads, lines) if "rollout/steps_max" in row][per_epoch:]
-    return Run(
+    return CountedRun(
         {key: tuple(found) for key, found in lengths.items()},
         tuple(row["rollout/steps_max"] for row in steps),
         statistics.mean(row.get("rollout/steps_per_token", 1.0) for row in steps),
     )
 
 
-def simulated(drawn: Run, way: tail.Way, slots: int, args: argparse.Namespace) -> dict[str, float]:
+def simulated(
+    drawn: CountedRun, way: tail.Way, slots: int, args: argparse.Namespace
+) -> dict[str, float]:
     """Return the figures of the simulation with the lengths of the run as drawn."""
     case = tail.DrawnRollouts(
         dataset=args.dataset, prompts=args.prompts, group=args.group, engines=ENGINES, slots=slots,
@@ -179,7 +181,7 @@ def simulated(drawn: Run, way: tail.Way, slots: int, args: argparse.Namespace) -
 def table(folder: Path, slots: int, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Run and simulate every way with so many slots of an engine."""
     rows: dict[str, dict[str, Any]] = {}
-    drawn: Run | None = None
+    drawn: CountedRun | None = None
     for name in args.ways:
         found = run(folder, name, slots, args)
         drawn = drawn or found
