@@ -34,12 +34,18 @@ def test_tokens_do_not_depend_on_how_prompts_are_cut(
     assert (same == set(alone)) == ours, same
 
 
-@pytest.mark.parametrize("room", [sampling_worlds.ROOM, 256])
-def test_drafts_change_no_token(room: int, folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "room"),
+    [("qwen2", sampling_worlds.ROOM), ("qwen2", 256), ("qwen3_moe", 256)],
+)
+def test_drafts_change_no_token(family: str, room: int, tmp_path: Path) -> None:
     """In vLLM-Ascend's runner with our drafter, and its sampler of drafts with our verification.
 
     In the smaller room steps read prompts in parts, beside drafts that are cut.
     """
+    import make_tiny_model
+
+    folder = str(make_tiny_model.write_tiny_model(tmp_path / family, family=family, seed=0))
     (plain, steps), (drafted, fewer) = (
         run_npu_ranks(
             sampling_worlds.twice, 1, work_dir=tmp_path / str(drafts), args=(folder, drafts, room)

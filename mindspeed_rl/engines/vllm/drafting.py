@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.errors import UsageError, refuse
 from mindspeed_rl.engines.vllm.capabilities import CAPABILITIES
-from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.rollout.draft_costs import DraftRule
 from mindspeed_rl.rollout.draft_source import HistoryProposer
+from mindspeed_rl.weight_layouts.rollout import RolloutLayout
 
 OPTION = "speculative_config"
 # Drafts that come from no weights: an engine gets those of the policy alone.
@@ -92,26 +92,29 @@ def check_drafts(config: RLRunConfig, platform: str) -> None:
     )
 
 
-def check_drafted_model(config: RLRunConfig, spec: ModelSpec, platform: str) -> None:
-    """Refuse drafts for models of which vLLM-Ascend's steps with drafts were not read. Pure.
+def check_drafted_layout(config: RLRunConfig, layout: RolloutLayout, platform: str) -> None:
+    """Refuse drafts where vLLM-Ascend's steps with drafts were not read. Pure.
 
     Raises:
-        UsageError: Drafts are on, and the model has experts or latent attention.
+        UsageError: Drafts are on, and the model has latent attention, or ranks exchange tokens.
     """
     if platform != "npu" or config.drafts.rollout_drafts == "none":
         return
+    engine = layout.engine
     refuse(
-        f"--rollout-drafts history: not for models with {part} on npu; remove the flag"
-        for applies, part in (
+        f"--rollout-drafts history: not with {part} on npu; {fix}"
+        for applies, part, fix in (
             (
-                spec.latent_attention,
+                layout.spec.latent_attention,
                 "latent attention: vLLM-Ascend's kernels of decode steps take the tokens of drafts "
                 "too, in ways that were not run",
+                "remove the flag",
             ),
             (
-                spec.moe is not None,
-                "experts: the buffer in which ranks exchange tokens (HCCL_BUFFSIZE) is planned for "
-                "one token of each response",
+                engine.expert_parallel or engine.dp > 1,
+                "experts that are spread over ranks: the buffer in which these exchange tokens "
+                "(HCCL_BUFFSIZE) is planned for one token of each response",
+                "remove the flag, --rollout-ep and --rollout-dp",
             ),
         )
         if applies

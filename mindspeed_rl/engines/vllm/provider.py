@@ -25,7 +25,7 @@ from mindspeed_rl.engines.vllm.capabilities import (
 from mindspeed_rl.engines.vllm.cuda_arguments import ENVIRONMENT as CUDA_ENVIRONMENT
 from mindspeed_rl.engines.vllm.cuda_arguments import check_cuda_graphs, check_runner
 from mindspeed_rl.engines.vllm.drafting import (
-    check_drafted_model,
+    check_drafted_layout,
     check_drafts,
     check_own_drafts,
 )
@@ -162,7 +162,7 @@ class VllmProvider(EngineProvider):
     def check_build(self, config: RLRunConfig, layout: RolloutLayout, platform: str) -> None:
         """Refuse what the backends of vLLM and vLLM-Ascend refuse, by the same functions."""
         options, tuning = config.engine_options, config.engine
-        check_drafted_model(config, layout.spec, platform)
+        check_drafted_layout(config, layout, platform)
         if platform != "npu":
             check_model_support(platform, layout.spec)
             check_host_tuning(tuning, platform)

@@ -20,8 +20,10 @@ from mindspeed_rl.algorithms.drafted_tokens import grid_of_rows, kept_places
 from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.engines.registry import engine_provider
-from mindspeed_rl.engines.vllm.drafting import check_drafted_model, check_drafts
+from mindspeed_rl.engines.vllm.drafting import check_drafted_layout, check_drafts
+from mindspeed_rl.engines.vllm.layout import VllmLayout
 from mindspeed_rl.engines.vllm.patches import verified_drafts
 from mindspeed_rl.engines.vllm.patches.seeded_draws import Draws, drawn_at_once, use_in
 from mindspeed_rl.engines.vllm.patches.verified_drafts import per_row, verified
@@ -323,14 +325,17 @@ def test_drafts_are_not_refused_elsewhere() -> None:
         check_drafts(config_of("--vllm-speculative-config", NGRAM), platform)
 
 
-@pytest.mark.parametrize(("case", "named"), [(LATENT, "latent attention"), (MOE, "experts")])
-def test_drafts_are_refused_for_models_whose_steps_were_not_read(case: Any, named: str) -> None:
+def test_drafts_are_refused_for_layouts_whose_steps_were_not_read() -> None:
     drafted = config_of(*OURS, *EAGER)
-    with pytest.raises(UsageError, match=f"--rollout-drafts history.*{named}"):
-        check_drafted_model(drafted, spec_of(case), "npu")
-    check_drafted_model(drafted, spec_of(GQA), "npu")
-    check_drafted_model(drafted, spec_of(case), "cuda")
-    check_drafted_model(config_of(), spec_of(case), "npu")
+    latent = VllmLayout(spec_of(LATENT), EngineLayout(1, 1))
+    spread = VllmLayout(spec_of(MOE), EngineLayout(2, 2, expert_parallel=True))
+    for layout, named in ((latent, "latent attention"), (spread, "--rollout-ep")):
+        with pytest.raises(UsageError, match=f"--rollout-drafts history.*{named}"):
+            check_drafted_layout(drafted, layout, "npu")
+        check_drafted_layout(drafted, layout, "cuda")
+        check_drafted_layout(config_of(), layout, "npu")
+    for case in (GQA, MOE):
+        check_drafted_layout(drafted, VllmLayout(spec_of(case), EngineLayout(2, 2)), "npu")
 
 
 @pytest.mark.parametrize("value", ["eagle", {"method": "eagle", "model": "m"}, {"model": "m"}])
