@@ -31,6 +31,7 @@ from mindspeed_rl.models.param_names import LOCAL
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
 from mindspeed_rl.models.tensors import num_parameters
 from mindspeed_rl.planning.budget import machine_on, npu_machine
+from mindspeed_rl.planning.expert_dispatch import check_expert_map
 from mindspeed_rl.planning.hccl_buffers import hccl_buffers, with_group_sizes
 from mindspeed_rl.planning.phase_limits import PhaseLimits, phase_limits
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan, check_engine
@@ -347,17 +348,20 @@ def sized_for_npu(
     """Settle what NPUs leave open: graph mode, and HCCL's buffers. Local.
 
     Raises:
-        UsageError: ``HCCL_BUFFSIZE`` of the environment is too small.
+        UsageError: ``HCCL_BUFFSIZE`` of the environment is too small, or the machine dispatches
+            tokens to wrong experts.
     """
     config: Any = parsed.config
     assert isinstance(plan, RunPlan)
+    machine_name = npu_machine(config).name
+    check_expert_map(plan, machine_name)
     if isinstance(config, RLRunConfig) and isinstance(plan, RLPlan):
         tuning, why = engine_provider().tuning(config.engine, plan.engine, "npu")
         config = replace(config, engine=tuning)
         if why:
             note = f"--rollout-graph-mode auto is {tuning.rollout_graph_mode}: {why}"
             setup = replace(setup, notes=(*setup.notes, note))
-    buffers = hccl_buffers(config, plan, npu_machine(config).name, os.environ)
+    buffers = hccl_buffers(config, plan, machine_name, os.environ)
     if buffers.raised:
         config = with_group_sizes(config, buffers)
         sizes = group_buffers(config.ascend.hccl_group_buffer)
