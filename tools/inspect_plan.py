@@ -38,9 +38,8 @@ from mindspeed_rl.models.spec import ModelSpec, read_hf_config
 from mindspeed_rl.weight_layouts.base import ShardLayout
 from mindspeed_rl.weight_layouts.hf_file import HfFileLayout
 from mindspeed_rl.weight_layouts.megatron import MegatronLayout
-from mindspeed_rl.weights.executor import ROUNDS_IN_FLIGHT, round_bytes, split_rounds
+from mindspeed_rl.weights.executor import ROUNDS_IN_FLIGHT, plan_rounds
 from mindspeed_rl.weights.planner import Overlaps, plan_reshard
-from mindspeed_rl.weights.schedule import plan_schedule
 from mindspeed_rl.weights.traffic import RankTraffic, element_bytes_of, rank_traffic
 
 EXAMPLE = """example:
@@ -237,17 +236,10 @@ def inspect(spec: ModelSpec, args: argparse.Namespace, *, relay: bool) -> Figure
     source, target = layouts(spec, args)
     start = time.process_time()  # process time, as the machine may be busy
     overlaps = Overlaps(source, target, per_node, relay)
-    plan = plan_reshard(source, target, args.ranks[0], per_node, relay=relay, overlaps=overlaps)
-    schedule = plan_schedule(
-        source,
-        target,
-        bucket_bytes=round_bytes(int(args.reshard_bucket_mb * 2**20)),
-        item_bytes=BF16_BYTES,
-        ranks_per_node=per_node,
-        relay=relay,
-        overlaps=overlaps,
+    bucket_bytes = int(args.reshard_bucket_mb * 2**20)
+    _, schedule, _ = plan_rounds(
+        overlaps, args.ranks[0], bucket_bytes=bucket_bytes, item_bytes=BF16_BYTES
     )
-    split_rounds(plan, schedule, source, 1 + relay)
     plan_s = time.process_time() - start
     bytes_of = element_bytes_of(source, BF16_BYTES)
     totals: list[RankTraffic] = []

@@ -71,7 +71,7 @@ def round_traffic(
         for t in transfers:
             size = bytes_of(t.hf_name)
             for slot in schedule.slots_of(source, t.hf_name):
-                elements = t.count * t.hf_box.slice(slot.part, slot.parts).num_elements
+                elements = t.num_tensors * t.hf_box.slice(slot.part, slot.parts).num_elements
                 if elements:
                     exchange = slot.round_of(t.src_rank, t.dst_rank) * num_hops + t.hop - 1
                     yield exchange, elements * size, t.src_rank

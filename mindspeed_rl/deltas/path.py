@@ -37,7 +37,7 @@ class SentWeights:
             for hop in part.hops
             for transfers in hop.sends.values()
             for transfer in transfers
-            for name in transfer.src.params
+            for name in transfer.src_params
         }
         self._device = device
         self.params: dict[str, torch.Tensor] = {}

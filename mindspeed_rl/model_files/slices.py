@@ -16,7 +16,7 @@ from math import prod
 from mindspeed_rl.core.boxes import PLAIN, Box
 from mindspeed_rl.weight_layouts.base import Piece, ShardLayout
 from mindspeed_rl.weights.exchange import RankMessages, Round
-from mindspeed_rl.weights.planner import Cell, Place, Transfer, cells_of
+from mindspeed_rl.weights.planner import Cell, Place, Rectangle, Transfer, cells_of
 
 ROUNDS_IN_FLIGHT = 2
 _BUFFERS_OF_A_ROUND = 3  # what is sent, what is received, and the whole rows
@@ -252,11 +252,13 @@ def messages_of(rank: int, slices: RoundSlices, parts_of: PartsOf, *, gathers: b
 
 
 def _transfer(rank: int, holder: int, rows: RowSlice, part: RowPart, gathers: bool) -> Transfer:
-    inside = part.box.moved(rows.box, Box.whole(rows.box.size))
-    buffer = Place((rows.key,) if rank == holder else (), inside, PLAIN)
     piece = part.piece
-    where = part.box.moved(piece.hf_box, piece.param_box)
-    param = Place((piece.param,) if rank == part.other else (), where, piece.view)
+    inside = Place(part.box.moved(rows.box, Box.whole(rows.box.size)), PLAIN)
+    where = Place(part.box.moved(piece.hf_box, piece.param_box), piece.view)
+    buffer = (rows.key,) if rank == holder else ()
+    param = (piece.param,) if rank == part.other else ()
     if gathers:
-        return Transfer(part.other, holder, rows.hf_name, part.box, param, buffer)
-    return Transfer(holder, part.other, rows.hf_name, part.box, buffer, param)
+        ends = part.other, holder
+        return Transfer(*ends, rows.hf_name, Rectangle(part.box, where, inside), param, buffer)
+    ends = holder, part.other
+    return Transfer(*ends, rows.hf_name, Rectangle(part.box, inside, where), buffer, param)

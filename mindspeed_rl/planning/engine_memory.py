@@ -37,7 +37,11 @@ class EngineMemory:
 
     def weights(self, rank: int) -> int:
         """Return the bytes of a rank's parameters, padded, and copies that the engine derives."""
-        return _parameter_bytes(self.layout, rank, self.item) + self._latent_copies()
+        return self.parameters(rank) + self._latent_copies()
+
+    def parameters(self, rank: int) -> int:
+        """Return the bytes of a rank's parameters, padded."""
+        return _parameter_bytes(self.layout, rank, self.item)
 
     def _latent_copies(self) -> int:
         if not self.sizes.copies_latent:

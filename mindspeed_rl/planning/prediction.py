@@ -411,12 +411,27 @@ class MemoryPrediction:
         return self.offload.sleeps_deeply(self._rl[0].memory.rollout_sleep)
 
     def _sent_weights(self, rank: int) -> Table:
-        """Return the most bytes that copies of what an update sent can take."""
-        rollout, train = self._rl[0].rollout, self.config.train
-        item = 2 if rollout.engine_is_bf16(train) else 4
-        size = self._state(rank, self.plan.megatron).plain_parameters * item // (4 - 2 * train.bf16)
-        kept = rollout.keeps_sent(on_host=self.machine.platform == "cpu")
-        return {MemoryOwner.SENT_WEIGHTS: size * kept}
+        """Return the most bytes of devices that copies of what an update sent can take."""
+        kept = self._rl[0].rollout.keeps_sent(on_host=self.machine.platform == "cpu")
+        return {MemoryOwner.SENT_WEIGHTS: self._sent_bytes(rank) if kept else 0}
+
+    def _sent_bytes(self, rank: int) -> int:
+        train = self.config.train
+        item = 2 if self._rl[0].rollout.engine_is_bf16(train) else 4
+        return self._state(rank, self.plan.megatron).plain_parameters * item // (4 - 2 * train.bf16)
+
+    def delta_host_bytes(self, rank: int) -> tuple[int, int]:
+        """Return the bytes of a device's host that ``--reshard-deltas`` takes between updates.
+
+        They are the most that copies of what an update sent can take, and the parameters of an
+        engine whose weights are freed.
+        """
+        if not isinstance(self.plan, RLPlan) or self.machine.platform == "cpu":
+            return 0, 0
+        choice = self._rl[0].rollout.reshard_deltas
+        sent = self._sent_bytes(rank) if choice == "host" else 0
+        asleep = choice != "off" and self.frees_engine_weights
+        return sent, self.engine.parameters(rank) if asleep else 0
 
     def _staging(self, rank: int) -> Table:
         """Return the staging bytes of a weight update; a small model needs a single round."""

@@ -116,6 +116,14 @@ def _memory(found: Findings) -> Iterator[str]:
             f"copies for restarts take {copies / _GIB:.2f} GiB of shared memory for each rank, "
             f"{copies * ranks / _GIB:.1f} GiB of a node (--peer-checkpoint-steps)"
         )
+    sent, asleep = map(max, zip(*map(prediction.delta_host_bytes, found.tables), strict=True))
+    if sent or asleep:
+        ranks = min(machine.ranks_per_node, prediction.world)
+        yield (
+            f"changes of weights take up to {sent / _GIB:.2f} GiB of the host for each rank to "
+            f"know what was sent, and {asleep / _GIB:.2f} GiB for an engine that sleeps, "
+            f"{(sent + asleep) * ranks / _GIB:.1f} GiB of a node (--reshard-deltas)"
+        )
     for rank in sorted({0, found.peak.rank, max(found.tables)}):
         stage = range(rank, rank + found.ranks_per_stage)
         yield f"{'ranks' if len(stage) > 1 else 'rank'} {rank_ranges(stage)}:"
@@ -231,6 +239,7 @@ def as_json(found: Findings) -> dict[str, Any]:
         ],
         "communicators": {n: len(prediction.groups(0)[n]) for n in prediction.group_bytes(0)},
         "save_host_bytes": max(prediction.save_host_bytes(r) for r in found.tables),
+        "delta_host_bytes": max(sum(prediction.delta_host_bytes(r)) for r in found.tables),
         "peer_copy_bytes": max(prediction.peer_copies(r) for r in found.tables),
         "peak": {
             "rank": found.peak.rank,

@@ -268,7 +268,11 @@ class TableLayout(ABC):
         """Number of experts of a layer that a rank holds; 0 without experts."""
 
     def _experts(self, row: WeightRow) -> range:
-        return range(self.spec.num_experts) if isinstance(row, ExpertRow) else range(1)
+        return range(self._num_experts) if isinstance(row, ExpertRow) else range(1)
+
+    @cached_property
+    def _num_experts(self) -> int:
+        return self.spec.num_experts
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep only the fields: cached values are keyed by the identity of rows."""

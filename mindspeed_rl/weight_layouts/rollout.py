@@ -125,10 +125,6 @@ class RolloutLayout(TableLayout):
         return self.physical_experts or tuple(range(self.spec.num_experts))
 
     @cached_property
-    def _num_experts(self) -> int:
-        return self.spec.num_experts
-
-    @cached_property
     def _of_layers(self) -> dict[int, Slots]:
         return dict(self.layer_experts)
 

@@ -186,19 +186,21 @@ def copy_within(transfers: Iterable[Transfer], read: Params, write: Params) -> N
 
 def source_views(params: Params, transfer: Transfer) -> tuple[torch.Tensor, ...]:
     """Return views of what a transfer reads: one per tensor, or one of all in the first dim."""
-    return _views(params, transfer.src, transfer.count)
+    return _views(params, transfer.src_params, transfer.rectangle.src, transfer.num_tensors)
 
 
 def target_views(params: Params, transfer: Transfer) -> tuple[torch.Tensor, ...]:
     """Return views of what a transfer writes: one per tensor, or one of all in the first dim."""
-    return _views(params, transfer.dst, transfer.count)
+    return _views(params, transfer.dst_params, transfer.rectangle.dst, transfer.num_tensors)
 
 
-def _views(params: Params, place: Place, count: int) -> tuple[torch.Tensor, ...]:
+def _views(
+    params: Params, names: Sequence[str], place: Place, count: int
+) -> tuple[torch.Tensor, ...]:
     slices = place.box.slices
     if count == 1 or not place.view.index:
-        return tuple(place.view.of(params[name])[slices] for name in place.params)
-    return (place.view.of_run(params[place.params[0]], count)[:, *slices],)
+        return tuple(place.view.of(params[name])[slices] for name in names)
+    return (place.view.of_run(params[names[0]], count)[:, *slices],)
 
 
 def copy_rectangles(to: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 
@@ -50,21 +52,24 @@ def split_rounds(
 ) -> tuple[Round, ...]:
     """Distribute a plan over the rounds of a schedule. Both ends keep the plan's order."""
     count = schedule.num_rounds
+    slots_of = cache(partial(schedule.slots_of, source))
 
     def by_round(transfers: Iterable[Transfer]) -> list[list[Transfer]]:
         rounds: list[list[Transfer]] = [[] for _ in range(count)]
         for transfer in transfers:
-            slots = schedule.slots_of(source, transfer.hf_name)
-            for slot, part in zip(slots, transfer.parts(slots[0].parts), strict=True):
+            slots = slots_of(transfer.hf_name)
+            first = slots[0]
+            turn = first.round_of(transfer.src_rank, transfer.dst_rank) - first.round
+            for slot, part in zip(slots, transfer.parts(first.parts), strict=True):
                 if part:
-                    rounds[slot.round_of(part.src_rank, part.dst_rank)].append(part)
+                    rounds[slot.round + turn].append(part)
         return rounds
 
     sends, receives, copies = map(by_round, (plan.sends, plan.receives, plan.copies))
     local_duplicates: list[list[Transfer]] = [[] for _ in range(count)]
     # Duplicates are copied whole, after the last slice: their slices may differ from what arrives.
     for transfer in plan.local_duplicates:
-        last = schedule.slots_of(source, transfer.hf_name)[-1].last_round
+        last = slots_of(transfer.hf_name)[-1].last_round
         local_duplicates[last].append(transfer)
     return tuple(
         Round(
@@ -92,6 +97,42 @@ def _by_peer(
         if transfer.hop == hop:
             groups.setdefault(peer(transfer), []).append(transfer)
     return {p: tuple(group) for p, group in sorted(groups.items())}
+
+
+class RankRounds(NamedTuple):
+    """What one rank does in a reshard: its plan, the rounds of all, and its part of each."""
+
+    plan: ReshardPlan
+    schedule: Schedule
+    rounds: tuple[Round, ...]
+
+
+@without_collection()
+def plan_rounds(overlaps: Overlaps, rank: int, *, bucket_bytes: int, item_bytes: int) -> RankRounds:
+    """Plan one rank's part of a reshard. Local and pure.
+
+    Args:
+        overlaps: Rectangles that have to arrive.
+        rank: Rank to plan for.
+        bucket_bytes: Bound of all staging of a rank: what the rounds in flight send and receive.
+        item_bytes: Bytes of an element on the wire, for tensors that declare no type.
+
+    Raises:
+        UsageError: The budget is too small.
+    """
+    source, target, relay = overlaps.source, overlaps.target, overlaps.relay
+    per_node = overlaps.ranks_per_node
+    plan = plan_reshard(source, target, rank, per_node, relay=relay, overlaps=overlaps)
+    schedule = plan_schedule(
+        source,
+        target,
+        bucket_bytes=round_bytes(bucket_bytes),
+        item_bytes=item_bytes,
+        ranks_per_node=per_node,
+        relay=relay,
+        overlaps=overlaps,
+    )
+    return RankRounds(plan, schedule, split_rounds(plan, schedule, source, 2 if relay else 1))
 
 
 class Resharder:
@@ -134,21 +175,11 @@ class Resharder:
     ) -> None:
         check_same_tensors(source, target)
         overlaps = Overlaps(source, target, ranks_per_node, relay)
-        self.plan = plan_reshard(
-            source, target, rank, ranks_per_node, relay=relay, overlaps=overlaps
-        )
-        self.schedule = plan_schedule(
-            source,
-            target,
-            bucket_bytes=round_bytes(bucket_bytes),
-            item_bytes=dtype.itemsize,
-            ranks_per_node=ranks_per_node,
-            relay=relay,
-            overlaps=overlaps,
+        self.plan, self.schedule, self.rounds = plan_rounds(
+            overlaps, rank, bucket_bytes=bucket_bytes, item_bytes=dtype.itemsize
         )
         bytes_of = element_bytes_of(source, dtype.itemsize)
         self.traffic = rank_traffic(self.plan, bytes_of, ranks_per_node)
-        self.rounds = split_rounds(self.plan, self.schedule, source, 2 if relay else 1)
         self.transport = transport
         self.dtype = dtype
         self._budget = bucket_bytes

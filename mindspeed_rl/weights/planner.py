@@ -12,10 +12,15 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import compress
+from math import gcd
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mindspeed_rl.core.boxes import Box, ParamView
 from mindspeed_rl.core.garbage import without_collection
@@ -24,89 +29,109 @@ from mindspeed_rl.weight_layouts.base import (
     Shard,
     ShardLayout,
     expert_name,
-    layer_name,
     locate,
 )
-from mindspeed_rl.weights.sources import RegionDemand, SourceAssignment, assign_sources
+from mindspeed_rl.weights.sources import Assignment, RegionDemand, assign_sources
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRun:
+class TensorRun(NamedTuple):
     """Tensors of one kind and layer that belong to neighbouring experts and are placed alike.
 
     A tensor outside of experts is a run of one.
 
     Attributes:
-        hf_name: HF tensor of the first expert.
-        count: Number of experts.
+        kind: Name of the HF tensors, with ``{e}`` for the expert.
+        first: Number of the first expert.
+        num_tensors: Number of experts.
+        source_first: First expert of the longest such run of the source, of which this is a part.
+        target_first: The same of the target.
     """
 
-    hf_name: str
-    count: int
+    kind: str
+    first: int
+    num_tensors: int
+    source_first: int
+    target_first: int
+
+    @property
+    def hf_name(self) -> str:
+        """Name of the first tensor."""
+        return expert_name(self.kind, self.first)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where one side of a transfer keeps its rectangles.
+class Place(NamedTuple):
+    """Where one side of a transfer keeps a rectangle.
 
     Attributes:
-        params: The own rank's parameter of each tensor of the run, or the one that they share; no
-            names on another rank's side.
-        box: Rectangle in the view of each of these parameters.
+        box: Rectangle in the view of a parameter.
         view: View of the first tensor's parameter. Where the tensors of a run share one, the
             others follow at the next positions of its last index.
     """
 
-    params: tuple[str, ...]
     box: Box
     view: ParamView
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+@dataclass(frozen=True, eq=False, slots=True)
+class Rectangle:
+    """A rectangle of an HF tensor, and where both sides keep it. Layers that are alike share it."""
+
+    hf_box: Box
+    src: Place
+    dst: Place
+
+
+class Transfer(NamedTuple):
     """A rectangle that is copied from one rank's parameter to that of another or the same rank.
 
     It is the same rectangle of every tensor of a run. Hop 1 reads the source layout. Hop 2 follows
-    it and forwards what the sender itself received in hop 1: ``src`` is then in the target layout.
+    it and forwards what the sender itself received in hop 1: ``src_rank`` is then one of the target
+    layout. The own rank's parameters are those of each tensor of the run, or the one that they
+    share; there are no names on another rank's side.
     """
 
     src_rank: int
     dst_rank: int
     hf_name: str
-    hf_box: Box
-    src: Place
-    dst: Place
+    rectangle: Rectangle
+    src_params: tuple[str, ...]
+    dst_params: tuple[str, ...]
     hop: int = 1
-    count: int = 1
+    num_tensors: int = 1
+
+    @property
+    def hf_box(self) -> Box:
+        return self.rectangle.hf_box
 
     @property
     def num_elements(self) -> int:
-        return self.hf_box.num_elements * self.count
+        return self.hf_box.num_elements * self.num_tensors
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the elements in a message; a run of several tensors comes first."""
-        return self.hf_box.size if self.count == 1 else (self.count, *self.hf_box.size)
+        size = self.hf_box.size
+        return size if self.num_tensors == 1 else (self.num_tensors, *size)
 
     def parts(self, count: int) -> tuple[Transfer | None, ...]:
         """Cut the transfer into ``count`` slices; an empty slice is ``None``."""
         if count == 1:
             return (self,)
+        src, dst, name, whole, read, written, hop, num_tensors = self
         return tuple(
-            Transfer(
-                self.src_rank,
-                self.dst_rank,
-                self.hf_name,
-                boxes[0],
-                Place(self.src.params, boxes[1], self.src.view),
-                Place(self.dst.params, boxes[2], self.dst.view),
-                self.hop,
-                self.count,
-            )
-            if boxes
-            else None
-            for boxes in _slices((self.hf_box, self.src.box, self.dst.box), count)
+            Transfer(src, dst, name, part, read, written, hop, num_tensors) if part else None
+            for part in _parts(whole, count)
         )
+
+
+@lru_cache(maxsize=1 << 14)
+def _parts(whole: Rectangle, count: int) -> tuple[Rectangle | None, ...]:
+    """Slice a rectangle on both sides; cached, because layers are sliced alike."""
+    src, dst = whole.src, whole.dst
+    return tuple(
+        Rectangle(boxes[0], Place(boxes[1], src.view), Place(boxes[2], dst.view)) if boxes else None
+        for boxes in _slices((whole.hf_box, src.box, dst.box), count)
+    )
 
 
 @lru_cache(maxsize=1 << 12)
@@ -203,59 +228,71 @@ def _round_robin_offset(pattern: str) -> int:
     return zlib.crc32(pattern.encode()) & 0xFFFF
 
 
-def rotation_of(run: TensorRun, experts_per_rank: int = 1) -> int:
-    """Return the number that rotates the choice among equal sources of a run.
+@dataclass(frozen=True, eq=False, slots=True)
+class Arrivals:
+    """Rectangles of the tensors of a run that have to arrive somewhere.
 
-    Runs and layers of one rank have consecutive numbers.
+    Attributes:
+        rectangles: Where each has to arrive, and the rectangle of the HF tensor.
+        elements: [n] number of elements of each.
+        extents: Their sizes along the dimension that slices cut.
+        widths: Distances of ranks that need the same rectangle.
     """
-    pattern, layer, expert = locate(run.hf_name)
-    return _round_robin_offset(pattern) + (layer * experts_per_rank + expert) // run.count
 
+    rectangles: tuple[tuple[Cell, Box], ...]
+    elements: NDArray[np.int64]
+    extents: frozenset[int]
+    widths: frozenset[int]
 
-def runs_of(
-    source: ShardLayout, target: ShardLayout, pattern: str, experts: Iterable[int]
-) -> Iterator[TensorRun]:
-    """Yield the runs that begin at some experts, or contain the first of them.
-
-    Args:
-        source: Layout that is read.
-        target: Layout that is written.
-        pattern: Name of an HF tensor with ``{e}`` for the expert; a name without it is a run.
-        experts: Ascending numbers of experts.
-    """
-    end = 0
-    for expert in experts:
-        if expert < end:
-            continue
-        name = expert_name(pattern, expert)
-        ours, theirs = source.run_of(name), target.run_of(name)
-        first, end = max(ours.start, theirs.start), min(ours.stop, theirs.stop)
-        yield TensorRun(expert_name(pattern, first), end - first)
-
-
-def held_runs(source: ShardLayout, target: ShardLayout, rank: int) -> list[TensorRun]:
-    """Return the runs of which a rank holds something on either side, in an order of all ranks."""
-    held = dict.fromkeys((*source.held_runs(rank), *target.held_runs(rank)))
-    found = dict.fromkeys(
-        run for pattern, experts in held for run in runs_of(source, target, pattern, experts)
-    )
-    return sorted(found, key=lambda run: run.hf_name)
+    @classmethod
+    def of(cls, rectangles: Sequence[tuple[Cell, Box]]) -> Arrivals:
+        several = (ranks for dst, _ in rectangles for ranks in dst.owner_ranks)
+        return cls(
+            tuple(rectangles),
+            np.array([box.num_elements for _, box in rectangles], np.int64),
+            frozenset(box.size[box.sliced_dim] for _, box in rectangles),
+            frozenset(ranks.step for ranks in several if len(ranks) > 1),
+        )
 
 
 class Overlap(NamedTuple):
-    """A rectangle that has to arrive somewhere.
+    """The rectangles of a run that have to arrive, in an order of all ranks.
 
     Attributes:
-        cell: Where the source layout holds it.
-        dst: Where it has to arrive.
-        box: The rectangle of the HF tensor.
-        assigned: Who sends it to whom.
+        cells: Where the source layout holds each rectangle.
+        arrivals: The rectangles.
+        assigned: Who sends which of them to whom; a slice is a rectangle.
     """
 
-    cell: Cell
-    dst: Cell
-    box: Box
-    assigned: SourceAssignment
+    cells: tuple[Cell, ...]
+    arrivals: Arrivals
+    assigned: Assignment
+
+
+class _Sides(NamedTuple):
+    """How both layouts place some tensors.
+
+    Attributes:
+        source: Placement key of the source.
+        target: Placement key of the target.
+        period: Number of layers and experts whose rotations even out what the ranks send.
+    """
+
+    source: Hashable
+    target: Hashable
+    period: tuple[int, int]
+
+
+class _Common(NamedTuple):
+    """What cells and needs have in common.
+
+    Attributes:
+        of_cells: For each cell the rectangles that have to arrive from it, with who needs them.
+        arrivals: All of these rectangles, unsliced.
+    """
+
+    of_cells: tuple[tuple[tuple[tuple[Cell, Box], ...], tuple[RegionDemand, ...]], ...]
+    arrivals: Arrivals
 
 
 class Overlaps:
@@ -274,64 +311,154 @@ class Overlaps:
     ) -> None:
         self.source, self.target = source, target
         self.ranks_per_node, self.relay = ranks_per_node, relay
-        self._cells: dict[Hashable, list[Cell]] = {}
+        self._sides: dict[str, _Sides] = {}
+        self._target_runs: dict[Hashable, dict[int, range]] = {}
+        self._runs: dict[Hashable, tuple[tuple[int, int, int, int], ...]] = {}
+        self._cells: dict[Hashable, tuple[list[Cell], int]] = {}
+        self._boxes: dict[tuple[Box, ...], int] = {}
         self._needs: dict[Hashable, list[Cell]] = {}
-        self._known: dict[Hashable, tuple[Overlap, ...]] = {}
+        self._common: dict[Hashable, _Common] = {}
+        self._known: dict[Hashable, Overlap] = {}
+        self._twice: dict[Hashable, bool] = {}
 
-    def of(self, run: TensorRun) -> tuple[Overlap, ...]:
-        """Return the rectangles of a run, in an order of all ranks.
+    def runs(self, kind: str, experts: range) -> Iterator[TensorRun]:
+        """Return the runs of a kind of tensor that contain some neighbouring experts."""
+        sides = self.sides(kind)
+        key = sides.source, sides.target, experts
+        if key not in self._runs:
+            self._runs[key] = tuple(self._cut_into_runs(kind, experts))
+        return (TensorRun(kind, *numbers) for numbers in self._runs[key])
+
+    def _cut_into_runs(self, kind: str, experts: range) -> Iterator[tuple[int, int, int, int]]:
+        target_runs = self._target_runs.setdefault(self.sides(kind).target, {})
+        end, ours = 0, range(0)
+        for expert in experts:
+            if expert < end:
+                continue
+            if expert not in ours:
+                ours = self.source.run_of(expert_name(kind, expert))
+            if expert not in target_runs:
+                theirs = self.target.run_of(expert_name(kind, expert))
+                target_runs.update(dict.fromkeys(theirs, theirs))
+            theirs = target_runs[expert]
+            first, end = max(ours.start, theirs.start), min(ours.stop, theirs.stop)
+            yield first, end - first, ours.start, theirs.start
+
+    def sides(self, kind: str) -> _Sides:
+        """Return how both layouts place a kind of tensor: equal where all is placed alike."""
+        known = self._sides.get(kind)
+        if known is None:
+            name = expert_name(kind, 0)
+            keys = self.source.placement_key(name), self.target.placement_key(name)
+            known = self._sides[kind] = _Sides(*keys, self.source.rotation_period(name))
+        return known
+
+    def held_by(self, rank: int) -> list[TensorRun]:
+        """Return the runs of which a rank holds something on either side, in an order of all."""
+        held = dict.fromkeys((*self.source.held_runs(rank), *self.target.held_runs(rank)))
+        found = dict.fromkeys(run for kind, experts in held for run in self.runs(kind, experts))
+        return sorted(found, key=lambda run: run.hf_name)
+
+    def of(self, run: TensorRun) -> Overlap:
+        """Return the rectangles of a run.
 
         Cells and rectangles are those of a tensor that is placed like the run: of one of its
         experts, of another layer. Each run has a rotation of its own, so
         that all owner ranks of a tensor send some of its shards. Matrices are also sliced where a
         stage has too few layers to even out what its ranks send.
         """
-        name = run.hf_name
-        places = self.source.placement_key(name), self.target.placement_key(name)
-        key = *places, locate(name)[2], run.count
+        sides = self.sides(run.kind)
+        key = sides, run.first, run.num_tensors
         known = self._known.get(key)
         if known is None:
-            known = self._found(run, places)
-            if all(overlap.assigned.is_balanced for overlap in known):
+            known = self._found(run, sides)
+            if known.assigned.is_balanced:
                 self._known[key] = known
         return known
 
-    def _sides(self, name: str, places: tuple[Hashable, Hashable]) -> tuple[list[Cell], list[Cell]]:
-        key = places[0], self.source.run_of(name).start
-        if key not in self._cells:
-            self._cells[key] = cells_of(self.source, name)
-        wanted = places[1], self.target.run_of(name).start
-        if wanted not in self._needs:
-            self._needs[wanted] = needs_of(self.target, name)
-        return self._cells[key], self._needs[wanted]
+    def keeps_twice(self, run: TensorRun) -> bool:
+        """Tell whether some rank keeps a tensor of the target twice; it is then a run of one."""
+        if run.num_tensors > 1:
+            return False
+        key = self.sides(run.kind).target, run.first
+        if key not in self._twice:
+            self._twice[key] = bool(local_duplicates_of(self.target, run.hf_name))
+        return self._twice[key]
 
-    def _found(self, run: TensorRun, places: tuple[Hashable, Hashable]) -> tuple[Overlap, ...]:
-        cells, needs = self._sides(run.hf_name, places)
-        common = _common(tuple(cell.box for cell in cells), tuple(cell.box for cell in needs))
-        num_layers, num_experts = self.source.rotation_period(run.hf_name)
-        rotation = rotation_of(run, num_experts)
-        found: list[Overlap] = []
-        for cell, several in zip(cells, common, strict=True):
-            if not several:
-                continue
-            wanted = [(needs[number], box) for number, box in several]
-            demands = tuple(
-                RegionDemand(d.owner_ranks, b.num_elements, len(b.size) > 1) for d, b in wanted
+    def _found(self, run: TensorRun, sides: _Sides) -> Overlap:
+        held, needed = (sides.source, run.source_first), (sides.target, run.target_first)
+        if held not in self._cells:
+            cells = cells_of(self.source, run.hf_name)
+            boxes = tuple(cell.box for cell in cells)
+            self._cells[held] = cells, self._boxes.setdefault(boxes, len(self._boxes))
+        if needed not in self._needs:
+            self._needs[needed] = needs_of(self.target, run.hf_name)
+        cells, number = self._cells[held]
+        if (number, needed) not in self._common:
+            self._common[number, needed] = _common_of(cells, self._needs[needed])
+        of_cells, arrivals = self._common[number, needed]
+        rotation = self._rotation_of(run, sides.period[1])
+        # Only layers count as turns: some experts are needed where they are and are not sent.
+        several = [
+            assign_sources(
+                cell.owner_ranks,
+                demands,
+                self.ranks_per_node,
+                rotation,
+                sides.period[0],
+                self.relay,
             )
-            # Only layers count as turns: some experts are needed where they are and are not sent.
-            assignments = assign_sources(
-                cell.owner_ranks, demands, self.ranks_per_node, rotation, num_layers, self.relay
-            )
-            for (dst, box), slices in zip(wanted, assignments, strict=True):
-                for i, assigned in enumerate(slices):
-                    part = box if len(slices) == 1 else box.slice(i, len(slices))
-                    if part.num_elements:
-                        found.append(Overlap(cell, dst, part, assigned))
-        return tuple(found)
+            for cell, (_, demands) in zip(cells, of_cells, strict=True)
+            if demands
+        ]
+        assigned = Assignment.joined(several)
+        senders = [cell for cell, (common, _) in zip(cells, of_cells, strict=True) for _ in common]
+        whole = Overlap(tuple(senders), arrivals, assigned)
+        return _sliced(whole) if max(assigned.num_slices) > 1 else whole
+
+    def _rotation_of(self, run: TensorRun, experts_per_rank: int) -> int:
+        """Return the number that rotates the choice among equal sources of a run.
+
+        Runs and layers of one rank have consecutive numbers.
+        """
+        pattern, layer, _ = locate(run.kind)
+        number = layer * experts_per_rank + run.first
+        return _round_robin_offset(pattern) + number // run.num_tensors
+
+
+def _sliced(whole: Overlap) -> Overlap:
+    """Cut the rectangles into the slices that are assigned; empty ones are left out."""
+    cells, arrivals, assigned = whole
+    rectangles = zip(cells, arrivals.rectangles, assigned.num_slices, strict=True)
+    slices = [
+        (cell, (dst, box.slice(i, count)))
+        for cell, (dst, box), count in rectangles
+        for i in range(count)
+    ]
+    present = np.array([box.num_elements > 0 for _, (_, box) in slices])
+    senders, parts = zip(*compress(slices, present), strict=True)
+    return Overlap(senders, Arrivals.of(parts), assigned.only(present))
+
+
+def _common_of(cells: Sequence[Cell], needs: Sequence[Cell]) -> _Common:
+    """Intersect what is held with what has to arrive."""
+    boxes = (tuple(cell.box for cell in several) for several in (cells, needs))
+    found = [tuple((needs[i], box) for i, box in several) for several in _intersections(*boxes)]
+    together = [pair for several in found for pair in several]
+    return _Common(tuple((several, _demands(several)) for several in found), Arrivals.of(together))
+
+
+def _demands(several: Sequence[tuple[Cell, Box]]) -> tuple[RegionDemand, ...]:
+    """Return who needs some rectangles; only the proportion of their sizes matters."""
+    unit = gcd(*(box.num_elements for _, box in several))
+    return tuple(
+        RegionDemand(dst.owner_ranks, box.num_elements // unit, len(box.size) > 1)
+        for dst, box in several
+    )
 
 
 @lru_cache(maxsize=1 << 12)
-def _common(
+def _intersections(
     cells: tuple[Box, ...], needs: tuple[Box, ...]
 ) -> tuple[tuple[tuple[int, Box], ...], ...]:
     """Intersect rectangles: for each of the first, (number, common part) of some of the others."""
@@ -346,52 +473,50 @@ class _Move(NamedTuple):
 
     sender: int
     receiver: int
-    box: Box
     hop: int
+    rectangle: Rectangle
     src: Piece
     dst: Piece
 
 
-def _moves_of(rank: int, overlaps: Iterable[Overlap]) -> list[_Move]:
+def _moves_of(rank: int, run: TensorRun, overlap: Overlap) -> list[_Move]:
     """Return what a rank sends, receives and copies of a run."""
+
+    def place(piece: Piece, box: Box) -> Place:
+        view = piece.view
+        if view.index:
+            view = view.shifted(run.first - locate(piece.hf_name)[2])
+        return Place(box.moved(piece.hf_box, piece.param_box), view)
+
+    cells, arrivals, assigned = overlap
+    own = np.flatnonzero((assigned.src == rank) | (assigned.dst == rank))
+    ends = (column[own].tolist() for column in assigned[:4])
     moves: list[_Move] = []
-    for cell, dst, box, assigned in overlaps:
-        ends: list[tuple[int, int, int]] = []
-        if needed := dst.is_held_by(rank):
-            sender, hop = assigned.source_of(rank)
-            ends.append((sender, rank, max(1, hop)))
-        if needed or cell.is_held_by(rank):
-            ends += ((rank, receiver, hop) for receiver, hop in assigned.served_by(rank))
-        for sender, receiver, hop in ends:
-            piece = (dst if hop == 2 else cell).piece_of(sender)
-            moves.append(_Move(sender, receiver, box, hop, piece, dst.piece_of(receiver)))
+    for number, hop, sender, receiver in zip(*ends, strict=True):
+        dst, box = arrivals.rectangles[number]
+        read = (dst if hop == 2 else cells[number]).piece_of(sender)
+        written = dst.piece_of(receiver)
+        rectangle = Rectangle(box, place(read, box), place(written, box))
+        moves.append(_Move(sender, receiver, max(1, hop), rectangle, read, written))
     return moves
 
 
-class _Names:
-    """The tensors of a run, and the own rank's parameters for them."""
+class _Params:
+    """The own rank's parameters of runs."""
 
-    def __init__(self, run: TensorRun) -> None:
-        pattern, layer, first = locate(run.hf_name)
-        named = layer_name(pattern, layer)
-        self._first = first
-        self._names = [expert_name(named, first + i) for i in range(run.count)]
-        self._known: dict[Piece, tuple[str, ...]] = {}
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[str, ...]] = {}
 
-    def place(self, layout: ShardLayout, piece: Piece, box: Box, own: bool) -> Place:
-        """Return the place of a rectangle; ``piece`` has that of a tensor placed like the run."""
-        view = piece.view
-        if view.index:
-            view = view.shifted(self._first - locate(piece.hf_name)[2])
-        params: tuple[str, ...] = ()
-        if own:
-            known = self._known.get(piece)
-            if known is None:
-                names = self._names[:1] if piece.view.index else self._names
-                known = tuple(layout.param_like(piece, name) for name in names)
-                self._known[piece] = known
-            params = known
-        return Place(params, box.moved(piece.hf_box, piece.param_box), view)
+    def of(self, layout: ShardLayout, run: TensorRun, piece: Piece) -> tuple[str, ...]:
+        """Return the parameters of a run, where ``piece`` is of a tensor placed like the run."""
+        # Runs that lie in one parameter share it.
+        first, count = (0, 1) if piece.view.index else (run.first, run.num_tensors)
+        key = run.kind, first, id(piece)
+        known = self._known.get(key)
+        if known is None:
+            names = (expert_name(run.kind, run.first + i) for i in range(count))
+            known = self._known[key] = tuple(layout.param_like(piece, name) for name in names)
+        return known
 
 
 @without_collection()
@@ -419,21 +544,21 @@ def plan_reshard(
     receives: list[Transfer] = []
     copies: list[Transfer] = []
     local_duplicates: list[Transfer] = []
-    known: dict[int, tuple[object, list[_Move]]] = {}
-    for run in held_runs(source, target, rank):
-        names = _Names(run)
-        found = overlaps.of(run)
+    known: dict[int, tuple[Overlap, list[_Move]]] = {}
+    params = _Params()
+    for run in overlaps.held_by(rank):
+        found, hf_name = overlaps.of(run), run.hf_name
         if id(found) not in known:
-            known[id(found)] = found, _moves_of(rank, found)
-        _, moves = known[id(found)]
-        for sender, receiver, box, hop, piece, wanted in moves:
+            known[id(found)] = found, _moves_of(rank, run, found)
+        for sender, receiver, hop, rectangle, read, written in known[id(found)][1]:
             layout = target if hop == 2 else source
-            src = names.place(layout, piece, box, sender == rank)
-            dst = names.place(target, wanted, box, receiver == rank)
+            src = params.of(layout, run, read) if sender == rank else ()
+            dst = params.of(target, run, written) if receiver == rank else ()
             where = copies if sender == receiver else sends if sender == rank else receives
-            where.append(Transfer(sender, receiver, run.hf_name, box, src, dst, hop, run.count))
-        if run.count == 1:  # as every expert that a rank keeps twice
-            local_duplicates += _local_duplicates(target, run.hf_name, rank)
+            ends = sender, receiver, hf_name, rectangle, src, dst
+            where.append(Transfer(*ends, hop, run.num_tensors))
+        if overlaps.keeps_twice(run):
+            local_duplicates += _local_duplicates(target, hf_name, rank)
     digest = layout_digest(source, target, ranks_per_node, relay)
     return ReshardPlan(
         rank, tuple(sends), tuple(receives), tuple(copies), tuple(local_duplicates), digest
@@ -445,8 +570,10 @@ def _local_duplicates(target: ShardLayout, hf_name: str, rank: int) -> Iterator[
     for again, once in local_duplicates_of(target, hf_name).items():
         if rank in again.owner_ranks:
             pieces = once.piece, again.piece
-            src, dst = (Place((piece.param,), piece.param_box, piece.view) for piece in pieces)
-            yield Transfer(rank, rank, hf_name, once.piece.hf_box, src, dst)
+            src, dst = (Place(piece.param_box, piece.view) for piece in pieces)
+            rectangle = Rectangle(once.piece.hf_box, src, dst)
+            read, written = ((piece.param,) for piece in pieces)
+            yield Transfer(rank, rank, hf_name, rectangle, read, written)
 
 
 def check_same_tensors(source: ShardLayout, target: ShardLayout) -> None:

@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby, zip_longest
 from math import ceil, inf, prod
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +24,8 @@ from numpy.typing import NDArray
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.garbage import without_collection
 from mindspeed_rl.weight_layouts.base import ShardLayout, Unit, element_bytes, layer_name, locate
-from mindspeed_rl.weights.planner import Overlaps, runs_of
-from mindspeed_rl.weights.sources import Ranks, Sent
+from mindspeed_rl.weights.planner import Overlaps
+from mindspeed_rl.weights.sources import Assignment
 from mindspeed_rl.weights.turns import ALL_AT_ONCE, Demand, RankTurns, turn_of, turns_of_kinds
 
 _MAX_PARTS = 1 << 16
@@ -37,8 +39,7 @@ Rectangles = tuple[tuple[float, int], ...]
 Batch = tuple[Unit, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A slice of a tensor's rectangles, which travels in the rounds of a group.
 
     Attributes:
@@ -92,7 +93,7 @@ class Schedule:
         return len(self.completed)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class _Cost:
     """The bytes that ranks move for one unit.
 
@@ -117,8 +118,7 @@ class _Cost:
         return min(self.extents, default=_MAX_PARTS)
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
+class _Item(NamedTuple):
     """A slice of a unit, which travels in one round."""
 
     unit: Unit
@@ -129,9 +129,12 @@ class _Item:
     @property
     def loads(self) -> Loads:
         """Bound of the slice: of n rows in k parts it has at most n / k, rounded up."""
-        if self.parts == 1:
-            return self.cost.loads
-        return self.cost.loads * max(-(-n // self.parts) / n for n in self.cost.extents)
+        return _loads(self.cost, self.parts) if self.parts > 1 else self.cost.loads
+
+
+@lru_cache(maxsize=256)
+def _loads(cost: _Cost, parts: int) -> Loads:
+    return cost.loads * max(-(-n // parts) / n for n in cost.extents)
 
 
 @without_collection()
@@ -273,37 +276,36 @@ class _Costs:
         return self._known[key]
 
     def _key(self, unit: Unit) -> Hashable:
-        first = unit.names[0]
-        expert = locate(first)[2]
-        places = self._source.placement_key(first), self._target.placement_key(first)
-        return *places, expert, len(unit.names)
+        kind, experts = _kind_of(unit)
+        return self._overlaps.sides(kind), experts
 
     def _measure(self, unit: Unit) -> _Measured:
-        size = element_bytes(self._source.dtype_of(unit.names[0]), self._item_bytes)
-        pattern, layer, _ = locate(unit.names[0])
-        experts = (locate(name)[2] for name in unit.names)
-        extents: set[int] = set()
-        rotates, widths = False, {1}
-        sent: list[tuple[Sent, float]] = []
-        for run in runs_of(self._source, self._target, layer_name(pattern, layer), experts):
-            for _, dst, box, assigned in self._overlaps.of(run):
-                extents.add(box.size[box.sliced_dim])
-                rotates |= not assigned.is_balanced
-                widths.update(ranks.step for ranks in dst.owner_ranks if len(ranks) > 1)
-                sent.append((assigned.sent, float(box.num_elements * size * run.count)))
-        demand = Demand.of(unit.stage, sent, frozenset(widths))
-        return _Measured(demand, _rectangles(sent), frozenset(extents), rotates)
+        item_bytes = element_bytes(self._source.dtype_of(unit.names[0]), self._item_bytes)
+        found = [(run, self._overlaps.of(run)) for run in self._overlaps.runs(*_kind_of(unit))]
+        several = [overlap.arrivals for _, overlap in found]
+        joined = Assignment.joined([overlap.assigned for _, overlap in found])
+        sizes = [
+            overlap.arrivals.elements * (item_bytes * run.num_tensors) for run, overlap in found
+        ]
+        travels = joined.hop > 0
+        size = np.concatenate(sizes).astype(np.float64)[joined.slice[travels]]
+        hop, src, dst = (column[travels] for column in joined[1:4])
+        widths = frozenset({1}).union(*(arrivals.widths for arrivals in several))
+        demand = Demand(unit.stage, hop - 1, src, dst, size, widths)
+        extents: frozenset[int] = frozenset().union(*(arrivals.extents for arrivals in several))
+        return _Measured(demand, _rectangles(demand), extents, not joined.is_balanced)
 
 
-def _rectangles(sent: Iterable[tuple[Sent, float]]) -> Rectangles:
-    receivers: dict[float, list[Ranks]] = {}
-    for pairs, size in sent:
-        if size >= ALONE_BYTES:
-            receivers.setdefault(size, []).append(pairs.dst)
-    return tuple(
-        (size, int(np.bincount(np.concatenate(several)).max(initial=0)))
-        for size, several in receivers.items()
-    )
+def _kind_of(unit: Unit) -> tuple[str, range]:
+    """Return the name of a unit's tensors, with ``{e}`` for the expert, and the experts."""
+    pattern, layer, expert = locate(unit.names[0])
+    return layer_name(pattern, layer), range(expert, expert + len(unit.names))
+
+
+def _rectangles(demand: Demand) -> Rectangles:
+    """Return sizes of large rectangles, and how many of each a rank receives at most."""
+    large = (size for size in np.unique(demand.size).tolist() if size >= ALONE_BYTES)
+    return tuple((size, int(np.bincount(demand.dst[demand.size == size]).max())) for size in large)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,23 +357,27 @@ def _fitting(
     bucket_bytes: int,
 ) -> tuple[list[list[_Item]] | None, float]:
     """Return at least ``least`` rounds within the bucket, or ``None``, and the largest round."""
-    rows, world = shape
+
+    def size_of(items: list[_Item]) -> float:
+        return float(_total(items, *shape).max(initial=0.0))
+
     most, count = max(len(queue) for queue in queues), least
     while True:
-        rounds = _spread(queues, progress, min(count, most))
-        largest = [float(_total(items, rows, world).max(initial=0.0)) for items in rounds]
-        overfull = sum(size > bucket_bytes for size in largest)
-        if overfull <= _FEW * count:
-            parts = [
-                [items] if size <= bucket_bytes else _halves(items)
-                for items, size in zip(rounds, largest, strict=True)
+        sized = [(items, size_of(items)) for items in _spread(queues, progress, min(count, most))]
+        if sum(size > bucket_bytes for _, size in sized) <= _FEW * count:
+            sized = [
+                pair
+                for items, size in sized
+                for pair in (
+                    [(items, size)]
+                    if size <= bucket_bytes
+                    else [(half, size_of(half)) for half in _halves(items) if half]
+                )
             ]
-            rounds = [items for several in parts for items in several if items]
-            largest = [float(_total(items, rows, world).max(initial=0.0)) for items in rounds]
-            if max(largest) <= bucket_bytes:
-                return rounds, max(largest)
+            if max(size for _, size in sized) <= bucket_bytes:
+                return [items for items, _ in sized], max(size for _, size in sized)
         if count >= most:
-            return None, max(largest)
+            return None, max(size for _, size in sized)
         count = min(most, max(count + 1, int(count * 1.04)))
 
 

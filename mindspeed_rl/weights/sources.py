@@ -19,51 +19,50 @@ from numpy.typing import NDArray
 Ranks = NDArray[np.int64]
 
 
-class Sent(NamedTuple):
-    """Pairs of ranks between which something travels.
+class Assignment(NamedTuple):
+    """Who sends some rectangles to whom: arrays with an entry per slice and destination.
 
     Attributes:
-        hop: [n] 0, or 1 where it is forwarded.
-        src: [n] senders.
-        dst: [n] destinations.
-    """
-
-    hop: Ranks
-    src: Ranks
-    dst: Ranks
-
-
-NOTHING_SENT = Sent(*(np.zeros(0, np.int64),) * 3)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class SourceAssignment:
-    """The sources of one rectangle.
-
-    Attributes:
-        destinations: [D] ranks that need the rectangle, ascending.
-        source: [D] source of each destination; the destination itself where it holds the rectangle.
-        hop: [D] 0 where nothing travels, 1 where a holder sends, 2 where a destination on the same
+        slice: [n] numbers of the slices of all rectangles, ascending.
+        hop: [n] 0 where nothing travels, 1 where a holder sends, 2 where a destination on the same
             node forwards what it received in hop 1.
-        sent: The pairs of ranks between which the rectangle travels.
+        src: [n] sources; the destination itself where it holds the rectangle.
+        dst: [n] destinations, ascending within a slice.
+        num_slices: Number of slices of each rectangle.
         is_balanced: Whether every rotation gives the sources the same loads.
     """
 
-    destinations: Ranks
-    source: Ranks
-    hop: NDArray[np.int8]
-    sent: Sent
+    slice: Ranks
+    hop: Ranks
+    src: Ranks
+    dst: Ranks
+    num_slices: tuple[int, ...]
     is_balanced: bool
 
-    def served_by(self, rank: int) -> list[tuple[int, int]]:
-        """Return (destination, hop) of everything that ``rank`` sends, ascending."""
-        found = np.flatnonzero((self.source == rank) & (self.hop > 0))
-        return [(int(self.destinations[i]), int(self.hop[i])) for i in found]
+    def only(self, wanted: NDArray[np.bool_]) -> Assignment:
+        """Return the entries of some slices, which are numbered anew."""
+        kept = wanted[self.slice]
+        number = np.cumsum(wanted) - 1
+        arrays = number[self.slice[kept]], self.hop[kept], self.src[kept], self.dst[kept]
+        first = np.cumsum([0, *self.num_slices[:-1]])
+        num_slices = np.add.reduceat(wanted.astype(np.int64), first).tolist()
+        return Assignment(*arrays, tuple(num_slices), self.is_balanced)
 
-    def source_of(self, rank: int) -> tuple[int, int]:
-        """Return the source of a destination, and the hop."""
-        i = int(np.searchsorted(self.destinations, rank))
-        return int(self.source[i]), int(self.hop[i])
+    @classmethod
+    def joined(cls, several: Sequence[Assignment]) -> Assignment:
+        """Join the assignments of rectangles that other ranks hold."""
+        if len(several) == 1:
+            return several[0]
+        counts = [sum(one.num_slices) for one in several]
+        first = np.cumsum([0, *counts[:-1]])
+        return cls(
+            np.concatenate([one.slice + start for one, start in zip(several, first, strict=True)]),
+            np.concatenate([one.hop for one in several]),
+            np.concatenate([one.src for one in several]),
+            np.concatenate([one.dst for one in several]),
+            tuple(count for one in several for count in one.num_slices),
+            all(one.is_balanced for one in several),
+        )
 
 
 class RegionDemand(NamedTuple):
@@ -80,16 +79,11 @@ class RegionDemand(NamedTuple):
     may_slice: bool = False
 
 
-class Shared(NamedTuple):
-    """The sources of some rectangles that the same ranks hold.
+class _Usual(NamedTuple):
+    """An assignment, and whether a rotation only passes each source's part on to another one."""
 
-    Attributes:
-        slices: For each rectangle, the sources of each of its slices.
-        is_balanced: Whether every rotation gives the sources the same loads.
-    """
-
-    slices: tuple[tuple[SourceAssignment, ...], ...]
-    is_balanced: bool
+    assignment: Assignment
+    turns_as_one: bool
 
 
 def assign_sources(
@@ -99,7 +93,7 @@ def assign_sources(
     rotation: int = 0,
     num_rotations: int = 1,
     relay: bool = False,
-) -> tuple[tuple[SourceAssignment, ...], ...]:
+) -> Assignment:
     """Choose a source for every destination of rectangles.
 
     A destination that holds a rectangle uses its own copy. Other destinations take a holder on
@@ -117,28 +111,44 @@ def assign_sources(
             Where it is too small for rotations to even out the loads, rectangles are sliced.
         relay: Let the destinations on each node without a holder receive one slice each and forward
             it to the others on the node.
-
-    Returns:
-        For each rectangle, the sources of each of its slices.
     """
     if not relay and sum(map(len, sources)) == 1:
-        return tuple((_from_one(sources[0][0], demand.destinations),) for demand in demands)
-    usual = _assign_sources(sources, demands, ranks_per_node, 0, num_rotations, relay)
+        return _from_one(sources[0][0], tuple(demand.destinations for demand in demands))
+    usual, turns_as_one = _assign_sources(sources, demands, ranks_per_node, 0, num_rotations, relay)
     if usual.is_balanced:
-        return usual.slices
+        return usual
+    if turns_as_one:
+        return _turned(usual, _ranks(sources), rotation)
     period = sum(map(len, sources)) * (ranks_per_node if relay else 1)
     turn = rotation % period
-    return _assign_sources(sources, demands, ranks_per_node, turn, num_rotations, relay).slices
+    return _assign_sources(sources, demands, ranks_per_node, turn, num_rotations, relay).assignment
 
 
 @lru_cache(maxsize=1 << 16)
-def _from_one(source: int, destinations: tuple[range, ...]) -> SourceAssignment:
+def _from_one(source: int, destinations: tuple[tuple[range, ...], ...]) -> Assignment:
     """Assign the only source there is, without a relay."""
-    dst = _ranks(destinations)
-    travels = dst[dst != source]
-    everywhere = np.full(dst.size, source)
-    sent = Sent(np.zeros(travels.size, np.int64), everywhere[: travels.size], travels)
-    return SourceAssignment(dst, everywhere, (dst != source).astype(np.int8), sent, True)
+    number, dst = _destinations(destinations)
+    hop = (dst != source).astype(np.int64)
+    return Assignment(number, hop, np.full(dst.size, source), dst, (1,) * len(destinations), True)
+
+
+@lru_cache(maxsize=1 << 12)
+def _destinations(several: tuple[tuple[range, ...], ...]) -> tuple[Ranks, Ranks]:
+    """Return the destinations of some slices one after another, and the number of each slice."""
+    parts = [_ranks(destinations) for destinations in several]
+    return np.repeat(np.arange(len(parts)), [part.size for part in parts]), np.concatenate(parts)
+
+
+def _turned(usual: Assignment, src: Ranks, rotation: int) -> Assignment:
+    """Rotate an assignment without sources on the destinations' nodes, where all are alike."""
+    travels = np.flatnonzero(usual.hop)
+    place = usual.slice[travels] * src.size + np.searchsorted(src, usual.src[travels])
+    count = sum(usual.num_slices)
+    shares = np.bincount(place, minlength=count * src.size).reshape(count, src.size)
+    turned = np.roll(shares, rotation * travels.size, axis=1)
+    source = usual.src.copy()
+    source[travels] = np.repeat(np.tile(src, count), turned.ravel())
+    return usual._replace(src=source)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -149,7 +159,7 @@ def _assign_sources(
     rotation: int,
     num_rotations: int,
     relay: bool,
-) -> Shared:
+) -> _Usual:
     """Compute :func:`assign_sources`, cached for every rotation that makes a difference."""
     known = [_fixed(sources, rectangle.destinations, ranks_per_node) for rectangle in demands]
     relayed = [relay and fixed.fan_out > 1 for fixed in known]
@@ -166,14 +176,19 @@ def _assign_sources(
         [order.near_choice(fixed, size) for _ in range(count)]
         for fixed, size, count in zip(known, sizes, parts, strict=True)
     ]
-    slices = tuple(
-        tuple(
-            _assign(fixed, order, choice, size, rotation + i if passes_on else None)
-            for i, choice in enumerate(choices)
-        )
+    found = [
+        _assign(fixed, order, choice, size, rotation + i if passes_on else None)
         for fixed, choices, size, passes_on in zip(known, near, sizes, relayed, strict=True)
+        for i, choice in enumerate(choices)
+    ]
+    of_slices = zip(demands, parts, strict=True)
+    number, dst = _destinations(tuple(d.destinations for d, n in of_slices for _ in range(n)))
+    source, hop, balanced = zip(*found, strict=True)
+    joined = np.concatenate(hop), np.concatenate(source), dst
+    return _Usual(
+        Assignment(number, *joined, tuple(parts), all(balanced)),
+        not relay and not any(fixed.near.index.size for fixed in known),
     )
-    return Shared(slices, all(a.is_balanced for several in slices for a in several))
 
 
 # More slices of one matrix would gain little, and so would an unevenness below this.
@@ -251,8 +266,11 @@ class _Order:
 
 def _assign(
     fixed: _Fixed, order: _Order, choice: Ranks, size: float, rotation: int | None
-) -> SourceAssignment:
-    """Assign the sources of one slice; a slice with a ``rotation`` is relayed."""
+) -> tuple[Ranks, Ranks, bool]:
+    """Return source and hop of each destination of a slice, and whether rotations share evenly.
+
+    A slice with a ``rotation`` is relayed.
+    """
     src, dst, far, hop = fixed.src, fixed.dst, fixed.far, fixed.hop
     source = fixed.source.copy()
     source[fixed.near.index] = src[choice]
@@ -268,14 +286,7 @@ def _assign(
     shares, surplus = _level(loads, entering.size, order)
     order.add(shares, size)
     source[entering] = np.repeat(src, shares)
-    travels = np.flatnonzero(hop)
-    return SourceAssignment(
-        dst,
-        source,
-        hop,
-        Sent(hop[travels] - np.int64(1), source[travels], dst[travels]),
-        is_balanced=rotation is None and fixed.near_is_balanced and not surplus,
-    )
+    return source, hop, rotation is None and fixed.near_is_balanced and not surplus
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -317,7 +328,7 @@ class _Fixed:
     src_node: Ranks
     dst: Ranks
     source: Ranks
-    hop: NDArray[np.int8]
+    hop: Ranks
     near: _ReplicaGroup
     far: _ReplicaGroup
     near_is_balanced: bool
@@ -331,7 +342,7 @@ def _fixed(
     src, dst = _ranks(sources), _ranks(destinations)
     found = np.minimum(np.searchsorted(src, dst), src.size - 1)
     source = np.where(src[found] == dst, dst, -1)
-    hop = (source < 0).astype(np.int8)
+    hop = (source < 0).astype(np.int64)
     src_node, dst_node = src // ranks_per_node, dst // ranks_per_node
     first = np.searchsorted(src_node, dst_node, "left")
     count = np.searchsorted(src_node, dst_node, "right") - first

@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mindspeed_rl.weights.sources import NOTHING_SENT, Ranks, Sent
+from mindspeed_rl.weights.sources import Ranks
 
 Bytes = NDArray[np.float64]
 TensorKind = TypeVar("TensorKind", bound=Hashable)
@@ -69,10 +69,17 @@ def digit_sum(number: Ranks, base: int) -> Ranks:
     Modulo the base it is spread evenly over neighbours and over numbers at distances of powers of
     the base: the Thue-Morse sequence and its generalisations. So are the destinations of a sender.
     """
-    total = number % base
-    rest = number // base
-    while np.any(rest):
-        total = total + rest % base
+    result: Ranks = _digit_sums(base, int(number.max(initial=0)).bit_length())[number]
+    return result
+
+
+@lru_cache(maxsize=256)
+def _digit_sums(base: int, bits: int) -> Ranks:
+    """Return the sums of the digits of all numbers of some binary digits."""
+    rest: Ranks = np.arange(1 << bits)
+    total = np.zeros_like(rest)
+    while rest.any():
+        total += rest % base
         rest = rest // base
     return total
 
@@ -105,14 +112,6 @@ class Demand:
     dst: Ranks
     size: Bytes
     widths: frozenset[int]
-
-    @classmethod
-    def of(cls, stage: int, sent: Sequence[tuple[Sent, float]], widths: frozenset[int]) -> Demand:
-        """Join the demands of rectangles, each with the bytes of one copy of it."""
-        pairs = [s for s, _ in sent] or [NOTHING_SENT]
-        hop, src, dst = (np.concatenate(several) for several in zip(*pairs, strict=True))
-        size = np.repeat([float(size) for _, size in sent], [p.src.size for p, _ in sent])
-        return cls(stage, hop, src, dst, size, widths)
 
     @property
     def world(self) -> int:

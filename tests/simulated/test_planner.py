@@ -155,7 +155,7 @@ def test_experts_of_a_run_arrive_together(relay: bool, case: Case, longest: int)
     source, target = layouts_of(case)
     plans = plans_of(source, target, case, relay)
     moved = [t for p in plans for t in (*p.sends, *p.receives, *p.copies)]
-    assert max(t.count for t in moved) == longest
+    assert max(t.num_tensors for t in moved) == longest
     assert_arrived(case, move(case, source, target, 10**9, relay))
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import islice
 
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl.weights.sources import RegionDemand, SourceAssignment, assign_sources
+from mindspeed_rl.weights.sources import Assignment, RegionDemand, assign_sources
 
 
 @st.composite
@@ -28,15 +28,26 @@ SEVERAL = st.lists(progressions(), min_size=1, max_size=3).map(tuple)
 NODES, TURNS = st.integers(1, 40), st.integers(0, 1000)
 
 
+def slices_of(assigned: Assignment) -> list[dict[int, tuple[int, int]]]:
+    """Source and hop of each destination, by slice."""
+    slices: list[dict[int, tuple[int, int]]] = [{} for _ in range(sum(assigned.num_slices))]
+    columns = (column.tolist() for column in assigned[:4])
+    for number, hop, src, dst in zip(*columns, strict=True):
+        assert dst not in slices[number] and (src == dst) == (hop == 0)
+        slices[number][dst] = src, hop
+    return slices
+
+
 def assign_one(
     sources: tuple[range, ...],
     destinations: tuple[range, ...],
     node: int,
     rotation: int,
     relay: bool = False,
-) -> SourceAssignment:
-    """The sources of one rectangle, in one slice."""
-    return assign_sources(sources, (RegionDemand(destinations),), node, rotation, relay=relay)[0][0]
+) -> dict[int, tuple[int, int]]:
+    """Source and hop of each destination of one rectangle, in its first slice."""
+    assigned = assign_sources(sources, (RegionDemand(destinations),), node, rotation, relay=relay)
+    return slices_of(assigned)[0]
 
 
 @given(SEVERAL, SEVERAL, NODES, TURNS, st.booleans())
@@ -57,18 +68,20 @@ def test_the_choice_prefers_itself_then_its_node(
     owner_ranks = set(ranks_of(sources))
     nodes = {rank // node for rank in owner_ranks}
     assigned = assign_one(sources, destinations, node, rotation, relay)
+    leaders = dict(assigned)
     entering: Counter[int] = Counter()
     for dst in ranks_of(destinations):
-        src, hop = assigned.source_of(dst)
+        src, hop = assigned.pop(dst)
         if dst in owner_ranks:
             assert (src, hop) == (dst, 0)
         elif dst // node in nodes:
             assert src in owner_ranks and src // node == dst // node and hop == 1
         elif hop == 2:
-            assert src // node == dst // node and assigned.source_of(src)[1] == 1
+            assert src // node == dst // node and leaders[src][1] == 1
         else:
             assert src in owner_ranks and hop == 1
             entering[dst // node] += 1
+    assert not assigned, "nobody else is served"
     if relay:
         assert set(entering.values()) <= {1}, "a rectangle enters a node once"
 
@@ -93,8 +106,8 @@ def test_the_largest_load_is_the_least_possible(
         level += 1
     assigned = assign_one(sources, destinations, node, rotation)
     if far or level:
-        sent = assigned.sent.src[assigned.sent.hop == 0]
-        assert np.bincount(sent).max(initial=0) <= level
+        sent = Counter(src for src, hop in assigned.values() if hop)
+        assert max(sent.values(), default=0) <= level
 
 
 @pytest.mark.parametrize("relay", [False, True])
@@ -103,8 +116,8 @@ def test_turns_share_what_does_not_divide(relay: bool) -> None:
     load: Counter[int] = Counter()
     demands = (RegionDemand((range(64, 66),)),)
     for rotation in range(4):
-        for assigned in assign_sources((range(4),), demands, 8, rotation, relay=relay)[0]:
-            load.update(s for d in (64, 65) for s, hop in [assigned.source_of(d)] if hop == 1)
+        for found in slices_of(assign_sources((range(4),), demands, 8, rotation, relay=relay)):
+            load.update(source for source, hop in found.values() if hop == 1)
     assert len(load) == 4 and len(set(load.values())) == 1
 
 
@@ -115,11 +128,12 @@ def loads_of(
     load: Counter[int] = Counter(dict.fromkeys(ranks_of(sources), 0))
     for rotation in range(num_rotations):
         shared = assign_sources(sources, demands, node, rotation, num_rotations)
-        for rectangle, slices in zip(demands, shared, strict=True):
-            for assigned in slices:
-                for d in ranks_of(rectangle.destinations):
-                    source, hop = assigned.source_of(d)
-                    load[source] += rectangle.size // len(slices) * (hop > 0)
+        found = iter(slices_of(shared))
+        for rectangle, count in zip(demands, shared.num_slices, strict=True):
+            for part in islice(found, count):
+                assert sorted(part) == ranks_of(rectangle.destinations)
+                for source, hop in part.values():
+                    load[source] += rectangle.size // count * (hop > 0)
     return load
 
 
@@ -153,5 +167,5 @@ def test_leaders_of_a_node_take_turns() -> None:
     leaders = set()
     for rotation in range(8):
         assigned = assign_one((range(2),), (range(8, 16),), 8, rotation, relay=True)
-        leaders |= {d for d in range(8, 16) if assigned.source_of(d)[1] == 1}
+        leaders |= {d for d, (_, hop) in assigned.items() if hop == 1}
     assert leaders == set(range(8, 16))

@@ -80,8 +80,8 @@ def test_a_pair_of_ranks_exchanges_once_in_a_group_of_rounds(case: Case, chosen:
         for rank, other in ((r, o) for r in ranks for o in ranks):
             sent = rounds[rank][number].hops[0].sends.get(other, ())
             received = rounds[other][number].hops[0].receives.get(rank, ())
-            assert [(t.hf_name, t.hf_box, t.count) for t in sent] == [
-                (t.hf_name, t.hf_box, t.count) for t in received
+            assert [(t.hf_name, t.hf_box, t.num_tensors) for t in sent] == [
+                (t.hf_name, t.hf_box, t.num_tensors) for t in received
             ]
         staged = (of_rank[number].hops[0].staging_bytes(ITEM_BYTES) for of_rank in rounds)
         assert max(staged) <= size + 16  # what is received begins at a multiple of 16 bytes

@@ -69,7 +69,7 @@ def _spoil_reshard(spoil: Callable[[Any, Any], None]) -> None:
     def spoiled(self: Any) -> None:
         before = self._write[SPOILED].clone()
         take(self)
-        if any(SPOILED in t.dst.params for transfers, _ in self._arriving for t in transfers):
+        if any(SPOILED in t.dst_params for transfers, _ in self._arriving for t in transfers):
             spoil(self._write[SPOILED], before)
 
     Exchange._take = spoiled  # type: ignore[method-assign]

@@ -33,7 +33,7 @@ from bench.jobs import parser_of, print_result
 from mindspeed_rl.core.boxes import Box, ParamView
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.weights.exchange import copy_within
-from mindspeed_rl.weights.planner import Place, Transfer
+from mindspeed_rl.weights.planner import Place, Rectangle, Transfer
 
 DTYPE = torch.bfloat16
 
@@ -59,9 +59,9 @@ def transfer_of(case: ExpertCase, *, transposed: bool) -> Transfer:
     """Return the transfer of a run of experts from a message into the engine's stack of experts."""
     box = Box.whole((case.rows, case.columns))
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
-    message = Place(("message",), box, ParamView((0,)))
-    stack = Place(("stack",), box, ParamView((0,), transposed))
-    return Transfer(0, 0, name, box, message, stack, count=case.count)
+    message, stack = Place(box, ParamView((0,))), Place(box, ParamView((0,), transposed))
+    where = Rectangle(box, message, stack)
+    return Transfer(0, 0, name, where, ("message",), ("stack",), num_tensors=case.count)
 
 
 def ways_of(case: ExpertCase, device: torch.device) -> dict[str, tuple[Callable[[], Any], Any]]:

@@ -300,6 +300,44 @@ def test_a_run_knows_what_its_next_update_takes() -> None:
     assert plan.require_free is print and plan.at_border is print
 
 
+def test_what_changes_of_weights_take_of_the_host_is_told() -> None:
+    """Of Qwen3-30B-A3B in bf16, counted by hand: copies of what was sent, and a sleeping engine."""
+    attention = 2 * 4096 * 2048 + 2 * 512 * 2048  # queries and output, keys and values
+    whole = 2 * 128 + 2 * 2048 + 128 * 2048  # norms, router
+    expert = 3 * 768 * 2048
+    # 48 layers with 8 of 128 experts; embedding and head in halves of 151,936 rows; a norm
+    engine = 48 * (attention // 2 + whole + 8 * expert) + 151936 * 2048 + 2048
+    # the second stage: 24 layers with 16 experts; half of a head that is padded to 152,064 rows
+    trainer = 24 * (attention // 2 + whole + 16 * expert) + 76032 * 2048 + 2048
+    asleep, awake = ("--rl-offload", "all"), ("--rollout-sleep", "kv")
+    expected = {
+        ("device", asleep): (0, 2 * engine), ("host", asleep): (2 * trainer, 2 * engine),
+        ("device", awake): (0, 0), ("host", awake): (2 * trainer, 0), ("off", asleep): (0, 0),
+    }  # fmt: skip
+    for (where, sleep), sizes in expected.items():
+        config = config_of("--reshard-deltas", where, *sleep)
+        plan, mode = plan_of(config, WORLD), OffloadMode("all" if sleep is asleep else "none")
+        prediction = MemoryPrediction(config, plan, machine_on(config, "cuda"), mode)
+        assert prediction.delta_host_bytes(17) == sizes, (where, sleep)
+        on_cpu = replace(prediction, machine=MACHINES["cpu"])
+        assert on_cpu.delta_host_bytes(17) == (0, 0), "there it is memory of the device"
+
+
+def test_the_dry_run_prints_what_changes_take_of_a_node() -> None:
+    config = config_of(
+        "--reshard-deltas", "host", "--rl-offload", "all", "--rl-dry-run-machine", "h200"
+    )
+    found = find_out(config, WORLD)
+    sent, asleep = found.prediction.delta_host_bytes(0)
+    ((of_rank, of_engine, of_node),) = re.findall(
+        r"up to ([\d.]+) GiB of the host .* sent, and ([\d.]+) GiB for .* ([\d.]+) GiB of a node",
+        "\n".join(lines(found)),
+    )
+    assert float(of_rank) == pytest.approx(sent / GIB, abs=0.01)
+    assert float(of_engine) == pytest.approx(asleep / GIB, abs=0.01)
+    assert float(of_node) == pytest.approx(8 * (sent + asleep) / GIB, abs=0.1)
+
+
 def test_copies_on_the_host_take_nothing_of_a_device() -> None:
     config = config_of("--platform", "cpu", "--rollout-sleep", "kv", "--reshard-deltas", "host")
     tables = MemoryPrediction(config, plan_of(config, WORLD), MACHINES["a2"]).rank_table(0)
