@@ -102,12 +102,13 @@ launch() {
         set -- --ray-num-nodes "$NNODES" --ray-ranks-per-node "$RANKS_PER_NODE" "$@"
     fi
     export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-    local restarts="${MAX_RESTARTS:-0}" backoff="${RESTART_BACKOFF_S:-10}"
+    local restarts="${MAX_RESTARTS:-0}" backoff="${RESTART_BACKOFF_S:-10}" replays=0
     local fewest="${ELASTIC_MIN_NODES:-0}" patience="${ELASTIC_WAIT_S:-30}"
     while (( $# )); do
         argument="${1//_/-}"
         case "$argument" in
             --doctor) module=mindspeed_rl.doctor ;;
+            --replay|--replay=*) replays=1; arguments+=("$1") ;;
             --max-restarts=*) restarts="${1#*=}" ;;
             --restart-backoff-s=*) backoff="${1#*=}" ;;
             --elastic-min-nodes=*) fewest="${1#*=}" ;;
@@ -120,8 +121,11 @@ launch() {
         esac
         shift
     done
-    [[ "$module" != mindspeed_rl.doctor ]] || restarts=0
-    if (( fewest )) && [[ "$module" != mindspeed_rl.doctor ]] && (( ! restarts )); then
+    # A replay whose numbers differ has failed, and would do so again.
+    if [[ "$module" == mindspeed_rl.doctor ]] || (( replays )); then
+        restarts=0 fewest=0
+    fi
+    if (( fewest )) && (( ! restarts )); then
         echo "--elastic-min-nodes $fewest: a job goes on when it is started again; add --max-restarts" >&2
         exit 2
     fi

@@ -178,6 +178,8 @@ def damage_of(path: Path) -> str:
     """
     try:
         marks = marks_of(path)
+        if other := _other_step(path):
+            return other
     except FileNotFoundError:
         return f"no {RECORD}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -189,6 +191,19 @@ def damage_of(path: Path) -> str:
         if file.stat().st_size != mark.size_bytes:
             return f"{name} has {file.stat().st_size} bytes instead of {mark.size_bytes}"
     return ""
+
+
+def _other_step(path: Path) -> str:
+    """Say that a folder has the name of another step than its record; empty where it has not.
+
+    Converted checkpoints have only weights, and any name of a step will do.
+    """
+    fields = json.loads((path / RECORD).read_text(encoding="utf-8"))
+    step, extra = fields["step"], fields["extra"]
+    if not _NAME.fullmatch(path.name) or CONVERTED in extra or step == step_of(path):
+        return ""
+    name = f"iter_{step:07d}"
+    return f"it holds step {step} under the name of step {step_of(path)}: rename it to {name}"
 
 
 def marks_of(path: Path) -> dict[str, FileMark]:
@@ -356,7 +371,7 @@ def commit(
     if target.exists():
         if not damage_of(target):
             raise UsageError(f"--save: {target} exists already; choose another folder")
-        shutil.rmtree(target)
+        set_aside(target)
     partial.rename(target)
     sync_path(target.parent)
     write_text_atomic(target.parent / TRACKER, f"{record.step}\n")

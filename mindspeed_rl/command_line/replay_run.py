@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.launch import LaunchConfig
+from mindspeed_rl.config.training import CheckpointConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flag import flag_names
+
+_ONE_START = LaunchConfig()
 
 
 def as_replay(config: RLRunConfig) -> RLRunConfig:
@@ -20,19 +25,20 @@ def as_replay(config: RLRunConfig) -> RLRunConfig:
     if not config.replay.active:
         return config
     _check_replay(config)
-    checkpoint, prompts = config.checkpoint, config.prompts
-    if config.replay.step > 1:
-        folder = checkpoint.save or checkpoint.load
-        if not folder:
-            raise UsageError(
-                f"{_typed(config)}: neither --save nor --load says where the checkpoints of the "
-                "run are; add the --save of the run"
-            )
-        checkpoint = replace(checkpoint, load=folder, finetune=False)
+    prompts = config.prompts
     return replace(
         config,
-        checkpoint=replace(
-            checkpoint, save="", save_interval=0, export_hf="", allow_changed_data=False
+        checkpoint=_restored(config),
+        alarms=replace(
+            config.alarms,
+            rl_alarms=tuple(a for a in config.alarms.rl_alarms if not a.endswith("=rollback")),
+        ),
+        launch=replace(
+            config.launch,
+            max_restarts=0,
+            restart_backoff_s=_ONE_START.restart_backoff_s,
+            elastic_min_nodes=0,
+            elastic_wait_s=_ONE_START.elastic_wait_s,
         ),
         logging=replace(
             config.logging,
@@ -52,6 +58,34 @@ def as_replay(config: RLRunConfig) -> RLRunConfig:
         ),
         critic=replace(config.critic, critic_export_hf=""),
         trackers=type(config.trackers)(),
+    )
+
+
+def _restored(config: RLRunConfig) -> CheckpointConfig:
+    """Return the flags of checkpoints of a replay, which saves nothing.
+
+    The first step starts as that of the run did. Checkpoints of ``--save`` are whole, whatever was
+    left out of the one that the run began with.
+
+    Raises:
+        UsageError: Nothing says where the checkpoints of the run are.
+    """
+    given = config.checkpoint
+    if config.replay.step > 1 and given.save:
+        return CheckpointConfig(
+            load=given.save, no_load_optim=given.no_save_optim, no_load_rng=given.no_save_rng
+        )
+    if config.replay.step > 1 and not given.load:
+        raise UsageError(
+            f"{_typed(config)}: neither --save nor --load says where the checkpoints of the "
+            "run are; add the --save of the run"
+        )
+    own = given.save and Path(given.load).resolve() == Path(given.save).resolve()
+    return CheckpointConfig(
+        load="" if own else given.load,  # it was empty when the run began
+        finetune=given.finetune and config.replay.step == 1,
+        no_load_optim=given.no_load_optim,
+        no_load_rng=given.no_load_rng,
     )
 
 

@@ -160,9 +160,20 @@ def check_paths(config: RLRunConfig | PretrainRunConfig) -> None:
     checks: list[Callable[[], object]] = [partial(_check_load, checkpoint)]
     checks += [partial(_check_writable, flag, Path(path)) for flag, path in folders if path]
     checks += [partial(_check_exports, config, target), partial(_check_critic, config, target)]
-    if not checkpoint.load or checkpoint.finetune:
-        checks.append(partial(refuse_earlier_results, logging))
+    # Of several nodes one may have been started again, and joins a restart that it learns of later.
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        checks.append(partial(refuse_results_of_others, config))
     check_each(*checks)
+
+
+def refuse_results_of_others(config: RLRunConfig | PretrainRunConfig) -> None:
+    """Refuse to start from the beginning in a folder that holds the results of another run.
+
+    Raises:
+        UsageError: As of :func:`refuse_earlier_results`.
+    """
+    if not config.checkpoint.load or config.checkpoint.finetune:
+        refuse_earlier_results(config.logging)
 
 
 def _check_load(checkpoint: CheckpointConfig) -> None:

@@ -257,8 +257,8 @@ def _check_reference_pass(config: RLRunConfig) -> None:
             "not trained on, and a step has several tails",
         ),
         (
-            bool(config.partner),
-            f"{config.partner}: only one rank of an engine knows its conversations",
+            bool(config.agent.rl_agent),
+            f"{config.partner}: which turns are a sample is known after the last one",
         ),
     )
     refuse(

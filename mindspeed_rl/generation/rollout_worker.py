@@ -171,8 +171,10 @@ class RolloutWorker:
                 record_history(self.history_folder, stats, self.assignment.engine.dp)
             early: Mapping[int, bytes] = {}
             if tail is not None:
+                # Of a conversation only the rank that leads the engine knows the sample.
+                done = own[0] if self.environments is None else scorers[0].samples
                 with phase("tail"):
-                    early = tail(own[0])
+                    early = tail(done)
                 own[0] = with_reference(own[0], early)
             with phase("reward"):
                 scored = [scorer.finish() for scorer in scorers]

@@ -92,6 +92,11 @@ class Scorer:
             self._rollouts.append(rollout)
             self._scoring.add(self._functions.request(rollout, environment_reward))
 
+    @property
+    def samples(self) -> list[Rollout]:
+        """The samples so far, without rewards; none on ranks that do not lead an engine."""
+        return [*self._rollouts, *self._unscored]
+
     def add_unscored(self, rollout: Rollout) -> None:
         """Add a sample that gets no reward."""
         self._unscored.append(rollout)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from mindspeed_rl.checkpoint.resume import find_latest
 from mindspeed_rl.command_line.arguments import ParsedArguments, Run
@@ -56,9 +56,27 @@ def number_of_restarts(environ: Mapping[str, str] = os.environ) -> int:
     return sum(int(environ.get(name, "0")) for name in names)
 
 
+class Attempt(NamedTuple):
+    """How often a job was started before, and when first, in seconds of the epoch."""
+
+    restarts: int
+    began: float
+
+    @classmethod
+    def of_node(cls) -> Attempt:
+        """Return what the starter of this node knows: one that was started again, of no restart."""
+        return cls(number_of_restarts(), float(os.environ.get(BEGAN, _IMPORTED_AT)))
+
+    def join(self) -> None:
+        """Make this process one of the attempt that another node has told of. Local."""
+        missing = self.restarts - number_of_restarts()
+        os.environ[RESTARTS] = str(int(os.environ.get(RESTARTS, "0")) + missing)
+        os.environ[BEGAN] = str(self.began)
+
+
 def elapsed_s() -> float:
     """Return the seconds since the first start of the job."""
-    return max(0.0, time.time() - float(os.environ.get(BEGAN, _IMPORTED_AT)))
+    return max(0.0, time.time() - Attempt.of_node().began)
 
 
 def restart_metrics(environ: Mapping[str, str] = os.environ) -> dict[str, float]:

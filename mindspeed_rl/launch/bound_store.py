@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import runpy
+import secrets
 import socket
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+MARK = "MINDSPEED_RL_LAUNCHER_MARK"  # key that the launcher of a rank has set in its store
 _LOCAL_NAMES = ("localhost", "localhost.localdomain")
 
 
@@ -86,9 +89,27 @@ class BoundStore(TCPStore):
         super().__init__(host_name, port, world_size, is_master, *others, **named)
 
 
+class LauncherStore(BoundStore):
+    """The store of a launcher, which leaves a mark there that its ranks look for."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        os.environ[MARK] = f"mindspeed_rl/launcher/{secrets.token_hex(8)}"
+        self.set(os.environ[MARK], "1")
+
+
+def is_of_launcher(store: TCPStore) -> bool:
+    """Whether the launcher of this rank met the others in a store; one that has none: it did.
+
+    Where the launcher of the first node has been started again, another store has its port.
+    """
+    mark = os.environ.get(MARK)
+    return mark is None or bool(store.check([mark]))
+
+
 def main() -> None:
     """Run torchrun, whose modules take the store from ``torch.distributed``."""
-    dist.TCPStore = BoundStore  # type: ignore[attr-defined]
+    dist.TCPStore = LauncherStore  # type: ignore[attr-defined]
     runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
 
 

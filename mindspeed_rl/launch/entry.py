@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
 from mindspeed_rl.command_line.arguments import ParsedArguments, Run, parse
+from mindspeed_rl.command_line.hub_models import with_local_models
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.launch import LaunchConfig, check_launch
 from mindspeed_rl.core.errors import Mistakes, UsageError
@@ -21,7 +22,6 @@ from mindspeed_rl.flag_checks.single_flags import check_rl_flags, check_supervis
 from mindspeed_rl.launch import bootstrap
 from mindspeed_rl.launch.attempt import check_peer_folder, continued
 from mindspeed_rl.launch.failures import USAGE_ERROR, WatchdogSettings, report_usage_error
-from mindspeed_rl.launch.hub_models import with_local_models
 from mindspeed_rl.launch.job import (
     Job,
     Plan_co,
@@ -175,6 +175,7 @@ def _usage_error(
         has_torch = several_nodes or "torch" in sys.modules  # ranks import it at their own pace
         time.sleep(FIRST_RANK_OF_NODES_S if has_torch else FIRST_RANK_S)
     report_usage_error(f"{prog}: error: {error}")
+    bootstrap.tidy_temporary_folders(world, os.environ)  # the next start removes torchrun's
     if several_nodes:
         bootstrap.quiet_libraries()
         tell_other_nodes(world, error, settings)

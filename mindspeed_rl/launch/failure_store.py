@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from mindspeed_rl.core.flights import Position
 from mindspeed_rl.launch import attempt
 from mindspeed_rl.launch.bootstrap import World
-from mindspeed_rl.launch.bound_store import BoundStore
+from mindspeed_rl.launch.bound_store import BoundStore, is_of_launcher
 from mindspeed_rl.launch.failures import Failure, Heartbeat, Member, WatchdogSettings
 
 T = TypeVar("T")
@@ -77,6 +77,16 @@ class FailureStore:
                 found[rank] = Position.from_json(json.loads(self._store.get(key)))
         return found
 
+    def tell_attempt(self, mine: attempt.Attempt) -> None:
+        """Tell the other nodes which attempt of the job this node is in."""
+        self._store.set(f"attempt/{self._member.node}", json.dumps(mine))
+
+    def attempts(self, num_nodes: int) -> list[attempt.Attempt]:
+        """Return the attempts of those nodes that have told theirs."""
+        keys = [f"attempt/{node}" for node in range(num_nodes)]
+        told = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
+        return [attempt.Attempt(*fields) for fields in told]
+
     def publish(self, failure: Failure) -> Failure:
         """Publish a failure and return the job's first one, which is kept. Atomic."""
         return _failure(self._store.compare_set("failure", "", json.dumps(asdict(failure))))
@@ -104,7 +114,8 @@ def connect(rank: int, timeout_s: float) -> PrefixStore:
     another launcher rank 0 opens the store here and later shares it with the process group.
 
     Raises:
-        RuntimeError: The launcher of the first node, which holds the store, does not answer.
+        RuntimeError: The launcher of the first node, which holds the store, does not answer, or is
+            another one than this node's launcher met.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -117,6 +128,11 @@ def connect(rank: int, timeout_s: float) -> PrefixStore:
             f"the launcher of the first node does not answer at {host}:{port} for "
             f"{timeout_s:g} s: it has ended, see its output, or MASTER_ADDR is wrong"
         ) from error
+    if not is_of_launcher(store):
+        raise RuntimeError(
+            f"the launcher of the first node was started again since this node met it at "
+            f"{host}:{port}; start this node again"
+        )
     return shared_part(store)
 
 

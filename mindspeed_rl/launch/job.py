@@ -18,6 +18,7 @@ from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
 from mindspeed_rl.config.architecture import check_architecture, model_config
 from mindspeed_rl.config.kernels import experts_note, module_names
 from mindspeed_rl.config.npu import NpuSetup, check_npu, group_buffers, npu_setup
+from mindspeed_rl.config.outputs import refuse_results_of_others
 from mindspeed_rl.core.errors import Mistakes, UsageError
 from mindspeed_rl.core.installed import probable_platform, resolve_platform
 from mindspeed_rl.engines.registry import engine_provider
@@ -30,6 +31,7 @@ from mindspeed_rl.models.param_names import LOCAL
 from mindspeed_rl.models.registry import spec_from_hf_config, weight_table
 from mindspeed_rl.models.tensors import num_parameters
 from mindspeed_rl.planning.budget import machine_on, npu_machine
+from mindspeed_rl.planning.expert_dispatch import check_expert_map
 from mindspeed_rl.planning.hccl_buffers import hccl_buffers, with_group_sizes
 from mindspeed_rl.planning.phase_limits import PhaseLimits, phase_limits
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan, check_engine
@@ -226,15 +228,17 @@ def run_job(
                 platform = bootstrap.start(
                     parallel.platform, minutes, world, checked.setup, engine=has_engine(config)
                 )
+            parsed, again = _in_attempt_of_all(checked.parsed, watchdog)
+        config = parsed.config
         attempt.mark("up")
         check_modules(checked.plan, platform)
-        ignored = ignored_flags(checked.parsed, platform)
-        flag_notes = tuple(flag_lines(checked.parsed, checked.plan, ignored))
+        ignored = ignored_flags(parsed, platform)
+        flag_notes = tuple(flag_lines(parsed, checked.plan, ignored))
         job = Job(
             *(config, checked.plan, world, platform, watchdog, ignored, minutes, flag_notes),
-            command_line=checked.parsed.typed,
+            command_line=parsed.typed,
         )
-        job.log_rank0(*notes, *_lock_folders(config, world), limits.line())
+        job.log_rank0(*notes, *again, *_lock_folders(config, world), limits.line())
         bootstrap.seed_everything(config.train.seed)
         main(job)
         watchdog.leave()
@@ -245,6 +249,27 @@ def run_job(
             dist.destroy_process_group()
     except BaseException as error:
         watchdog.fail(error)
+
+
+def _in_attempt_of_all(
+    parsed: ParsedArguments[Run], watchdog: Watchdog
+) -> tuple[ParsedArguments[Run], list[str]]:
+    """Return the command line of the attempt that all nodes are in, and lines about it.
+
+    A node that was started again, while the others restarted the job, learns of it here.
+
+    Raises:
+        UsageError: It is the first attempt, and ``--output-dir`` holds the results of another run.
+    """
+    lines, num_nodes = list[str](), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    if num_nodes > 1:
+        newest = watchdog.newest_attempt(num_nodes)
+        if newest.restarts > attempt.number_of_restarts():
+            newest.join()
+            parsed, lines = attempt.continued(parsed, os.environ)
+        if isinstance(parsed.config, RLRunConfig | PretrainRunConfig):
+            refuse_results_of_others(parsed.config)
+    return parsed, lines
 
 
 def _print(line: str) -> None:
@@ -267,7 +292,8 @@ def _lock_folders(config: object, world: bootstrap.World) -> list[str]:
     named = {flag: path for flag, path in folders.items() if path}
     wait_s = run_lock.LEASE_S if attempt.number_of_restarts() else 0.0  # of a machine that is lost
     lines = run_lock.lock_folders(named, folders["--output-dir"], wait_s)
-    if config.checkpoint.load:
+    replays = isinstance(config, RLRunConfig) and config.replay.active  # also of a running run
+    if config.checkpoint.load and not replays:
         run_lock.refuse_living_run("--load", config.checkpoint.load)
     return lines
 
@@ -322,17 +348,20 @@ def sized_for_npu(
     """Settle what NPUs leave open: graph mode, and HCCL's buffers. Local.
 
     Raises:
-        UsageError: ``HCCL_BUFFSIZE`` of the environment is too small.
+        UsageError: ``HCCL_BUFFSIZE`` of the environment is too small, or the machine dispatches
+            tokens to wrong experts.
     """
     config: Any = parsed.config
     assert isinstance(plan, RunPlan)
+    machine_name = npu_machine(config).name
+    check_expert_map(plan, machine_name)
     if isinstance(config, RLRunConfig) and isinstance(plan, RLPlan):
         tuning, why = engine_provider().tuning(config.engine, plan.engine, "npu")
         config = replace(config, engine=tuning)
         if why:
             note = f"--rollout-graph-mode auto is {tuning.rollout_graph_mode}: {why}"
             setup = replace(setup, notes=(*setup.notes, note))
-    buffers = hccl_buffers(config, plan, npu_machine(config).name, os.environ)
+    buffers = hccl_buffers(config, plan, machine_name, os.environ)
     if buffers.raised:
         config = with_group_sizes(config, buffers)
         sizes = group_buffers(config.ascend.hccl_group_buffer)

@@ -28,11 +28,11 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from mindspeed_rl.core import owned_folders
+from mindspeed_rl.core import owned_folders, stop_request
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flights import Position, recent_lines, stuck_text
-from mindspeed_rl.launch import run_lock, stop_request
-from mindspeed_rl.launch.attempt import current_step, note_end
+from mindspeed_rl.launch import run_lock
+from mindspeed_rl.launch.attempt import Attempt, current_step, note_end
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.launch.failure_store import (
     FailureStore,
@@ -228,6 +228,13 @@ class Watchdog:
     def phase(self, name: str, timeout_s: float | None = None) -> AbstractContextManager[None]:
         """Name the phase of this rank; see `PhaseClock.phase`."""
         return self._phases.phase(name, timeout_s)
+
+    def newest_attempt(self, num_nodes: int) -> Attempt:
+        """Return the attempt of the node that has seen most of them, when all have told theirs."""
+        self._store.tell_attempt(Attempt.of_node())
+        while len(told := self._store.attempts(num_nodes)) < num_nodes:
+            time.sleep(self._settings.poll_interval_s)
+        return max(told)
 
     def leave(self) -> None:
         """Wait for all ranks, so that nobody closes connections that a peer still needs.

@@ -8,7 +8,7 @@ import torch
 
 from mindspeed_rl.checkpoint.retention import keep
 from mindspeed_rl.checkpoint.save_clock import Due, SaveClock, Votes, due_after, votes_are_taken
-from mindspeed_rl.launch import stop_request
+from mindspeed_rl.core import stop_request
 from mindspeed_rl.metrics.loggers import RunLogger
 from mindspeed_rl.parallel.small_collectives import all_reduce_sum
 

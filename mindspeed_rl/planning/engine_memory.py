@@ -25,6 +25,7 @@ class EngineMemory:
         sizes: Sizes that the kind of engine and its options decide.
         kv_cache_bytes: Bytes of cache that the flag asks for on each rank.
         imbalance: Tokens of the busiest expert-parallel rank as a multiple of the mean.
+        rows: Most rows of a sequence in a decode step: its next token, and one for each drafted.
     """
 
     layout: RolloutLayout
@@ -32,6 +33,7 @@ class EngineMemory:
     sizes: EngineSizes
     kv_cache_bytes: int
     imbalance: float = 1.0
+    rows: int = 1
 
     def weights(self, rank: int) -> int:
         """Return the bytes of a rank's parameters, padded, and copies that the engine derives."""
@@ -68,7 +70,8 @@ class EngineMemory:
         These are residual stream and normed input, and the larger of attention (projections of
         queries, keys and values, output) and MLP (gate, up, activated). Experts add their input and
         output ([routed, hidden] each), both halves and the activated product, and the copies that
-        the rank sends. Sampling has logits of all sequences in fp32. No layer keeps activations.
+        the rank sends. Sampling has logits of all sequences in fp32, those of drafts
+        as well. No layer keeps activations.
         """
         spec, tp, item = self.layout.spec, self.layout.engine.tp, self.item
         tokens = self.sizes.batched_tokens
@@ -79,7 +82,7 @@ class EngineMemory:
         )
         layers = (stream + widest) * item
         vocab = round_up(spec.vocab_size, self.layout.vocab_multiple)
-        sampling = min(self.sizes.sequences, tokens) * vocab * _FP32 * _SAMPLING_COPIES
+        sampling = min(self.sizes.sequences * self.rows, tokens) * vocab * _FP32 * _SAMPLING_COPIES
         return max(layers, stream * item + sampling)
 
     def _mlp_values(self, mlp: MLP) -> int:

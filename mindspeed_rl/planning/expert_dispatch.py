@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mindspeed_rl.config.rollout import EngineTuningConfig
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.engines.registry import engine_provider
+from mindspeed_rl.planning.run_plan import RLPlan, ScorePlan
 from mindspeed_rl.rollout.provider import EngineSizes
 from mindspeed_rl.weight_layouts.rollout import RolloutLayout
 
@@ -71,6 +73,27 @@ class ExpertDispatch:
             slots = self.experts + self.ranks // 4
             return slots * round_up(self.tokens * with_scales, 512) + 8 * _MIB
         return 2 * (self.tokens * self.ranks * min(local, self.top_k) * token + 2 * _MIB)
+
+
+def check_expert_map(plan: object, machine: str) -> None:
+    """Refuse experts in other slots than their own where vLLM-Ascend mistakes one for the other.
+
+    vLLM-Ascend 0.23 turns experts into slots (``MoECommMethod.fused_experts``), and the all-gather
+    that an Atlas A2 dispatches prompts by then looks these up in its table of experts
+    (``TokenDispatcherWithAllGather.token_dispatch``): shares of experts are lost. Pure.
+
+    Raises:
+        UsageError: They are, on an A2.
+    """
+    if machine != "a2" or not isinstance(plan, RLPlan | ScorePlan):
+        return
+    slots = plan.rollout_layout.physical_experts
+    if slots and slots != tuple(range(plan.spec.num_experts)):
+        raise UsageError(
+            "--rollout-expert-map: on an Atlas A2 vllm-ascend 0.23 loses the experts that are in "
+            "another slot than that of their number, because its all-gather looks a slot up in a "
+            "table of experts; remove the flag, or run on an A3"
+        )
 
 
 def dispatch_of(

@@ -20,6 +20,7 @@ from mindspeed_rl.planning.budget import (
     with_offload_order,
 )
 from mindspeed_rl.planning.cache_size import with_cache_size
+from mindspeed_rl.planning.expert_dispatch import check_expert_map
 from mindspeed_rl.planning.hccl_buffers import hccl_buffers
 from mindspeed_rl.planning.prediction import MemoryPrediction, Peak, Table
 from mindspeed_rl.planning.run_plan import (
@@ -126,6 +127,7 @@ def find_out(config: TrainingRunConfig, world: int) -> Findings:
     check_npu(config.ascend, config.parallel, machine.platform)  # refuse what a start would
     check_engine(config, plan, machine.platform)
     if machine.platform == "npu":
+        check_expert_map(plan, machine.name)
         hccl_buffers(config, plan, machine.name, os.environ)
     budget = usable_bytes(device_bytes(config, machine.memory_gib * _GIB), machine)
     prediction = MemoryPrediction(config, plan, machine)

@@ -394,12 +394,15 @@ class MemoryPrediction:
     @cached_property
     def engine(self) -> EngineMemory:
         config, plan = self._rl
+        drafts = config.drafts
+        drafted = drafts.rollout_draft_tokens if drafts.rollout_drafts != "none" else 0
         return EngineMemory(
             plan.rollout_layout,
             2 if config.rollout.engine_is_bf16(config.train) else 4,
             engine_provider().sizes(config.engine_options, plan.spec, self.machine.platform),
             int(config.rollout.rollout_kv_cache_gb * _GIB),
             self.imbalance,
+            rows=1 + drafted,
         )
 
     @property

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.config.outputs import METRICS_FILE, ROLLOUTS_FILE
+from mindspeed_rl.config.outputs import CONFIG_FILE, METRICS_FILE, ROLLOUTS_FILE
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.metrics.equality import computed, row_differences
 from mindspeed_rl.metrics.jsonl import read_jsonl
@@ -18,6 +19,15 @@ _OF_ANY_LAYOUT = (
     *("reward/", "response/", "loss/", "policy/", "value/", "optimizer/", "mismatch/"),
     "correction/",
 )
+
+LAYOUT_FLAGS = (
+    *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"),
+    *("--expert-model-parallel-size", "--expert-tensor-parallel-size"),
+    *("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
+    *("--rl-inference-tensor-model-parallel-size", "--rl-inference-expert-model-parallel-size"),
+    "--rollout-dp",
+)
+"""Flags that say which ranks share a model, in training or in an engine."""
 
 
 def trained_steps(folder: Path) -> dict[int, dict[str, Any]]:
@@ -45,6 +55,26 @@ def require_step(folder: Path, step: int) -> None:
     if step not in steps:
         known = f"the steps {min(steps)} to {max(steps)}" if steps else "no finished step"
         raise UsageError(f"{typed}: the run has {known}; give a step that it has done")
+
+
+def began_alike(folder: Path, num_ranks: int, flags: Mapping[str, Any]) -> bool:
+    """Whether a run began on as many ranks with the same sizes of layouts, as far as it is known.
+
+    Args:
+        folder: The ``--output-dir`` of the run.
+        num_ranks: Number of ranks of the replay.
+        flags: Its flags, as a run writes them.
+    """
+    config = folder / CONFIG_FILE
+    resumed = folder.glob(f"{config.stem}-until-step-*{config.suffix}")
+    begins = sorted(resumed, key=lambda path: (len(path.stem), path.stem))  # by number
+    try:
+        record = json.loads((begins[0] if begins else config).read_text(encoding="utf-8"))
+        theirs, ranks = record["flags"], record["machine"]["ranks"]
+        sizes = {name: theirs[name] for name in LAYOUT_FLAGS}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return True
+    return bool(ranks == num_ranks and all(flags[name] == size for name, size in sizes.items()))
 
 
 def comparable_metrics(row: Mapping[str, Any], *, any_layout: bool) -> dict[str, Any]:

@@ -15,9 +15,11 @@ from mindspeed_rl.command_line.replay_run import recorded_flags
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.replay import ReplayConfig
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.metrics.run_record import flag_values
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.replay.compare import changed_flags, differences
 from mindspeed_rl.replay.outputs import (
+    began_alike,
     comparable_metrics,
     dumped_rollouts,
     metric_lines,
@@ -182,7 +184,7 @@ def _with_record(config: RLRunConfig, record: StepRecord, path: Path) -> ReplayC
 def _with_run(run: Components, record: StepRecord, start: int) -> ReplayComparison:
     """Compare with the metrics of all steps that were run again, and the rollouts of the last."""
     options = run.config.replay
-    same = _is_layout_of_run(run.config, record.layout)
+    same = _is_layout_of_run(run.config, record.layout, run.job.world.size)
     tolerance = tolerance_of(run.config, same)
     theirs, mine = trained_steps(options.run_folder), trained_steps(options.folder)
     lines: list[str] = []
@@ -223,13 +225,13 @@ def same_layout(mine: Mapping[str, int], other: Mapping[str, int]) -> bool:
     return all(mine[name] == other[name] for name in mine.keys() & other.keys())
 
 
-def _is_layout_of_run(config: RLRunConfig, mine: Mapping[str, int]) -> bool:
-    """Whether the run had this layout when it saved the checkpoint that the replay started from."""
-    if not config.checkpoint.load:
-        return True
-    path = checkpoints.find_latest(config.checkpoint.load, before=config.replay.step).path
-    if path is None:
-        return True
+def _is_layout_of_run(config: RLRunConfig, mine: Mapping[str, int], num_ranks: int) -> bool:
+    """Whether the run had this layout when it began, or saved what the replay started from."""
+    options = config.replay
+    if options.step == 1:
+        return began_alike(options.run_folder, num_ranks, flag_values(config))
+    path = checkpoints.find_latest(config.checkpoint.load, before=options.step).path
+    assert path is not None, "the replay started from it"
     saved = checkpoints.read_record(path)
     theirs = dict(saved.layout)
     if "num_groups" in saved.extra:

@@ -51,10 +51,11 @@ def start(
     state = RunState.at_start(run.config, run.data.train)
     with run.scheduler.onloaded(*CRITIC_OWNERS, MemoryOwner.REFERENCE):
         companions = run.models.companions(run.config.rl.ref_update_interval)
-        before = run.config.replay.step if run.config.replay.active else None
+        replayed = run.config.replay.step if run.config.replay.active else 1
+        before = replayed if replayed > 1 else None  # the first step starts as in the run
         loaded = load(run.peers, job, run.models.policy, companions, before)
     extra = loaded.extra
-    if before is not None and before > 1 and not loaded.step:
+    if before is not None and not loaded.step:
         raise UsageError(
             f"--replay {before}: {run.config.checkpoint.load} has no checkpoint of an earlier "
             "step; replay a step after its first checkpoint, or step 1, which needs none"

@@ -19,6 +19,8 @@ from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.models.registry import spec_from_hf_config
 from mindspeed_rl.platforms.process_state import preserved_environment
 from mindspeed_rl.platforms.registry import select_platform
+from mindspeed_rl.rollout.draft_costs import DraftRule
+from mindspeed_rl.rollout.draft_history import DraftHistory
 from mindspeed_rl.rollout.provider import EngineSettings
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
 
@@ -37,9 +39,12 @@ def trainer_memory() -> list[torch.Tensor]:
 
 def build(
     folder: str, dtype: str, layout: EngineLayout, rank: int, max_num_batched_tokens: int = 256,
-    records: bool = False,
+    records: bool = False, history: DraftHistory | None = None,
 ) -> Any:  # fmt: skip
-    """The engine of this rank, as the product builds it; with ``records`` it tells its experts."""
+    """The engine of this rank, as the product builds it; with ``records`` it tells its experts.
+
+    With a ``history`` it drafts.
+    """
     with preserved_environment():  # as when the product imports vLLM
         process.before_vllm()
         process.before_engine()
@@ -61,6 +66,8 @@ def build(
         },
         tuning=EngineTuningConfig(rollout_graph_mode="eager"),  # only a device captures graphs
         recorded_layers=tuple(spec.expert_layers) if records else (),
+        draft_rule=None if history is None else DraftRule(period=1),
+        draft_history=history,
     )  # fmt: skip
     return provider.build(settings, select_platform("npu"))
 

@@ -50,6 +50,28 @@ def test_deltas(tmp_path: Path) -> None:
     assert few["encode_s"] > 0 and few["decode_s"] > 0
 
 
+def test_tail_run(tmp_path: Path) -> None:
+    """The simulation of the run as drawn takes the steps that its engines took."""
+    flags = [
+        "--dataset",
+        "8",
+        "--prompts",
+        "4",
+        "--group",
+        "2",
+        "--slots",
+        "8",
+        "--warm-steps",
+        "2",
+        "--ways",
+    ]
+    found = result_of("tail_run.py", *flags, "as drawn", "ordered", folder=tmp_path)["slots"]["8"]
+    drawn, ordered = found["as drawn"], found["ordered"]
+    assert drawn["run"] == pytest.approx(drawn["simulated"])
+    for row in (drawn, ordered):
+        assert row["run"]["steps"] > 1 and 0 < row["run"]["idle"] < 1
+
+
 def test_dispatch(tmp_path: Path) -> None:
     flags = ("--workers", "2", "--megabytes", "1", "--repeats", "1")
     (size,) = result_of("dispatch.py", *flags, folder=tmp_path)["sizes"]

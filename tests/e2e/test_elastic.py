@@ -9,6 +9,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,24 @@ def test_the_node_that_is_left_goes_on_as_a_job_of_one_node(tmp_path: Path, lost
     rows = rows_of(tmp_path / "out")
     counts = [[row.get(f"run/{name}") for name in ("restarts", "nodes")] for row in rows]
     assert counts == [[None, None]] * 2 + [[1.0, 1.0]] * 3
+
+
+def test_a_node_that_is_started_again_joins_the_restart_of_the_others(tmp_path: Path) -> None:
+    """Without --elastic-min-nodes; its new starter knows of no failure, and --load is not given."""
+    write_inputs(tmp_path, 16)
+    run_command("mindspeed_rl.train_rl", flags("quiet"), 2, cwd=tmp_path)
+    port = free_port()
+    given = flags("out", "--max-restarts", "2")
+    with ExitStack() as stack:
+        left = stack.enter_context(Node(tmp_path, 0, port, given, ""))
+        gone = stack.enter_context(Node(tmp_path, 1, port, given, "1:train:3:sleep"))
+        gone.wait_for("fault planted")
+        gone.kill()
+        back = stack.enter_context(Node(tmp_path, 1, port, given, ""))
+        assert left.code() == 0, left.told() + back.told()
+        assert back.code() == 0, back.told()
+    assert "resuming after step 2 from out/save/iter_0000002" in left.told()
+    assert comparable_rows(tmp_path / "out") == comparable_rows(tmp_path / "quiet")
 
 
 def test_a_layout_that_needs_all_nodes_is_refused_before_anything_starts(tmp_path: Path) -> None:

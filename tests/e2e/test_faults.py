@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from support.jobs import (
     shared_memory_left,
 )
 from support.whole_runs import COMMON, write_inputs
+
+from mindspeed_rl.launch.bootstrap import World, tidy_temporary_folders
 
 pytestmark = pytest.mark.e2e
 
@@ -67,11 +70,17 @@ def flags(phase_timeout_s: float) -> list[str]:
 
 
 def rehearse(
-    world: Path, port: int, fault: str, *, nodes: int = 1, timeout_s: float = 600.0
+    world: Path,
+    port: int,
+    fault: str,
+    *,
+    nodes: int = 1,
+    timeout_s: float = 600.0,
+    **variables: str,
 ) -> TorchrunJob:
     return TorchrunJob(
         world, [DRIVER], flags(timeout_s), num_ranks=2 // nodes, num_nodes=nodes, port=port,
-        environment=planted(fault),
+        environment=planted(fault) | variables,
     )  # fmt: skip
 
 
@@ -113,9 +122,9 @@ def test_a_rank_that_raises_is_named_once(world: Path, port: int) -> None:
     ],
 )
 def test_a_rank_that_hangs_ends_the_job_with_all_stacks(
-    world: Path, port: int, fault: str, timeout_s: float, cause: str
+    world: Path, port: int, fault: str, timeout_s: float, cause: str, tmp_path: Path
 ) -> None:
-    with rehearse(world, port, fault, timeout_s=timeout_s) as job:
+    with rehearse(world, port, fault, timeout_s=timeout_s, TMPDIR=str(tmp_path)) as job:
         ended = end_after_start(job)
     told = causes(ended)
     assert len(told) == 1 and cause in told[0], ended.output
@@ -131,6 +140,8 @@ def test_a_rank_that_hangs_ends_the_job_with_all_stacks(
     if fault.endswith(("sleep", "loop")):
         assert "is in no collective; its last was " in told[0]
         assert "stacks of rank 1:" in ended.output and "last collectives of rank 0:" in ended.output
+        left = [path.name for path in tmp_path.iterdir()]
+        assert not [name for name in left if name.startswith("mindspeed_rl-")], "left by the ranks"
     if fault.endswith("sleep"):
         assert re.search(r"train for \d+ s: rank 0-1", told[0])
     elif fault.endswith("loop"):
@@ -147,6 +158,22 @@ def test_a_killed_rank_ends_the_other_node(world: Path, port: int) -> None:
     told = causes(ended)
     assert len(told) == 1, ended.output
     assert "rank 1 in phase generate: process" in told[0] and "on node 1 is gone" in told[0]
+
+
+def test_folders_of_a_killed_rank_are_removed(
+    world: Path, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its neighbour, which removes its own; torchrun's, which it reads, by the next start."""
+    with rehearse(world, port, "1:generate:1:kill", TMPDIR=str(tmp_path)) as job:
+        job.wait_for_text("rehearsal starts", START_S)
+        made = {path.name for path in tmp_path.glob("mindspeed_rl-reward-*")}
+        ended = job.end(LIMIT_S)
+    assert len(made) == 2, "what there is to remove"
+    left = {path.name for path in tmp_path.iterdir()}
+    assert len(left) == 1 and left.pop().startswith("torchelastic_"), ended.output
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tidy_temporary_folders(World(0, 1, 0, 1), {})
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,12 @@ def run(folder: Path, choice: str, layout: str, num_ranks: int) -> dict[str, Any
 
 @pytest.mark.parametrize(
     ("layout", "num_ranks", "other"),
-    [("", 2, "packed"), ("--tensor-model-parallel-size 2 --rollout-tp 2", 4, "single")],
-    ids=["beside packed rows", "with tensor ranks"],
+    [
+        ("", 2, "packed"),
+        ("--tensor-model-parallel-size 2 --rollout-tp 2", 4, "single"),
+        ("--rl-environment calculator", 2, "single"),
+    ],
+    ids=["beside packed rows", "with tensor ranks", "with conversations"],
 )
 def test_a_run_with_the_tail_has_the_numbers_of_one_without(
     layout: str, num_ranks: int, other: str, tmp_path: Path

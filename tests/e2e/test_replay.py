@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -43,10 +46,32 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+LOCKED = """
+import sys
+from mindspeed_rl.launch.run_lock import lock_folders
+lock_folders({"--save": "out/save", "--output-dir": "out"}, "out")
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def another_process_that_runs(folder: Path) -> Iterator[None]:
+    """The folders are those of a run that goes on."""
+    with subprocess.Popen(
+        [sys.executable, "-c", LOCKED], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"locked\n"
+        yield
+        process.kill()
+
+
 def test_a_step_gives_its_numbers_again(world: Path) -> None:
-    """And the replay leaves the run as it was; a changed flag is named where it comes in."""
+    """While the run goes on, which stays as it was; a changed flag is named where it comes in."""
     before = {p: p.read_bytes() for p in (world / "out").glob("*.jsonl")}
-    said = run(world, ["--replay", "3", "out"])
+    weeks = ["--async-save", "--save-total-limit", "3", "--exit-duration-in-mins", "1430"]
+    with another_process_that_runs(world):
+        said = run(world, [*weeks, "--replay", "3", "out"])
     assert "resuming after step 2 from out/save/iter_0000002" in said
     assert "replay of step 3: equal to out in " in said and "and 4 rollouts" in said
     assert {p: p.read_bytes() for p in (world / "out").glob("*.jsonl")} == before

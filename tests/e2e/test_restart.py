@@ -7,6 +7,7 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.jobs import ROOT, TorchrunJob, free_port, planted, processes_of, run_to_end
@@ -49,19 +50,34 @@ def launch(
     )  # fmt: skip
 
 
-def test_a_killed_job_goes_on_from_its_checkpoint_and_ends_with_the_same_numbers(
-    world: Path,
-) -> None:
-    """Killed in the third of four steps, it repeats this one step."""
+@pytest.fixture(scope="module")
+def quiet(world: Path) -> list[dict[str, Any]]:
+    """The metrics of the run that nothing disturbs."""
     run_command("mindspeed_rl.train_rl", flags("quiet"), 2, cwd=world)
-    killed = launch(world, 2, [*flags("killed"), "--max-restarts", "2"], "1:train:3:kill")
+    return comparable_rows(world / "quiet")
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "step", "source"),
+    [
+        ("disk", [], 3, "killed-disk/save/iter_0000002"),
+        ("memory", ["--peer-checkpoint-steps", "1"], 4, "the copies in memory"),
+    ],
+)
+def test_a_killed_job_goes_on_and_ends_with_the_same_numbers(
+    world: Path, quiet: list[dict[str, Any]], name: str, more: list[str], step: int, source: str
+) -> None:
+    """From its checkpoint, or from newer copies that its starter has kept: it repeats one step."""
+    own = [*flags(f"killed-{name}"), *more, "--max-restarts", "2"]
+    killed = launch(world, 2, own, f"1:train:{step}:kill")
     assert killed.returncode == 0, killed.stdout
-    assert killed.stdout.count("restart 1 of 2 in 0.1 s: the job ended in step 3: ") == 1
+    assert killed.stdout.count(f"restart 1 of 2 in 0.1 s: the job ended in step {step}: ") == 1
     assert "rank 1 in phase train" in killed.stdout
-    assert "resuming after step 2 from killed/save/iter_0000002" in killed.stdout
-    assert comparable_rows(world / "killed") == comparable_rows(world / "quiet")
-    rows = [row for row in rows_of(world / "killed") if "reward/mean" in row]
-    assert [row.get("run/restarts", 0.0) for row in rows] == [0.0, 0.0, 1.0, 1.0]
+    assert f"resuming after step {step - 1} from {source}" in killed.stdout
+    assert "restart 1: the next step was done " in killed.stdout
+    assert comparable_rows(world / f"killed-{name}") == quiet
+    rows = [row for row in rows_of(world / f"killed-{name}") if "reward/mean" in row]
+    assert [row.get("run/restarts", 0.0) for row in rows] == [float(n >= step) for n in range(1, 5)]
 
 
 def test_a_fault_that_comes_again_at_the_same_step_ends_the_job(world: Path) -> None:

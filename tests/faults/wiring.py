@@ -353,6 +353,13 @@ WIRING = (
           gives(lambda signs: signs * 0.0 + 1.0),
           "tests/unit/replay/test_digests.py::test_a_digest_knows_the_places_of_elements",
           "Rows, experts or tokens in each other's place would pass as equal."),
+    # --- restarts
+    Fault("a-node-that-comes-back-begins-anew",
+          "mindspeed_rl.launch.watchdog:Watchdog.newest_attempt",
+          gives(lambda attempt: attempt._replace(restarts=0)),
+          "tests/unit/launch/test_failures.py::"
+          "test_a_node_that_comes_back_learns_of_the_attempt_of_the_others",
+          "Its ranks would load other weights than the ranks that restarted."),
     # --- copies in memory
     Fault("copy-without-moments", "mindspeed_rl.peers.state:_optimizer_tensors",
           returns({}), _PEERS + "test_a_job_goes_on_from_the_newest_whole_copies",

@@ -29,10 +29,8 @@ class EngineCapabilities:
         transposed_experts: See :class:`~mindspeed_rl.engines.vllm.layout.VllmLayout`.
         expert_module: Path of the module with the experts of a layer, below the layer.
         packed_sync: Whether data-parallel ranks may agree through our packed reduction.
-        seeded_draws: Whether what a request draws next is known to be the same in another engine;
-            see :mod:`~mindspeed_rl.engines.vllm.patches.seeded_draws`.
-        drafts: Whether drafts are verified to change no token; see
-            :mod:`~mindspeed_rl.engines.vllm.patches.verified_drafts`.
+        own_drafts: Whether the engine's own drafts that need no weights are verified to change no
+            token, as ours are; see :mod:`~mindspeed_rl.engines.vllm.patches.verified_drafts`.
         routed_experts: Whether the routing of a response can be recorded; see
             :mod:`~mindspeed_rl.engines.vllm.patches.routed_experts` and, for the builds and layouts
             of NPUs, :mod:`~mindspeed_rl.engines.vllm_ascend.routed_experts`.
@@ -49,8 +47,7 @@ class EngineCapabilities:
     transposed_experts: bool = False
     expert_module: str = EXPERT_MODULE
     packed_sync: bool = False
-    seeded_draws: bool = False
-    drafts: bool = False
+    own_drafts: bool = False
     routed_experts: bool = False
     pauses: bool = False
     places_experts: bool = False
@@ -62,8 +59,7 @@ CAPABILITIES: Mapping[str, EngineCapabilities] = {
     "cpu": EngineCapabilities(
         expert_multiple=32,
         packed_sync=True,
-        seeded_draws=True,
-        drafts=True,
+        own_drafts=True,
         routed_experts=True,
         pauses=True,
         places_experts=True,
@@ -71,13 +67,12 @@ CAPABILITIES: Mapping[str, EngineCapabilities] = {
         latent_sizes=(576,),
     ),
     # model_settings chooses the Triton kernel, which alone keeps experts as they are loaded.
-    "cuda": EngineCapabilities(places_experts=True),
+    "cuda": EngineCapabilities(own_drafts=True, places_experts=True),
     "npu": EngineCapabilities(
         whole_shared_experts=False,
         transposed_experts=True,
         expert_module="mlp.experts",
         packed_sync=True,
-        seeded_draws=True,
         routed_experts=True,
     ),
 }

@@ -23,6 +23,7 @@ from mindspeed_rl.engines.vllm.cuda_arguments import (
     check_runner,
 )
 from mindspeed_rl.engines.vllm.engine_memory import kv_tensors
+from mindspeed_rl.engines.vllm.patches import seeded_draws
 from mindspeed_rl.engines.vllm.patches.derived_state import DerivedState
 from mindspeed_rl.engines.vllm.patches.step_sync import StepSync
 from mindspeed_rl.platforms.base import Platform
@@ -56,7 +57,7 @@ class CudaBackend:
         return host_arguments(options, self._layout, self._platform.name, self._tuning, self._sizes)
 
     def prepare(self) -> StepSync | None:
-        """Choose the model runner, and balanced experts in throughput runs; nothing is patched."""
+        """Choose the model runner, and balanced experts in throughput runs."""
         check_model_support(self._platform.name, self._layout.spec)
         os.environ.update(ENVIRONMENT)
         if self._forces_balance:
@@ -66,8 +67,11 @@ class CudaBackend:
     def parts(self, llm: Any) -> EngineParts:
         """Return the worker's model, with the pool of sleep mode as its memory.
 
+        The built runner draws the tokens of a step at once, by seeds and positions.
+
         Raises:
             UsageError: vLLM runs another model runner than the one that was chosen.
+            RuntimeError: The device computes other noise than the CPU.
         """
         from vllm.device_allocator import cumem
 
@@ -78,6 +82,8 @@ class CudaBackend:
                 f"vLLM runs its model runner V2 in spite of {RUNNER}=0; remove the --vllm-* flags "
                 "that need it"
             )
+        seeded_draws.check_noise(self._platform.device)
+        seeded_draws.apply()
         model, pool = worker.get_model(), pool_of(cumem)
         weights = PoolMemory(
             pool,

@@ -1,131 +1,24 @@
-"""vLLM's part in drafts: where it asks for them, and which of its own kinds of drafts may be used.
+"""The flags of drafts for vLLM: its configuration of ours, which of its own kinds may be used.
 
-Nothing here imports vLLM, which imports this module by the name in its ``speculative_config``.
+Whom vLLM asks for drafts is in :mod:`~mindspeed_rl.rollout.draft_source`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.errors import UsageError, refuse
 from mindspeed_rl.engines.vllm.capabilities import CAPABILITIES
-from mindspeed_rl.rollout.draft_costs import DraftController, DraftPlan, DraftRule
-from mindspeed_rl.rollout.draft_history import DraftHistory, prompt_key
-from mindspeed_rl.rollout.drafts import Drafter, DraftLedger, SampledRow
-from mindspeed_rl.rollout.requests import GenerationRequest
+from mindspeed_rl.rollout.draft_costs import DraftRule
+from mindspeed_rl.rollout.draft_source import HistoryProposer
+from mindspeed_rl.weight_layouts.rollout import RolloutLayout
 
 OPTION = "speculative_config"
 # Drafts that come from no weights: an engine gets those of the policy alone.
 _METHODS = ("ngram", "suffix", "custom_class")
-
-
-class HistoryProposer:
-    """What vLLM asks for drafts (``custom_class``): it passes the question on to a drafter.
-
-    Args:
-        vllm_config: vLLM's configuration.
-
-    Attributes:
-        drafter: Who drafts; ``None``: nobody does.
-    """
-
-    def __init__(self, vllm_config: Any) -> None:
-        self._longest = int(vllm_config.model_config.max_model_len)
-        self._runner: Any = None
-        self.drafter: Drafter | None = None
-
-    def load_model(self, model: object) -> None:
-        """Load nothing: drafts come from texts."""
-
-    def attach(self, runner: Any) -> None:
-        """Know the requests of a runner by their rows.
-
-        vLLM drafts for no request in a step in which one is about to reach the limit of the
-        model; here each draft ends at the limit of its request.
-        """
-        self._runner = runner
-        runner.effective_drafter_max_model_len = self._longest + runner.num_spec_tokens
-
-    def propose(
-        self, sampled: Sequence[Sequence[int]], num_tokens: Any, token_ids: Any, **_: object
-    ) -> list[list[int]]:
-        """Return the draft of each row; empty where a row has sampled nothing."""
-        if self._runner is None or self.drafter is None:
-            return [[] for _ in sampled]
-        rows = []
-        for row, tokens in enumerate(sampled):
-            name = self._runner.input_batch.req_ids[row]
-            request = self._runner.requests[name]
-            limit = request.sampling_params.max_tokens - len(request.output_token_ids)
-            room = min(limit, self._longest - int(num_tokens[row])) - 1
-            rows.append(SampledRow(name, tokens, room))
-        return self.drafter.step(rows)
-
-
-class DraftSource:
-    """The drafts of a built engine, made from the responses that a run has seen. Local.
-
-    Args:
-        llm: vLLM's ``LLM``, built with :func:`history_drafts`.
-        rule: What drafts may cost, and how long they may be.
-        history: Earlier responses; equal on the ranks of an engine.
-        from_leader: Returns what the first of the ranks that share requests gave. Collective:
-            these ranks.
-    """
-
-    def __init__(
-        self,
-        llm: Any,
-        rule: DraftRule,
-        history: DraftHistory,
-        from_leader: Callable[[DraftPlan], DraftPlan],
-    ) -> None:
-        runner: Any = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        self._proposer: HistoryProposer = runner.drafter
-        self._proposer.attach(runner)
-        self._history, self._from_leader = history, from_leader
-        self._controller = DraftController(rule)
-
-    @property
-    def _drafter(self) -> Drafter:
-        assert self._proposer.drafter is not None, "drafts outside a call of the engine"
-        return self._proposer.drafter
-
-    def begin(self) -> None:
-        """Begin to draft for the requests of one call."""
-        self._proposer.drafter = Drafter(self._controller)
-
-    def start(self, name: str, request: GenerationRequest) -> None:
-        """Draft for a request that the engine has under a name."""
-        prompt = request.token_ids[: request.opening]
-        written = (*request.token_ids[len(prompt) :], *request.prefix_tokens)
-        earlier = self._history.earlier(prompt_key(prompt))
-        self._drafter.open(name, prompt, written, earlier)
-
-    def end_step(self, seconds: float) -> None:
-        """Note the seconds of a step. Collective: the ranks that share requests.
-
-        Seconds differ between ranks, which must draft alike: they follow the plans of the first.
-        """
-        time = self._drafter.end_step(seconds)
-        if time is not None and self._controller.note(time):
-            self._controller.follow(self._from_leader(self._controller.next_plan()))
-
-    def end(self, capacity: int) -> tuple[DraftLedger, int]:
-        """End a call of the engine.
-
-        Args:
-            capacity: Responses that could run at once.
-
-        Returns:
-            The drafts of the call, and how many steps they saved.
-        """
-        drafter, self._proposer.drafter = self._drafter, None
-        saved = drafter.saved_steps(capacity)
-        self._controller.end_call(saved, drafter.ledger.kept)
-        return drafter.ledger, saved
+# vLLM-Ascend's attention takes 16 tokens of a sequence in a step (attention/attention_v1.py).
+_ASCEND_LONGEST = 15
 
 
 def history_drafts(rule: DraftRule) -> dict[str, object]:
@@ -159,7 +52,7 @@ def check_drafts(config: RLRunConfig, platform: str) -> None:
     """Refuse drafts where they are not verified, and two kinds of them at once. Pure.
 
     Raises:
-        UsageError: Drafts are on, on another platform or of two kinds.
+        UsageError: Drafts are on, and of two kinds, or the platform or another flag excludes them.
     """
     own = OPTION in config.engine_options
     ours = config.drafts.rollout_drafts != "none"
@@ -168,6 +61,61 @@ def check_drafts(config: RLRunConfig, platform: str) -> None:
     flag = "--vllm-speculative-config" if own else "--rollout-drafts history"
     if own and ours:
         raise UsageError(f"{flag}: --rollout-drafts drafts already; give one of the two")
-    if not CAPABILITIES[platform].drafts:
-        raise UsageError(f"{flag}: drafts are verified with vLLM on CPU only, this is {platform}; "
-                         "remove the flag")  # fmt: skip
+    if own and not CAPABILITIES[platform].own_drafts:
+        raise UsageError(f"{flag}: its drafts are verified with vLLM on CPU and CUDA only, this is "
+                         f"{platform}; use --rollout-drafts history")  # fmt: skip
+    mode, length = config.engine.rollout_graph_mode, config.drafts.rollout_draft_tokens
+    npu = platform == "npu"
+    refuse(
+        f"{flag}: not with {reason} on {platform}; {fix}"
+        for applies, reason, fix in (
+            (
+                platform != "cpu" and mode not in (("eager",) if npu else ("auto", "eager")),
+                f"--rollout-graph-mode {mode}: a graph of a decode step has one number of tokens "
+                "for each response, and drafts have many",
+                "use --rollout-graph-mode eager",
+            ),
+            (
+                npu and length > _ASCEND_LONGEST,
+                f"--rollout-draft-tokens {length}: attention takes {_ASCEND_LONGEST + 1} tokens of "
+                "a response in a step",
+                f"at most {_ASCEND_LONGEST}",
+            ),
+            (
+                npu and config.rl.rl_routing_replay == "rollout",
+                "--rl-routing-replay rollout: which of the experts it returns belong to drafted "
+                "tokens was not read",
+                "use --rl-routing-replay trainer",
+            ),
+        )
+        if applies
+    )
+
+
+def check_drafted_layout(config: RLRunConfig, layout: RolloutLayout, platform: str) -> None:
+    """Refuse drafts where vLLM-Ascend's steps with drafts were not read. Pure.
+
+    Raises:
+        UsageError: Drafts are on, and the model has latent attention, or ranks exchange tokens.
+    """
+    if platform != "npu" or config.drafts.rollout_drafts == "none":
+        return
+    engine = layout.engine
+    refuse(
+        f"--rollout-drafts history: not with {part} on npu; {fix}"
+        for applies, part, fix in (
+            (
+                layout.spec.latent_attention,
+                "latent attention: vLLM-Ascend's kernels of decode steps take the tokens of drafts "
+                "too, in ways that were not run",
+                "remove the flag",
+            ),
+            (
+                engine.expert_parallel or engine.dp > 1,
+                "experts that are spread over ranks: the buffer in which these exchange tokens "
+                "(HCCL_BUFFSIZE) is planned for one token of each response",
+                "remove the flag, --rollout-ep and --rollout-dp",
+            ),
+        )
+        if applies
+    )

@@ -22,7 +22,7 @@ from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.core.types import Completion
 from mindspeed_rl.engines.vllm.backend import Backend
 from mindspeed_rl.engines.vllm.capabilities import CAPABILITIES
-from mindspeed_rl.engines.vllm.drafting import OPTION, DraftSource, history_drafts
+from mindspeed_rl.engines.vllm.drafting import OPTION, history_drafts
 from mindspeed_rl.engines.vllm.expert_load import ExpertLoad
 from mindspeed_rl.engines.vllm.expert_maps import place_experts
 from mindspeed_rl.engines.vllm.patches import shared_memory_names, verified_drafts
@@ -32,6 +32,7 @@ from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.platforms.kept_memory import KeptMemory
 from mindspeed_rl.platforms.process_state import preserved_environment, preserved_rng
+from mindspeed_rl.rollout.draft_source import DraftSource
 from mindspeed_rl.rollout.engine import Arrivals, EngineState, OnStep, T
 from mindspeed_rl.rollout.open_requests import ExpertSource, OpenRequests, token_scores
 from mindspeed_rl.rollout.paused import PausedRequests

@@ -55,15 +55,15 @@ class HostBackend:
         if self._forces_balance:
             os.environ[ROUTING_STRATEGY] = "uniform_random"
         engine = self._layout.engine
+        if engine.tp > 1 and os.environ.get("LOCAL_RANK", "0") == "0":  # before any rank builds
+            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", engine.tp))
+            check_shared_memory(ranks, engine.tp)
         plain_linear.apply()
         portable_kernels.apply()
         sampled_logprobs.apply()
         seeded_draws.apply()
         if engine.expert_parallel or engine.dp > 1 or self._forces_balance:
             expert_parallel.apply()
-        if engine.tp > 1 and os.environ.get("LOCAL_RANK", "0") == "0":  # before any rank builds
-            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", engine.tp))
-            check_shared_memory(ranks, engine.tp)
         shared_memory_names.name_segments()
         packed = engine.dp > 1 and self._tuning.rollout_dp_sync != "engine"
         return step_sync.apply(self._platform.name) if packed else None

@@ -24,7 +24,11 @@ from mindspeed_rl.engines.vllm.capabilities import (
 )
 from mindspeed_rl.engines.vllm.cuda_arguments import ENVIRONMENT as CUDA_ENVIRONMENT
 from mindspeed_rl.engines.vllm.cuda_arguments import check_cuda_graphs, check_runner
-from mindspeed_rl.engines.vllm.drafting import check_drafts, check_own_drafts
+from mindspeed_rl.engines.vllm.drafting import (
+    check_drafted_layout,
+    check_drafts,
+    check_own_drafts,
+)
 from mindspeed_rl.engines.vllm.layout import VllmLayout
 from mindspeed_rl.engines.vllm.options import (
     check_option_names,
@@ -147,7 +151,7 @@ class VllmProvider(EngineProvider):
         """Refuse flags whose feature the installed engine lacks on the platform."""
         checks: list[Callable[[], object]] = [
             partial(check, config, platform)
-            for check in (check_drafts, _check_rebalance, _check_placement, _check_routing)
+            for check in (check_drafts, _check_placement, _check_routing)
         ]
         if platform == "cuda":
             checks.append(partial(check_runner, os.environ))
@@ -158,6 +162,7 @@ class VllmProvider(EngineProvider):
     def check_build(self, config: RLRunConfig, layout: RolloutLayout, platform: str) -> None:
         """Refuse what the backends of vLLM and vLLM-Ascend refuse, by the same functions."""
         options, tuning = config.engine_options, config.engine
+        check_drafted_layout(config, layout, platform)
         if platform != "npu":
             check_model_support(platform, layout.spec)
             check_host_tuning(tuning, platform)
@@ -202,14 +207,6 @@ class VllmProvider(EngineProvider):
         from mindspeed_rl.engines.vllm.engine import VllmEngine
 
         return VllmEngine(settings, platform)
-
-
-def _check_rebalance(config: RLRunConfig, platform: str) -> None:
-    if config.balance.rollout_rebalance == "all" and not CAPABILITIES[platform].seeded_draws:
-        raise UsageError(
-            f"--rollout-rebalance all: vLLM on {platform} is not known to draw the same "
-            "for a request that goes on in another engine; use waiting"
-        )
 
 
 def _check_routing(config: RLRunConfig, platform: str) -> None:

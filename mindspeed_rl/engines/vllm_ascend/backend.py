@@ -15,6 +15,7 @@ from mindspeed_rl.engines.vllm.backend import EngineParts
 from mindspeed_rl.engines.vllm.engine_memory import kv_tensors
 from mindspeed_rl.engines.vllm.patches import sampled_logprobs, step_sync
 from mindspeed_rl.engines.vllm.patches.step_sync import StepSync
+from mindspeed_rl.engines.vllm_ascend import drafts
 from mindspeed_rl.engines.vllm_ascend.arguments import (
     ENVIRONMENT,
     ascend_arguments,
@@ -57,6 +58,7 @@ class AscendBackend:
         if tuning.rollout_flashcomm:  # others would be dropped
             tp = settings.layout.engine.tp
             sizes = tuple(sorted({round_up(size, tp) for size in sizes}))
+        self._drafts = settings.draft_rule is not None
         self._arguments = ascend_arguments(tuning, sizes)
         if settings.recorded_layers:
             self._arguments |= ARGUMENTS
@@ -72,6 +74,8 @@ class AscendBackend:
         os.environ.update(ENVIRONMENT)
         if swaps_segments():
             set_expandable_segments(False)
+        if self._drafts:
+            drafts.apply()
         packed = self._tuning.rollout_dp_sync != "engine"
         return step_sync.apply("npu") if packed and self._layout.engine.dp > 1 else None
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.algorithms.sampling_noise import draw_keys, exponential_noise
 from mindspeed_rl.core.patching import Patch, apply_patch
-from mindspeed_rl.engines.vllm.patches.seeded_draws import drawn_at_once, given_draws
+from mindspeed_rl.engines.vllm.patches.seeded_draws import check_noise, drawn_at_once, given_draws
 
 MODE = "processed_logprobs"
 
@@ -44,14 +43,7 @@ def draw_in_batches(device: torch.device) -> None:
     Raises:
         RuntimeError: The device computes other noise than the CPU.
     """
-    keys = draw_keys(range(1, 5), range(4))
-    expected, found = (exponential_noise(k, 64).cpu() for k in (keys, keys.to(device)))
-    if not torch.allclose(found, expected, rtol=1e-4):
-        raise RuntimeError(
-            f"noise for sampling on {device} differs from the CPU's by up to "
-            f"{float((found - expected).abs().max())}: its products of 32-bit integers do not wrap "
-            "around, or its logarithm is inexact"
-        )
+    check_noise(device)
     apply_patch(_RUNNER)
     apply_patch(_SAMPLER)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -85,6 +86,10 @@ def _replace_by_pipe(path: Path) -> None:
         ),
         (lambda path: (path / "nested" / "common.pt").unlink(), "nested/common.pt is missing"),
         (lambda path: _replace_by_pipe(path / RECORD), f"no {RECORD}"),
+        (
+            lambda path: shutil.copytree(path.with_name("iter_0000002"), path, dirs_exist_ok=True),
+            "it holds step 2 under the name of step 4: rename it to iter_0000002",
+        ),
     ],
 )
 def test_damaged_checkpoint_is_passed_over_and_told(
@@ -96,6 +101,15 @@ def test_damaged_checkpoint_is_passed_over_and_told(
     assert found.path == previous and len(found.ignored) == 1
     assert found.ignored[0].startswith(f"iter_0000004: {reason}")
     assert save(tmp_path, 4) == resume.find_latest(tmp_path).path, "it can be written again"
+    assert (tmp_path / "iter_0000004.damaged").is_dir(), "and what was there stays"
+
+
+def test_a_converted_checkpoint_may_have_the_name_of_any_step(tmp_path: Path) -> None:
+    """It has only weights, and the step of where they came from is not counted."""
+    converted = replace(make_record(7), extra={resume.CONVERTED: "elsewhere"})
+    resume.begin(tmp_path, 7, needed_bytes=0)
+    other = resume.commit(tmp_path, converted).rename(tmp_path / "iter_0000001")
+    assert resume.find_latest(tmp_path) == resume.Found(other, ())
 
 
 def _raise(*args: object) -> None:

@@ -135,7 +135,7 @@ REFUSED = {
             -> --reference-pass tail: not with --partial-rollout-tokens 8
         --grpo-kl-beta 1 --reference-pass tail --grpo-filter-groups-with-same-reward \
             -> --reference-pass tail: not with --grpo-filter-groups-with-same-reward
-        --grpo-kl-beta 1 --reference-pass tail --rl-environment calculator -> not with --rl-env
+        --grpo-kl-beta 1 --reference-pass tail --rl-agent a.py:f -> not with --rl-agent a.py:f
         --rl-clip-ratio-c 0.5 -> --rl-clip-ratio-c 0.5 & above 1
         --rl-clip-ratio-c 1 -> --rl-clip-ratio-c 1 & above 1
         --rl-policy-loss sapo --rl-sapo-tau-pos 0 -> --rl-sapo-tau-pos & more than 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -371,14 +372,23 @@ def test_a_checkpoint_is_verified_alone(tmp_path: Path, capsys: pytest.CaptureFi
 
     folder, target = tmp_path / "iter_0000003", str(tmp_path / "rows.json")
     folder.mkdir()
-    (folder / "checkpoint.json").write_text('{"files": {"a.distcp": 3, "b.distcp": 4}}')
+    record = {"step": 3, "extra": {}, "files": {"a.distcp": 3, "b.distcp": 4}}
+    (folder / "checkpoint.json").write_text(json.dumps(record))
     (folder / "a.distcp").write_bytes(b"123")
     assert main(["--checkpoint", str(tmp_path), "--json", target]) == 1
     (row,) = json.loads(Path(target).read_text())
     assert "iter_0000003: b.distcp is missing" in row["what"] and row["status"] == "RED"
     assert "1 red" in capsys.readouterr().out
+    (folder / "b.distcp").write_bytes(b"1234")
+    shutil.copytree(folder, tmp_path / "kept")
+    main(["--checkpoint", str(tmp_path / "kept"), "--json", target])
+    assert "under the name" not in Path(target).read_text(), "it has no name of a step"
+    renamed = folder.rename(tmp_path / "iter_0000030")
+    assert main(["--checkpoint", str(renamed), "--json", target]) == 1
+    (row,) = json.loads(Path(target).read_text())
+    assert "it holds step 3 under the name of step 30: rename it to iter_0000003" in row["what"]
     assert main(["--checkpoint", str(tmp_path / "absent")]) == 2
-    assert main(["--checkpoint", str(folder), "--lr", "1e-6"]) == 2
+    assert main(["--checkpoint", str(renamed), "--lr", "1e-6"]) == 2
     assert "--lr" in capsys.readouterr().err
 
 

@@ -22,6 +22,7 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.engines.vllm.cuda_backend import CudaBackend
 from mindspeed_rl.engines.vllm.layout import VllmLayout
+from mindspeed_rl.engines.vllm.patches import seeded_draws
 from mindspeed_rl.platforms.cached_memory import free_ranges
 from mindspeed_rl.platforms.cpu import CpuPlatform
 
@@ -151,6 +152,16 @@ def test_weights_and_cache_leave_and_return_at_their_addresses(
     assert {data.tag for data in pool.allocator.pointer_to_data.values()} == {
         "weights", "kv_cache", "workspace",
     }  # fmt: skip
+
+
+def test_a_built_runner_draws_by_seeds_and_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU, once the device is known to compute the same noise."""
+    called: list[str] = []
+    for name in ("check_noise", "apply"):
+        monkeypatch.setattr(seeded_draws, name, lambda *_, name=name: called.append(name))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", list)
+    backend().parts(built(Pool(monkeypatch)))
+    assert called == ["check_noise", "apply"]
 
 
 def test_another_runner_is_refused_before_it_samples(monkeypatch: pytest.MonkeyPatch) -> None:

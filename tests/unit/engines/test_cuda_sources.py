@@ -32,6 +32,7 @@ from support.layout_cases import GQA, LATENT, MOE, spec_of
 from mindspeed_rl.config import EngineTuningConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout
+from mindspeed_rl.core.patching import Patch
 from mindspeed_rl.core.versions import pins, read_matrix
 from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.engines.vllm.arguments import host_arguments
@@ -42,7 +43,11 @@ from mindspeed_rl.engines.vllm.cuda_arguments import (
 )
 from mindspeed_rl.engines.vllm.engine import VllmEngine, _fixed_options
 from mindspeed_rl.engines.vllm.layout import VllmLayout
-from mindspeed_rl.engines.vllm.patches import shared_memory_names
+from mindspeed_rl.engines.vllm.patches import (
+    seeded_draws,
+    shared_memory_names,
+    verified_drafts,
+)
 
 EAGER, GRAPHS = (EngineTuningConfig(rollout_graph_mode=m) for m in ("eager", "full-decode"))
 
@@ -139,6 +144,19 @@ def older_function(module: str, name: str, **names: object) -> Callable[..., Any
         argument.annotation = None
     exec(compile(ast.Module([node], []), module, "exec"), names)
     return cast(Callable[..., Any], names[name])
+
+
+@pytest.mark.parametrize(
+    "patch", [seeded_draws._RUNNER, seeded_draws._SAMPLER, verified_drafts._PATCH],
+    ids=lambda patch: patch.target.rpartition(":")[2],
+)  # fmt: skip
+def test_the_patches_of_sampling_fit_the_older_release(patch: Patch) -> None:
+    """What is patched on CUDA; the parameters of the newer release are compared as it is used."""
+    module, _, path = patch.target.partition(":")
+    tree: Any = ast.parse(older_file(module).read_text())
+    for name in path.split("."):
+        (tree,) = (n for n in tree.body if getattr(n, "name", "") == name)
+    assert tuple(argument.arg for argument in tree.args.args) == patch.parameters
 
 
 def test_the_older_release_obeys_the_choice_of_the_runner() -> None:

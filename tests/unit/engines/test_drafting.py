@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.layout_cases import GQA, LATENT, MOE, spec_of
 
-from mindspeed_rl.algorithms.sampling_noise import draw_keys, draw_tokens
+from mindspeed_rl.algorithms.drafted_tokens import grid_of_rows, kept_places
 from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.engines.registry import engine_provider
-from mindspeed_rl.engines.vllm.drafting import DraftSource, HistoryProposer, check_drafts
-from mindspeed_rl.engines.vllm.patches.seeded_draws import Draws
-from mindspeed_rl.engines.vllm.patches.verified_drafts import grid_of_rows, kept_places, per_row
+from mindspeed_rl.engines.vllm.drafting import check_drafted_layout, check_drafts
+from mindspeed_rl.engines.vllm.layout import VllmLayout
+from mindspeed_rl.engines.vllm.patches import verified_drafts
+from mindspeed_rl.engines.vllm.patches.seeded_draws import Draws, drawn_at_once, use_in
+from mindspeed_rl.engines.vllm.patches.verified_drafts import per_row, verified
 from mindspeed_rl.rollout.draft_costs import DraftController, DraftPlan, DraftRule
 from mindspeed_rl.rollout.draft_history import DraftHistory, prompt_key
+from mindspeed_rl.rollout.draft_source import DraftSource, HistoryProposer
 from mindspeed_rl.rollout.drafts import Drafter
 from mindspeed_rl.rollout.requests import GenerationRequest
 
@@ -72,30 +79,58 @@ def draft_of(kind: str, noise: torch.Generator) -> torch.Tensor:
     return torch.randint(4, (SAMPLES, 2), generator=noise)
 
 
-def chi_square(
-    kind: str, temperature: float, keep: Callable[..., torch.Tensor] = kept_places
-) -> float:
+@contextmanager
+def drawing_sampler() -> Iterator[Any]:
+    """vLLM's sampler of a runner with our draws, built and patched as an engine's is."""
+    from vllm.v1.sample.ops import topk_topp_sampler
+    from vllm.v1.sample.sampler import Sampler
+
+    drawn = drawn_at_once(topk_topp_sampler.random_sample)
+    with mock.patch.object(topk_topp_sampler, "random_sample", drawn):
+        sampler = Sampler(logprobs_mode="processed_logprobs")
+        use_in(sampler)
+        yield sampler
+
+
+def never(*_: object) -> None:
+    raise AssertionError("vLLM's own verification samples other tokens")
+
+
+def sampled_with(sampler: Any, logits: torch.Tensor, draft: torch.Tensor, draws: Draws) -> Any:
+    """What vLLM's rejection sampler returns, as it is patched, for rows of each request."""
+    drafted = SimpleNamespace(
+        num_draft_tokens=[draft.shape[1]] * len(draft),
+        draft_token_ids=draft.flatten().to(torch.int32),
+    )
+    temperature = torch.full((len(draft),), 1.0)
+    return verified(never)(
+        SimpleNamespace(sampler=sampler), drafted, None, logits,
+        metadata(generators=draws, temperature=temperature),
+    )  # fmt: skip
+
+
+def chi_square(kind: str, temperature: float) -> float:
     """The statistic of three tokens in a row, sampled with drafts, against what the model says.
 
-    What a first step does not keep is sampled in a second one without drafts. Each step's logits
-    are rounded otherwise, as by a device whose sums depend on the batch.
+    vLLM's samplers sample, as our patches leave them. What a first step does not keep is sampled in
+    a second one without drafts. Each step's logits are rounded otherwise, as by a device whose sums
+    depend on the batch.
     """
     draft = draft_of(kind, torch.Generator().manual_seed(1))
-    probs = torch.softmax(PROBS.log() / temperature, -1)
-    seeds = torch.arange(SAMPLES) + 77_000_000
-
-    def sampled(before: torch.Tensor, position: torch.Tensor, rounding: float) -> torch.Tensor:
-        rounded = torch.softmax(probs[before].log() * (1 + rounding), -1)
-        return draw_tokens(rounded, draw_keys(seeds, position))
-
-    counts = torch.full((SAMPLES,), PLACES)
+    scores = PROBS.log() / temperature
+    seeds = range(77_000_000, 77_000_000 + SAMPLES)
     inputs = torch.cat([torch.zeros(SAMPLES, 1, dtype=torch.int64), draft], 1)
-    places = torch.arange(PLACES).expand(SAMPLES, -1)
-    row = torch.stack([sampled(inputs[:, k], places[:, k], 1e-4) for k in range(PLACES)], 1)
-    tokens = torch.where(keep(row, draft, counts), row, -1)
-    for k in range(1, PLACES):
-        late = sampled(tokens[:, k - 1].clamp(min=0), places[:, k], -1e-4)
-        tokens[:, k] = torch.where(tokens[:, k] < 0, late, tokens[:, k])
+    with drawing_sampler() as sampler:
+        rows = scores[inputs.flatten()] * (1 + 1e-4)
+        draws = Draws(seeds, torch.zeros(SAMPLES, dtype=torch.int64))
+        tokens = sampled_with(sampler, rows, draft, draws).sampled_token_ids.long()
+        for k in range(1, PLACES):
+            before = scores[tokens[:, k - 1].clamp(min=0)] * (1 - 1e-4)
+            draws = Draws(seeds, torch.full((SAMPLES,), k))
+            none = torch.empty(SAMPLES, 0, dtype=torch.int64)
+            late = sampled_with(sampler, before, none, draws).sampled_token_ids.flatten()
+            tokens[:, k] = torch.where(tokens[:, k] < 0, late, tokens[:, k])
+    probs = scores.softmax(-1)
     wanted = probs[0, :, None, None] * probs[:, :, None] * probs[None, :, :]
     number = tokens[:, 0] * 16 + tokens[:, 1] * 4 + tokens[:, 2]
     found = torch.bincount(number, minlength=64).view(4, 4, 4)
@@ -124,8 +159,28 @@ def test_the_statistic_notices_drafts_that_are_kept_wrongly() -> None:
         kept[::50] = True
         return kept
 
-    assert chi_square("random", 1.0, all_of_them) > 10 * CRITICAL
-    assert chi_square("unlikely", 1.0, some) > CRITICAL
+    with mock.patch.object(verified_drafts, "kept_places", all_of_them):
+        assert chi_square("random", 1.0) > 10 * CRITICAL
+    with mock.patch.object(verified_drafts, "kept_places", some):
+        assert chi_square("unlikely", 1.0) > CRITICAL
+
+
+def test_a_dummy_batch_is_left_to_the_engine_and_a_greedy_one_is_not() -> None:
+    """The first has truncated distributions and no draws: vLLM runs it once at its start."""
+    ours = verified(lambda *_: "its own")
+    dummy = metadata(generators={}, top_p=torch.tensor([0.9, 0.9]))
+    assert ours(SimpleNamespace(), None, None, torch.empty(0), dummy) == "its own"
+    greedy = metadata(generators={}, all_greedy=True, all_random=False, temperature=None)
+    drafted = SimpleNamespace(
+        num_draft_tokens=[2, 0, 1], draft_token_ids=torch.tensor([1, 0, 3], dtype=torch.int32)
+    )
+    logits = torch.eye(5)[[1, 2, 4, 0, 3, 1]]
+    with drawing_sampler() as sampler:
+        found = ours(SimpleNamespace(sampler=sampler), drafted, None, logits, greedy)
+    assert found.sampled_token_ids.tolist() == [[1, 2, -1], [0, -1, -1], [3, 1, -1]]
+    flat = found.logprobs_tensors.logprob_token_ids[:, 0].view(3, 3)
+    kept = found.sampled_token_ids >= 0
+    assert flat[kept].tolist() == found.sampled_token_ids[kept].tolist()
 
 
 def metadata(**changes: Any) -> Any:
@@ -176,7 +231,9 @@ def test_a_draft_ends_with_its_response() -> None:
         )
     )
     runner = SimpleNamespace(
-        input_batch=SimpleNamespace(req_ids=["a", "b", "c"]), requests=requests, num_spec_tokens=8
+        input_batch=SimpleNamespace(req_ids=["a", "b", "c"], num_tokens_no_spec=[10, 18, 5]),
+        requests=requests,
+        num_spec_tokens=8,
     )
     proposer.attach(runner)
     assert runner.effective_drafter_max_model_len == 28
@@ -185,7 +242,7 @@ def test_a_draft_ends_with_its_response() -> None:
     drafter = proposer.drafter = Drafter(controller)
     for name in runner.input_batch.req_ids:
         drafter.open(name, (1, 2), (), [range(3, 30)])
-    drafts = proposer.propose([[3], [3], []], [10, 18, 5], None, slot_mappings=None)
+    drafts = proposer.propose([[3], [3], []], slot_mappings=None)
     assert drafts == [[4, 5], [4], []]
 
 
@@ -195,7 +252,7 @@ def test_ranks_follow_the_plan_of_the_first() -> None:
     runner: Any = SimpleNamespace(
         drafter=proposer,
         num_spec_tokens=8,
-        input_batch=SimpleNamespace(req_ids=["0"]),
+        input_batch=SimpleNamespace(req_ids=["0"], num_tokens_no_spec=[0]),
         requests={
             "0": SimpleNamespace(
                 sampling_params=SimpleNamespace(max_tokens=60), output_token_ids=[]
@@ -218,7 +275,8 @@ def test_ranks_follow_the_plan_of_the_first() -> None:
     source.start("0", GenerationRequest(0, (1, 2, 3, 4), 1, opening=2))
     lengths = []
     for token in range(5, 11):
-        (draft,) = proposer.propose([[token]], [token], None)
+        runner.input_batch.num_tokens_no_spec = [token]
+        (draft,) = proposer.propose([[token]])
         source.end_step(0.01)
         lengths.append(len(draft))
     assert len(asked) == 2 and all(plan.steps == 0 for plan in asked), "by own seconds, none"
@@ -236,11 +294,16 @@ NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3
 OURS = ("--rollout-drafts", "history")
 
 
+EAGER = ("--rollout-graph-mode", "eager")
+
+
 @pytest.mark.parametrize(
     ("flags", "platform", "named"),
     [
-        (OURS, "npu", "--rollout-drafts history"),
-        (OURS, "cuda", "--rollout-drafts history"),
+        (OURS, "npu", "--rollout-graph-mode auto.* use --rollout-graph-mode eager"),
+        ((*OURS, "--rollout-graph-mode", "full-decode"), "cuda", "--rollout-graph-mode full-"),
+        ((*OURS, *EAGER, "--rollout-draft-tokens", "16"), "npu", "--rollout-draft-tokens 16"),
+        ((*OURS, *EAGER, "--rl-routing-replay", "rollout"), "npu", "--rl-routing-replay rollout"),
         (("--vllm-speculative-config", NGRAM), "npu", "--vllm-speculative-config"),
         ((*OURS, "--vllm-speculative-config", NGRAM), "cpu", "--rollout-drafts"),
     ],
@@ -254,9 +317,25 @@ def test_drafts_are_refused_where_they_are_not_verified(
 
 def test_drafts_are_not_refused_elsewhere() -> None:
     check_drafts(config_of("--rollout-dp", "2", "--rl-routing-replay", "rollout"), "npu")
+    check_drafts(config_of(*OURS, *EAGER, "--rollout-draft-tokens", "15"), "npu")
     check_drafts(config_of(*OURS, "--rollout-tp", "2", "--rollout-rebalance", "all"), "cpu")
     check_drafts(config_of(*OURS, "--rollout-dp", "2", "--rl-routing-replay", "rollout"), "cpu")
-    check_drafts(config_of("--vllm-speculative-config", NGRAM), "cpu")
+    for platform in ("cpu", "cuda"):
+        check_drafts(config_of(*OURS), platform)
+        check_drafts(config_of("--vllm-speculative-config", NGRAM), platform)
+
+
+def test_drafts_are_refused_for_layouts_whose_steps_were_not_read() -> None:
+    drafted = config_of(*OURS, *EAGER)
+    latent = VllmLayout(spec_of(LATENT), EngineLayout(1, 1))
+    spread = VllmLayout(spec_of(MOE), EngineLayout(2, 2, expert_parallel=True))
+    for layout, named in ((latent, "latent attention"), (spread, "--rollout-ep")):
+        with pytest.raises(UsageError, match=f"--rollout-drafts history.*{named}"):
+            check_drafted_layout(drafted, layout, "npu")
+        check_drafted_layout(drafted, layout, "cuda")
+        check_drafted_layout(config_of(), layout, "npu")
+    for case in (GQA, MOE):
+        check_drafted_layout(drafted, VllmLayout(spec_of(case), EngineLayout(2, 2)), "npu")
 
 
 @pytest.mark.parametrize("value", ["eagle", {"method": "eagle", "model": "m"}, {"model": "m"}])

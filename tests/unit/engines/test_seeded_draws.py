@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mindspeed_rl.algorithms.sampling_noise import draw_keys, exponential_noise
+from mindspeed_rl.engines.vllm.patches import seeded_draws
 from mindspeed_rl.engines.vllm.patches.seeded_draws import Draws, drawn_at_once, given_draws
 
 SEEDS = {"a": 2**62 + 5, "b": 17, "c": 3}
@@ -71,3 +72,12 @@ def test_greedy_and_dummy_batches_are_left_to_the_sampler() -> None:
     probs = torch.eye(3)
     assert original(probs.clone(), {}, False).tolist() == [1, 2, 3]
     assert original(probs, Draws([1, 2, 3], torch.tensor([4, 5, 6])), False).tolist() == [0, 1, 2]
+
+
+def test_a_device_with_other_noise_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    seeded_draws.check_noise(device)
+    found = iter((torch.tensor([0.5, 2.0]), torch.tensor([0.5, 2.25])))
+    monkeypatch.setattr(seeded_draws, "exponential_noise", lambda *_: next(found))
+    with pytest.raises(RuntimeError, match=r"by up to 0\.25"):
+        seeded_draws.check_noise(device)

@@ -13,10 +13,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.layout_cases import GQA, spec_of
 
+from mindspeed_rl.config import EngineTuningConfig
 from mindspeed_rl.core import owned_folders, shared_memory
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.layout import EngineLayout
+from mindspeed_rl.engines.vllm import host_backend
+from mindspeed_rl.engines.vllm.layout import VllmLayout
 from mindspeed_rl.engines.vllm.patches import shared_memory_names
+from mindspeed_rl.platforms.cpu import CpuPlatform
+from mindspeed_rl.rollout.provider import EngineSettings
 
 MIB = 1 << 20
 
@@ -38,6 +45,37 @@ def test_too_little_room_is_refused_with_both_sizes(
         else:
             with pytest.raises(UsageError, match=r"--rollout-tp 2: .*need 70 MiB.*69 MiB are free"):
                 shared_memory.check_shared_memory(4, 2)
+
+
+class PatchedError(Exception):
+    """The build went on to the first patch of vLLM."""
+
+
+@pytest.mark.parametrize(
+    ("tp", "local_rank", "looks"), [(2, 0, True), (2, 1, False), (1, 0, False)]
+)
+def test_the_first_rank_of_a_node_looks_before_any_rank_builds(
+    tp: int, local_rank: int, looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For engines of several ranks, which would be killed by SIGBUS where there is no room."""
+
+    def applied() -> None:
+        raise PatchedError
+
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(host_backend, "check_model_support", lambda *_: None)
+    monkeypatch.setattr(host_backend.plain_linear, "apply", applied)
+    monkeypatch.setattr(shared_memory.shutil, "disk_usage", lambda path: SimpleNamespace(free=MIB))
+    layout = VllmLayout(spec_of(GQA), EngineLayout(4 // tp, tp))
+    settings = EngineSettings("unused", layout, 0, "float32", 16, 1, 0, {}, EngineTuningConfig())
+    backend = host_backend.HostBackend(settings, CpuPlatform())
+    if looks:
+        with pytest.raises(UsageError, match=r"--rollout-tp 2: .*need 70 MiB of it, 1 MiB are"):
+            backend.prepare()
+    else:
+        with pytest.raises(PatchedError):
+            backend.prepare()
 
 
 OWNER = """

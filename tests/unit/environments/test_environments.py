@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import pickle
+import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +18,7 @@ from support.rl_run import PROMPTS, TableRun, make_run
 from support.table_engine import STOP, TableEngine, first_table, single_rank
 
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.types import Completion, Prompt, TrainSample
+from mindspeed_rl.core.types import Completion, Prompt, Rollout, TrainSample
 from mindspeed_rl.environments import (
     LocalRunner,
     Observation,
@@ -30,6 +31,7 @@ from mindspeed_rl.generation.multi_turn import Environments
 from mindspeed_rl.metrics.metric_set import Mean
 from mindspeed_rl.rewards import RewardError
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
+from mindspeed_rl.samples.columns import EARLY_REFERENCE
 from mindspeed_rl.samples.packing import pack
 from mindspeed_rl.samples.saved_responses import carryover_state, restored_carryover
 
@@ -93,6 +95,25 @@ def conversing(tmp_path: Path, kind: type = Echo, flags: str = "", threads: int 
     )
     run.set_rollouts(environments=environments)
     return run
+
+
+def test_the_tail_of_a_rollout_sees_whole_conversations(tmp_path: Path) -> None:
+    """Those of the rank that leads the engine, as it holds them; what it says stays with them."""
+    run = conversing(tmp_path, flags="--grpo-kl-beta 0.1 --reference-pass single")
+    columns = (*run.parts.samples.columns, EARLY_REFERENCE)
+    run.set_rollouts(columns=columns)
+    seen: dict[int, int] = {}
+
+    def tail(rollouts: Sequence[Rollout]) -> Mapping[int, bytes]:
+        seen.update({r.sample_id: len(r.completion.token_ids) for r in rollouts})
+        return {i: struct.pack(f"{n}f", *(-i - k for k in range(n))) for i, n in seen.items()}
+
+    run.parts = replace(run.parts, tail=tail, samples=replace(run.parts.samples, columns=columns))
+    samples = run.generate().samples
+    assert seen == {i: 6 + i // 3 % 2 for i in range(6)}
+    assert all(sample.has_reference for sample in samples)
+    for i, said in enumerate(run.said(samples)):
+        assert said[EARLY_REFERENCE.name].tolist() == [-i - k for k in range(seen[i])]
 
 
 def test_turns_follow_each_other_and_only_the_models_tokens_are_trained(tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from mindspeed_rl.core import owned_folders
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.launch import bootstrap
 
@@ -170,3 +172,56 @@ def test_a_launcher_sets_all_variables_or_none() -> None:
     with pytest.raises(UsageError, match=r"MASTER_PORT not set.*torchrun --nproc-per-node"):
         bootstrap.join_launcher("mindspeed_rl.train_rl", environ)
     assert "MASTER_PORT" not in environ
+
+
+# -- temporary folders -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of temporary files with what a killed rank left, torchrun's among it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(owned_folders, "SHARED_MEMORY", str(tmp_path))
+    for name in ("mindspeed_rl-reward-1", "torchelastic_old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / owned_folders.OWNER_FILE).touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_a_start_removes_what_was_left_and_marks_its_own_folder_of_torchrun(
+    temporary: Path, local_rank: int
+) -> None:
+    """The first rank of a node does."""
+    error_file = temporary / "torchelastic_mine" / "none_x" / "attempt_0" / "0" / "error.json"
+    error_file.parent.mkdir(parents=True)
+    world = bootstrap.World(2 + local_rank, 4, local_rank, 2)
+    bootstrap.tidy_temporary_folders(world, {"TORCHELASTIC_ERROR_FILE": str(error_file)})
+    left = {path.name for path in temporary.iterdir()}
+    marked = (temporary / "torchelastic_mine" / owned_folders.OWNER_FILE).is_file()
+    if local_rank:
+        assert left == {"mindspeed_rl-reward-1", "torchelastic_old", "torchelastic_mine"}
+        assert not marked
+    else:
+        assert left == {"torchelastic_mine"} and marked
+
+
+def test_a_refused_start_leaves_no_folder_of_torchrun_for_good(temporary: Path) -> None:
+    """torchrun still reads what its rank wrote; the next start of any run removes the folder."""
+    error_file = temporary / "torchelastic_mine" / "none_x" / "attempt_0" / "0" / "error.json"
+    error_file.parent.mkdir(parents=True)
+    variables = {
+        "TORCHELASTIC_ERROR_FILE": str(error_file), "TMPDIR": str(temporary), "RANK": "0",
+        "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }  # fmt: skip
+    refused = subprocess.run(
+        [sys.executable, "-m", "mindspeed_rl.train_rl", "--no-such-flag"],
+        capture_output=True, text=True, check=False, env=os.environ | variables, cwd=ROOT,
+    )  # fmt: skip
+    assert refused.returncode == 2, refused.stderr
+    assert "--no-such-flag" in error_file.read_text()
+    assert [path.name for path in temporary.iterdir()] == ["torchelastic_mine"]
+    assert owned_folders.sweep((owned_folders.LAUNCHER_PREFIX,)) == [
+        temporary / "torchelastic_mine"
+    ]

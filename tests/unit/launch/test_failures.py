@@ -17,10 +17,12 @@ import torch.distributed as dist
 from support.jobs import free_port
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from mindspeed_rl.core import stop_request
 from mindspeed_rl.core.flights import Call, Position
 from mindspeed_rl.core.ranks import rank_ranges
-from mindspeed_rl.launch import attempt, stop_request, watchdog
+from mindspeed_rl.launch import attempt, watchdog
 from mindspeed_rl.launch.bootstrap import World
+from mindspeed_rl.launch.bound_store import MARK, LauncherStore
 from mindspeed_rl.launch.failure_store import (
     FailureStore,
     answer_within,
@@ -285,6 +287,40 @@ def test_ranks_meet_under_another_launcher_before_they_join() -> None:
     mistake = Failure("usage", member(1), "start", "no such file", member(1))
     second.publish(mistake)
     assert first.published() == mistake and mistake.exit_code == 2
+
+
+@pytest.mark.usefixtures("store_address")
+def test_a_rank_does_not_take_the_store_of_another_launcher_for_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node that came back early met the launcher that was ending, and its ranks meet the next."""
+    monkeypatch.setenv(MARK, "of a start that is over")
+    first = LauncherStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 1, True)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    connect(1, 5.0)
+    os.environ[MARK] = "of the launcher before"
+    with pytest.raises(RuntimeError, match="was started again since this node met it"):
+        connect(1, 5.0)
+    del first
+
+
+@pytest.mark.usefixtures("store_address")
+def test_a_node_that_comes_back_learns_of_the_attempt_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own starter knows of no restart; so does that of a node which others have waited for."""
+    monkeypatch.setenv("GROUP_RANK", "0")
+    monkeypatch.setenv(attempt.RESTARTS, "0")
+    monkeypatch.setenv(attempt.BEGAN, "5000.0")
+    patient = WatchdogSettings(poll_interval_s=0.01)
+    dog = watchdog.Watchdog(World(0, 6, 0, 2), PhaseLimits(600.0), "entry", patient)
+    for rank, known in ((2, attempt.Attempt(3, 1000.5)), (4, attempt.Attempt(1, 4000.0))):
+        FailureStore(connect(rank, 5.0), member(rank)).tell_attempt(known)
+    newest = dog.newest_attempt(3)
+    assert newest == attempt.Attempt(3, 1000.5)
+    newest.join()
+    assert attempt.Attempt.of_node() == newest
+    assert attempt.restart_metrics()["run/restarts"] == 3.0
 
 
 @pytest.mark.usefixtures("store_address")

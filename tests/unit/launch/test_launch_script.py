@@ -19,9 +19,13 @@ exec {python} "$@"
 """
 
 
-def started(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def started(
+    tmp_path: Path, *arguments: str, first: str = ":", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """What a recipe does; ``first`` is what its interpreter does before anything else."""
     python = tmp_path / "python"
-    python.write_text(INTERPRETER.format(python=shlex.quote(sys.executable)))
+    text = INTERPRETER.format(python=shlex.quote(sys.executable))
+    python.write_text(text.replace("\n", f"\n{first}\n", 1))
     python.chmod(0o755)
     own = {"NPUS_PER_NODE": "4", "NNODES": "1", "NODE_RANK": "0", "MASTER_PORT": "6000"}
     kept = {k: v for k, v in os.environ.items() if k not in ("MASTER_ADDR", "RANK", "WORLD_SIZE")}
@@ -47,6 +51,21 @@ def test_a_node_says_once_for_whom_it_waits(tmp_path: Path) -> None:
     assert "started" in here.stdout and "warning: MASTER_ADDR=127.0.0.1" in here.stderr
     alone = started(tmp_path, "some.module")
     assert "--master-addr localhost " in alone.stdout and alone.stderr == ""
+
+
+@pytest.mark.parametrize("variables", [{}, {"MAX_RESTARTS": "3", "ELASTIC_MIN_NODES": "1"}])
+def test_a_replay_is_not_started_again(tmp_path: Path, variables: dict[str, str]) -> None:
+    """Numbers that differ once would differ again; a run is started by the starter of the node."""
+    again = "mindspeed_rl.launch.restart --max-restarts 3"
+    python = 'if [[ "$*" == *mindspeed_rl.launch.restart* ]]; then echo "started: $*"; exit 0; fi'
+    given = [] if variables else ["--max-restarts", "3", "--elastic-min-nodes=1"]
+    found = [
+        started(tmp_path, "some.module", *given, *more, first=python, **variables).stdout
+        for more in ([], ["--replay", "7", "out"])
+    ]
+    assert again in found[0] and "--elastic-min-nodes 1" in found[0]
+    assert "started: " in found[1] and "mindspeed_rl.launch.restart" not in found[1]
+    assert found[1].rstrip().endswith("--replay 7 out")
 
 
 def test_a_wrong_flag_is_told_once_before_the_launcher(tmp_path: Path) -> None:

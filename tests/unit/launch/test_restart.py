@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.rl_run import make_run
 
+from mindspeed_rl.checkpoint.resume import CheckpointRecord, begin, commit
 from mindspeed_rl.command_line.arguments import ParsedArguments
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.errors import UsageError
@@ -85,8 +86,8 @@ def parsed(tmp_path: Path, flags: str) -> ParsedArguments[RLRunConfig]:
 
 
 def checkpoint(save: Path) -> None:
-    (save / "iter_0000002").mkdir(parents=True)
-    (save / "iter_0000002" / "checkpoint.json").write_text('{"files": {}}')
+    begin(save, 2, needed_bytes=0)
+    commit(save, CheckpointRecord(2, 4, {}, {}, "", False, {}))
 
 
 def test_a_restarted_job_goes_on_from_its_own_checkpoints(tmp_path: Path) -> None:

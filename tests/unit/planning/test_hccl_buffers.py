@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,6 +141,27 @@ def test_it_follows_flags_and_machine(flags: list[str], needed: int) -> None:
     config = parsed(*flags).config
     plan, name = plan_of(config, WORLD), machine_on(config).name
     assert hccl_buffers(config, plan, name, {}).needed_mb == needed
+
+
+def test_a_map_of_experts_is_refused_where_the_dispatch_loses_them(tmp_path: Path) -> None:
+    """On an A2, unless every expert is in the slot of its number; in a start and a dry run."""
+    ranks = [[2 * rank, 2 * rank + 1] for rank in range(128)]
+    for name, order in (("same", ranks), ("moved", [ranks[1], ranks[0], *ranks[2:]])):
+        devices = [{"device_expert": experts} for experts in order]
+        layers = [{"layer_id": 0, "device_list": devices}]
+        (tmp_path / f"{name}.json").write_text(json.dumps({"layer_list": layers}))
+
+    def starts(name: str, machine: str) -> None:
+        flags = "--rollout-expert-map", str(tmp_path / f"{name}.json")
+        sized(*flags, "--rl-dry-run-machine", machine)
+        find_out(parsed(*flags, "--rl-dry-run-machine", machine).config, WORLD)
+
+    starts("same", "a2")
+    starts("moved", "a3")
+    moved = ["--rollout-expert-map", str(tmp_path / "moved.json"), "--rl-dry-run-machine", "a2"]
+    for refused in (sized, lambda *flags: find_out(parsed(*flags).config, WORLD)):
+        with pytest.raises(UsageError, match="--rollout-expert-map: on an Atlas A2"):
+            refused(*moved)
 
 
 def test_what_fits_changes_nothing() -> None:

