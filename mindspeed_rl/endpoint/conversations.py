@@ -72,6 +72,7 @@ class Conversation:
         reply: Gets the tokens of the turn that the engine generates.
         end: What is left to say once the engine has generated the present turn; set: it is over.
         read: Number of the turn that the agent has last read, counted from 1; 0: none.
+        reader: Request whose answer that turn was; ``None``: it was taken back.
         refused: Whether its last request was beyond a limit.
         undelivered: The answer of a request whose client was gone.
         timer: Ends the conversation at its time limit.
@@ -85,6 +86,7 @@ class Conversation:
     reply: asyncio.Future[tuple[int, ...]] | None = None
     end: Answer | None = None
     read: int = 0
+    reader: ChatRequest | None = None
     refused: bool = False
     undelivered: SaidTurn | None = None
     timer: asyncio.TimerHandle | None = None
@@ -187,15 +189,19 @@ class AgentConversations:
             else:
                 said = await self._turn(conversation, place, request, live)
             if is_connected():
-                conversation.read = said.turn
+                conversation.read, conversation.reader = said.turn, request
             else:
                 conversation.undelivered = said
             return said
 
-    def take_back(self, conversation: Conversation, said: SaidTurn) -> None:
-        """Take a turn back that its client was reading when the connection broke."""
-        if conversation.read == said.turn and conversation.undelivered is None:
+    def take_back(self, conversation: Conversation, said: SaidTurn, request: ChatRequest) -> None:
+        """Take a turn back that its client was reading when the connection broke.
+
+        No effect where another request has read it, or a later turn, since.
+        """
+        if conversation.reader is request and conversation.read == said.turn:
             conversation.read, conversation.undelivered = said.read, said
+            conversation.reader = None
 
     async def _turn(
         self,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CLOSE_LIMIT_S = 10.0
+_SHUTDOWN_S = 0.1  # for requests that are being answered; aiohttp takes 0 as no limit
 
 
 class AgentRunner:
@@ -127,7 +128,7 @@ class AgentRunner:
         flags = self._flags
         port = flags.rl_endpoint_port + number if flags.rl_endpoint_port else 0
         self._server = web.AppRunner(
-            make_app(self._gate, self._conversations), access_log=None, shutdown_timeout=0.0
+            make_app(self._gate, self._conversations), access_log=None, shutdown_timeout=_SHUTDOWN_S
         )
         await self._server.setup()
         site = web.TCPSite(self._server, flags.rl_endpoint_host, port)

@@ -89,7 +89,7 @@ def make_app(gate: Gate, conversations: AgentConversations) -> web.Application:
         finally:
             turn.cancel()  # of a server that closes; else the turn has ended
         if lost is not None:
-            conversations.take_back(conversation, lost)
+            conversations.take_back(conversation, lost, asked)
         return response
 
     app = web.Application(middlewares=[_errors], client_max_size=MAX_BODY_BYTES)

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -21,7 +21,11 @@ from support.table_engine import single_rank
 
 from mindspeed_rl.core.agents import AgentConfig
 from mindspeed_rl.core.types import Completion, Prompt
-from mindspeed_rl.endpoint.conversations import ConversationRules
+from mindspeed_rl.endpoint.conversations import (
+    AgentConversations,
+    Conversation,
+    ConversationRules,
+)
 from mindspeed_rl.endpoint.live import LiveText
 from mindspeed_rl.endpoint.runner import AgentRunner
 from mindspeed_rl.endpoint.tools import OPEN, split_calls
@@ -143,6 +147,8 @@ def solve(task):
                 stream.close()
         return stream
 
+    if task.answer == "whole":
+        client.chat.completions.create(**asked)
     stream = read()
     if task.answer == "returns":
         def rest():
@@ -159,11 +165,21 @@ def solve(task):
 
 
 class Client:
-    """A client with a conversation, as the engine's side and its reader see it."""
+    """A client with a conversation, as the engine's side and its reader see it.
+
+    Attributes:
+        requests: Number of the conversation of every request.
+    """
+
+    requests: ClassVar[list[int]] = []
 
     def __init__(self, runner: AgentRunner, seen: Path, asked: Observation) -> None:
-        assert asked.watch is not None
-        self._runner, self._seen, self.watch = runner, seen, asked.watch
+        self._runner, self._seen, self._asked = runner, seen, asked
+
+    def watch(self, first: int, token_ids: tuple[int, ...]) -> None:
+        """Sample these tokens of the turn."""
+        assert self._asked.watch is not None
+        self._asked.watch(first, token_ids)
 
     def seen(self, enough: Callable[[list[Any]], bool]) -> list[Any]:
         """What it has noted, as soon as that is enough."""
@@ -176,12 +192,28 @@ class Client:
             time.sleep(0.01)
         raise AssertionError(f"the client has seen {lines}")
 
+    def wait_for_requests(self, count: int) -> None:
+        """Wait until so many requests of the conversation have come to the endpoint."""
+        ends = time.monotonic() + LIMIT_S
+        while self.requests.count(0) < count:
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+
     def wait_for_the_agent(self) -> None:
         """Wait until the function of the agent has returned and the endpoint knows."""
         ends = time.monotonic() + LIMIT_S
         while self._runner._conversations[0].end is None:
             assert time.monotonic() < ends
             time.sleep(0.01)
+
+    def close(self) -> None:
+        """Close the endpoint."""
+        self._runner.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing of the endpoint is left."""
+        return self._runner._loop.is_closed() and not self._runner._thread.is_alive()
 
     def says(self, token_ids: Sequence[int]) -> Any:
         """End the turn; the answer of the agent."""
@@ -197,8 +229,18 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture
-def begin(tmp_path: Path, tokenizer: Any) -> Iterator[Callable[[str], Client]]:
+def begin(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], Client]]:
     """Begins the conversation of a kind of client."""
+    complete = AgentConversations.complete
+
+    def counted(self: AgentConversations, conversation: Conversation, *about: Any) -> Any:
+        Client.requests.append(conversation.number)
+        return complete(self, conversation, *about)
+
+    Client.requests.clear()
+    monkeypatch.setattr(AgentConversations, "complete", counted)
     file = tmp_path / "agent.py"
     file.write_text(AGENT.replace("__SEEN__", f"{tmp_path}/"))
     flags = AgentConfig(rl_agent=f"{file}:solve", rl_agent_workers=1)
@@ -281,6 +323,7 @@ def test_a_client_that_left_a_stream_gets_the_same_turn_again(
     ids = ids_of(tokenizer, "yes<|end|>")
     client.watch(0, ids[:1])
     client.seen(lambda lines: len(lines) == 1)
+    client.wait_for_requests(2)  # the second waits for the first, whose client has gone
     assert client.says(ids) == Observation(done=True, reward=0.5, behind=1)
     assert client.seen(lambda lines: len(lines) == 2)[1] == {"again": "yes"}
 
@@ -296,6 +339,19 @@ def test_a_conversation_that_ends_amid_a_stream_ends_it_with_an_error(
     ended = client.says(ids)
     assert isinstance(ended, Failed) and "before it had read a turn" in ended.trace
     assert client.seen(lambda lines: len(lines) == 2)[1]["error"] == "conversation_over"
+
+
+@pytest.mark.parametrize("kind", ["reads", "whole"])
+def test_an_endpoint_closes_while_a_turn_is_sampled(
+    begin: Callable[[str], Client], tokenizer: Any, kind: str
+) -> None:
+    """A run that fails amid a step must end with its own error."""
+    client = begin(kind)
+    if kind == "reads":
+        client.watch(0, ids_of(tokenizer, "y"))
+        client.seen(lambda lines: len(lines) >= 1)
+    client.close()
+    assert client.is_closed
 
 
 # --- a whole step --------------------------------------------------------------------------------

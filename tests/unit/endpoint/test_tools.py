@@ -186,6 +186,7 @@ class Engine:
         stop = frozenset({int(tokenizer.eos_token_id)})
         rules = ConversationRules(AgentConfig(rl_agent="a.py:f"), 900, stop)
         self.asked: list[Observation] = []
+        self.requests: list[Any] = []
         self._said = tuple(tokenizer(said, add_special_tokens=False)["input_ids"])
         self.conversations = AgentConversations(rules, tokenizer, self._answer)
         self.conversations.begin({0: Prompt(0, agent_opening(tokenizer), "", "")})
@@ -197,22 +198,27 @@ class Engine:
 
     async def ask(self, **fields: Any) -> Any:
         asked = parse_request(body(**fields))
+        self.requests.append(asked)
         return await self.conversations.complete(self.conversations[0], asked, lambda: True)
 
 
 def test_a_turn_that_broke_off_while_it_was_read_is_given_again(tokenizer: Any) -> None:
     engine = Engine(tokenizer, "yes<|end|>")
+    conversations, conversation = engine.conversations, engine.conversations[0]
 
     async def talk() -> None:
         first = await engine.ask(stream=True)
-        engine.conversations.take_back(engine.conversations[0], first)
-        assert engine.conversations[0].read == 0
+        conversations.take_back(conversation, first, engine.requests[0])
+        assert conversation.read == 0
         again = await engine.ask()
-        assert again is first and engine.conversations[0].read == 1 and len(engine.asked) == 1
-        engine.conversations.take_back(engine.conversations[0], first)
+        assert again is first and conversation.read == 1 and len(engine.asked) == 1
+        conversations.take_back(conversation, first, engine.requests[0])
+        assert conversation.read == 1, "another request has read it since"
+        conversations.take_back(conversation, first, engine.requests[1])
+        assert conversation.read == 0
         await engine.ask(messages=[{"role": "user", "content": "other"}])
-        engine.conversations.take_back(engine.conversations[0], first)  # of an older turn: too late
-        assert engine.conversations[0].read == 2 and len(engine.asked) == 2
+        conversations.take_back(conversation, first, engine.requests[1])  # an older turn: too late
+        assert conversation.read == 2 and len(engine.asked) == 2
 
     asyncio.run(talk())
 
