@@ -13,11 +13,12 @@ ordered                --prompt-order by-length
 ordered and moved      both
 ordered, moved, drafts ... and --rollout-drafts history, after every step
 
-The first epoch makes the history, the second is counted. The simulation has the lengths of the run
-as drawn, by epoch and prompt, and as many steps per token with drafts as their run.
+The first epoch makes the history, the second is counted. Responses are other draws where a prompt
+comes in another step, so each run is compared with simulations of its own lengths, by epoch and
+prompt: of its way, with as many steps per token where it has drafts, and of ``as drawn``.
 
 steps    decode steps of the slowest engine in a rollout, mean over the epoch; in brackets over that
-         as drawn
+         as drawn with the same lengths
 idle     share of the slots of all engines and of these steps in which no response was computed
 
 The last line is RESULT and a JSON object.
@@ -69,6 +70,7 @@ WAYS: Mapping[str, tuple[tail.Way, tuple[str, ...]]] = {
     )
 }
 LIMIT = 96
+DRAWN = "as drawn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,16 +160,16 @@ def run(folder: Path, name: str, slots: int, args: argparse.Namespace) -> Counte
 
 
 def simulated(
-    drawn: CountedRun, way: tail.Way, slots: int, args: argparse.Namespace
+    counted: CountedRun, way: tail.Way, slots: int, args: argparse.Namespace
 ) -> dict[str, float]:
-    """Return the figures of the simulation with the lengths of the run as drawn."""
+    """Return the figures of a simulation with the lengths of a run."""
     case = tail.DrawnRollouts(
         dataset=args.dataset, prompts=args.prompts, group=args.group, engines=ENGINES, slots=slots,
         limit=LIMIT, interval=INTERVAL, seed=args.seed,
     )  # fmt: skip
 
     def lengths_of(_: object, epoch: int, prompt: int) -> tuple[int, ...]:
-        return drawn.lengths[epoch, prompt]
+        return counted.lengths[epoch, prompt]
 
     with mock.patch.object(tail, "lengths_of", lengths_of):
         found = tail.measure(case, way)
@@ -181,13 +183,12 @@ def simulated(
 def table(folder: Path, slots: int, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Run and simulate every way with so many slots of an engine."""
     rows: dict[str, dict[str, Any]] = {}
-    drawn: CountedRun | None = None
     for name in args.ways:
         found = run(folder, name, slots, args)
-        drawn = drawn or found
         way = replace(WAYS[name][0], steps_per_token=found.steps_per_token)
         rows[name] = {
-            "simulated": simulated(drawn, way, slots, args),
+            DRAWN: simulated(found, WAYS[DRAWN][0], slots, args),
+            "simulated": simulated(found, way, slots, args),
             "run": found.figures(ENGINES * slots),
             "steps_per_token": found.steps_per_token,
         }
@@ -196,13 +197,13 @@ def table(folder: Path, slots: int, args: argparse.Namespace) -> dict[str, dict[
 
 def show(slots: int, rows: dict[str, dict[str, Any]]) -> None:
     """Print the table of a number of slots."""
-    first = next(iter(rows.values()))
-    lines = [[f"{slots} slots", "simulated steps", "idle", "run steps", "idle"]]
+    kinds = (DRAWN, "simulated", "run")
+    lines = [[f"{slots} slots", *(cell for kind in kinds for cell in (f"{kind}, steps", "idle"))]]
     for name, row in rows.items():
         cells = [name]
-        for kind in ("simulated", "run"):
+        for kind in kinds:
             steps, idle = row[kind]["steps"], row[kind]["idle"]
-            cells += [f"{steps:.1f} ({steps / first[kind]['steps']:.2f})", f"{idle:.1%}"]
+            cells += [f"{steps:.1f} ({steps / row[DRAWN]['steps']:.2f})", f"{idle:.1%}"]
         lines.append(cells)
     print("\n".join(aligned(lines)), flush=True)
 
@@ -217,7 +218,7 @@ def command_line() -> argparse.Namespace:
     parser.add_argument("--warm-steps", type=int, default=200, help="supervised steps (200)")
     parser.add_argument("--seed", type=int, default=0, help="of order and samples (0)")
     names = parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=list(WAYS))
-    names.help = "rows, the first of which the others are compared with (all)"
+    names.help = "rows (all)"
     args = parser.parse_args()
     if args.dataset % args.prompts or args.dataset == args.prompts:
         parser.error(f"--dataset {args.dataset}: must be several times --prompts {args.prompts}")
