@@ -148,7 +148,9 @@ def _turned(usual: Assignment, src: Ranks, rotation: int) -> Assignment:
     turned = np.roll(shares, rotation * travels.size, axis=1)
     source = usual.src.copy()
     source[travels] = np.repeat(np.tile(src, count), turned.ravel())
-    return usual._replace(src=source)
+    return Assignment(
+        usual.slice, usual.hop, source, usual.dst, usual.num_slices, usual.is_balanced
+    )
 
 
 @lru_cache(maxsize=1 << 16)
