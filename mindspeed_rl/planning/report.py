@@ -73,6 +73,19 @@ def _unit(found: Findings) -> tuple[str, int]:
     return ("GiB", _GIB) if found.peak.num_bytes >= _GIB else ("MiB", _MIB)
 
 
+def _of_changes(found: Findings) -> Iterator[str]:
+    """Yield the line about the host memory of ``--reshard-deltas``, where it takes any."""
+    prediction, machine = found.prediction, found.prediction.machine
+    sent, asleep = map(max, zip(*map(prediction.delta_host_bytes, found.tables), strict=True))
+    if sent or asleep:
+        ranks = min(machine.ranks_per_node, prediction.world)
+        yield (
+            f"changes of weights take up to {sent / _GIB:.2f} GiB of the host for each rank to "
+            f"know what was sent, and {asleep / _GIB:.2f} GiB for an engine that sleeps, "
+            f"{(sent + asleep) * ranks / _GIB:.1f} GiB of a node (--reshard-deltas)"
+        )
+
+
 def _memory(found: Findings) -> Iterator[str]:
     prediction, machine = found.prediction, found.prediction.machine
     name, unit = _unit(found)
@@ -116,14 +129,7 @@ def _memory(found: Findings) -> Iterator[str]:
             f"copies for restarts take {copies / _GIB:.2f} GiB of shared memory for each rank, "
             f"{copies * ranks / _GIB:.1f} GiB of a node (--peer-checkpoint-steps)"
         )
-    sent, asleep = map(max, zip(*map(prediction.delta_host_bytes, found.tables), strict=True))
-    if sent or asleep:
-        ranks = min(machine.ranks_per_node, prediction.world)
-        yield (
-            f"changes of weights take up to {sent / _GIB:.2f} GiB of the host for each rank to "
-            f"know what was sent, and {asleep / _GIB:.2f} GiB for an engine that sleeps, "
-            f"{(sent + asleep) * ranks / _GIB:.1f} GiB of a node (--reshard-deltas)"
-        )
+    yield from _of_changes(found)
     for rank in sorted({0, found.peak.rank, max(found.tables)}):
         stage = range(rank, rank + found.ranks_per_stage)
         yield f"{'ranks' if len(stage) > 1 else 'rank'} {rank_ranges(stage)}:"

@@ -31,7 +31,7 @@ from mindspeed_rl.weight_layouts.base import (
     expert_name,
     locate,
 )
-from mindspeed_rl.weights.sources import Assignment, RegionDemand, assign_sources
+from mindspeed_rl.weights.sources import RegionDemand, SourceAssignment, assign_sources
 
 
 class TensorRun(NamedTuple):
@@ -229,7 +229,7 @@ def _round_robin_offset(pattern: str) -> int:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Arrivals:
+class ArrivingBoxes:
     """Rectangles of the tensors of a run that have to arrive somewhere.
 
     Attributes:
@@ -245,7 +245,7 @@ class Arrivals:
     widths: frozenset[int]
 
     @classmethod
-    def of(cls, rectangles: Sequence[tuple[Cell, Box]]) -> Arrivals:
+    def of(cls, rectangles: Sequence[tuple[Cell, Box]]) -> ArrivingBoxes:
         several = (ranks for dst, _ in rectangles for ranks in dst.owner_ranks)
         return cls(
             tuple(rectangles),
@@ -265,8 +265,8 @@ class Overlap(NamedTuple):
     """
 
     cells: tuple[Cell, ...]
-    arrivals: Arrivals
-    assigned: Assignment
+    arrivals: ArrivingBoxes
+    assigned: SourceAssignment
 
 
 class _Sides(NamedTuple):
@@ -292,7 +292,7 @@ class _Common(NamedTuple):
     """
 
     of_cells: tuple[tuple[tuple[tuple[Cell, Box], ...], tuple[RegionDemand, ...]], ...]
-    arrivals: Arrivals
+    arrivals: ArrivingBoxes
 
 
 class Overlaps:
@@ -411,7 +411,7 @@ class Overlaps:
             for cell, (_, demands) in zip(cells, of_cells, strict=True)
             if demands
         ]
-        assigned = Assignment.joined(several)
+        assigned = SourceAssignment.joined(several)
         senders = [cell for cell, (common, _) in zip(cells, of_cells, strict=True) for _ in common]
         whole = Overlap(tuple(senders), arrivals, assigned)
         return _sliced(whole) if max(assigned.num_slices) > 1 else whole
@@ -437,7 +437,7 @@ def _sliced(whole: Overlap) -> Overlap:
     ]
     present = np.array([box.num_elements > 0 for _, (_, box) in slices])
     senders, parts = zip(*compress(slices, present), strict=True)
-    return Overlap(senders, Arrivals.of(parts), assigned.only(present))
+    return Overlap(senders, ArrivingBoxes.of(parts), assigned.only(present))
 
 
 def _common_of(cells: Sequence[Cell], needs: Sequence[Cell]) -> _Common:
@@ -445,7 +445,9 @@ def _common_of(cells: Sequence[Cell], needs: Sequence[Cell]) -> _Common:
     boxes = (tuple(cell.box for cell in several) for several in (cells, needs))
     found = [tuple((needs[i], box) for i, box in several) for several in _intersections(*boxes)]
     together = [pair for several in found for pair in several]
-    return _Common(tuple((several, _demands(several)) for several in found), Arrivals.of(together))
+    return _Common(
+        tuple((several, _demands(several)) for several in found), ArrivingBoxes.of(together)
+    )
 
 
 def _demands(several: Sequence[tuple[Cell, Box]]) -> tuple[RegionDemand, ...]:

@@ -25,7 +25,7 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.garbage import without_collection
 from mindspeed_rl.weight_layouts.base import ShardLayout, Unit, element_bytes, layer_name, locate
 from mindspeed_rl.weights.planner import Overlaps
-from mindspeed_rl.weights.sources import Assignment
+from mindspeed_rl.weights.sources import SourceAssignment
 from mindspeed_rl.weights.turns import ALL_AT_ONCE, Demand, RankTurns, turn_of, turns_of_kinds
 
 _MAX_PARTS = 1 << 16
@@ -283,7 +283,7 @@ class _Costs:
         item_bytes = element_bytes(self._source.dtype_of(unit.names[0]), self._item_bytes)
         found = [(run, self._overlaps.of(run)) for run in self._overlaps.runs(*_kind_of(unit))]
         several = [overlap.arrivals for _, overlap in found]
-        joined = Assignment.joined([overlap.assigned for _, overlap in found])
+        joined = SourceAssignment.joined([overlap.assigned for _, overlap in found])
         sizes = [
             overlap.arrivals.elements * (item_bytes * run.num_tensors) for run, overlap in found
         ]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 Ranks = NDArray[np.int64]
 
 
-class Assignment(NamedTuple):
+class SourceAssignment(NamedTuple):
     """Who sends some rectangles to whom: arrays with an entry per slice and destination.
 
     Attributes:
@@ -39,17 +39,17 @@ class Assignment(NamedTuple):
     num_slices: tuple[int, ...]
     is_balanced: bool
 
-    def only(self, wanted: NDArray[np.bool_]) -> Assignment:
+    def only(self, wanted: NDArray[np.bool_]) -> SourceAssignment:
         """Return the entries of some slices, which are numbered anew."""
         kept = wanted[self.slice]
         number = np.cumsum(wanted) - 1
         arrays = number[self.slice[kept]], self.hop[kept], self.src[kept], self.dst[kept]
         first = np.cumsum([0, *self.num_slices[:-1]])
         num_slices = np.add.reduceat(wanted.astype(np.int64), first).tolist()
-        return Assignment(*arrays, tuple(num_slices), self.is_balanced)
+        return SourceAssignment(*arrays, tuple(num_slices), self.is_balanced)
 
     @classmethod
-    def joined(cls, several: Sequence[Assignment]) -> Assignment:
+    def joined(cls, several: Sequence[SourceAssignment]) -> SourceAssignment:
         """Join the assignments of rectangles that other ranks hold."""
         if len(several) == 1:
             return several[0]
@@ -82,7 +82,7 @@ class RegionDemand(NamedTuple):
 class _Usual(NamedTuple):
     """An assignment, and whether a rotation only passes each source's part on to another one."""
 
-    assignment: Assignment
+    assignment: SourceAssignment
     turns_as_one: bool
 
 
@@ -93,7 +93,7 @@ def assign_sources(
     rotation: int = 0,
     num_rotations: int = 1,
     relay: bool = False,
-) -> Assignment:
+) -> SourceAssignment:
     """Choose a source for every destination of rectangles.
 
     A destination that holds a rectangle uses its own copy. Other destinations take a holder on
@@ -125,11 +125,13 @@ def assign_sources(
 
 
 @lru_cache(maxsize=1 << 16)
-def _from_one(source: int, destinations: tuple[tuple[range, ...], ...]) -> Assignment:
+def _from_one(source: int, destinations: tuple[tuple[range, ...], ...]) -> SourceAssignment:
     """Assign the only source there is, without a relay."""
     number, dst = _destinations(destinations)
     hop = (dst != source).astype(np.int64)
-    return Assignment(number, hop, np.full(dst.size, source), dst, (1,) * len(destinations), True)
+    return SourceAssignment(
+        number, hop, np.full(dst.size, source), dst, (1,) * len(destinations), True
+    )
 
 
 @lru_cache(maxsize=1 << 12)
@@ -139,7 +141,7 @@ def _destinations(several: tuple[tuple[range, ...], ...]) -> tuple[Ranks, Ranks]
     return np.repeat(np.arange(len(parts)), [part.size for part in parts]), np.concatenate(parts)
 
 
-def _turned(usual: Assignment, src: Ranks, rotation: int) -> Assignment:
+def _turned(usual: SourceAssignment, src: Ranks, rotation: int) -> SourceAssignment:
     """Rotate an assignment without sources on the destinations' nodes, where all are alike."""
     travels = np.flatnonzero(usual.hop)
     place = usual.slice[travels] * src.size + np.searchsorted(src, usual.src[travels])
@@ -148,7 +150,9 @@ def _turned(usual: Assignment, src: Ranks, rotation: int) -> Assignment:
     turned = np.roll(shares, rotation * travels.size, axis=1)
     source = usual.src.copy()
     source[travels] = np.repeat(np.tile(src, count), turned.ravel())
-    return usual._replace(src=source)
+    return SourceAssignment(
+        usual.slice, usual.hop, source, usual.dst, usual.num_slices, usual.is_balanced
+    )
 
 
 @lru_cache(maxsize=1 << 16)
@@ -186,7 +190,7 @@ def _assign_sources(
     source, hop, balanced = zip(*found, strict=True)
     joined = np.concatenate(hop), np.concatenate(source), dst
     return _Usual(
-        Assignment(number, *joined, tuple(parts), all(balanced)),
+        SourceAssignment(number, *joined, tuple(parts), all(balanced)),
         not relay and not any(fixed.near.index.size for fixed in known),
     )
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mindspeed_rl.weights.sources import Assignment, RegionDemand, assign_sources
+from mindspeed_rl.weights.sources import RegionDemand, SourceAssignment, assign_sources
 
 
 @st.composite
@@ -28,7 +28,7 @@ SEVERAL = st.lists(progressions(), min_size=1, max_size=3).map(tuple)
 NODES, TURNS = st.integers(1, 40), st.integers(0, 1000)
 
 
-def slices_of(assigned: Assignment) -> list[dict[int, tuple[int, int]]]:
+def slices_of(assigned: SourceAssignment) -> list[dict[int, tuple[int, int]]]:
     """Source and hop of each destination, by slice."""
     slices: list[dict[int, tuple[int, int]]] = [{} for _ in range(sum(assigned.num_slices))]
     columns = (column.tolist() for column in assigned[:4])
