@@ -59,7 +59,7 @@ def operators_of_a_step(
 
 
 def twice(
-    world: World, folder: str, drafts: bool, room: int
+    world: World, folder: str, drafts: bool, room: int, dtype: str = "float32"
 ) -> tuple[list[Sampled], list[StepStats]]:
     """What is sampled of all prompts in two passes with the same seeds, and the steps of each.
 
@@ -68,7 +68,7 @@ def twice(
     """
     history = DraftHistory(2**20) if drafts else None
     with mock.patch.object(draft_costs, "plan_drafts", lambda *_: DraftPlan(1, 0.05, 0.0)):
-        engine = build(folder, "float32", EngineLayout(1, 1), world.rank, room, history=history)
+        engine = build(folder, dtype, EngineLayout(1, 1), world.rank, room, history=history)
         load(engine, folder, 1)
         passes, stats = [], []
         for _ in range(2):

@@ -16,7 +16,7 @@ from typing import Any
 import make_tiny_model
 import pytest
 import torch
-from ascend import census_worlds
+from ascend import census_worlds, sampling_worlds
 from ascend.emulator.census import FOLDER, Call, read
 from ascend.npu_ranks import run_npu_ranks
 from support.family_models import FAMILY_CASES, VOCAB, write_family_model
@@ -80,7 +80,7 @@ def missing(call: Call) -> list[str]:
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
-    """Of a training step, a reshard with its proof, and an engine that loads and samples.
+    """Of a training step, a reshard with its proof, and engines that load, sample and draft.
 
     And the calls of the proof alone.
     """
@@ -94,6 +94,8 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
         ranks = run_npu_ranks(census_worlds.train_and_prove, 2, work_dir=root / "train", args=args)
         args = (str(tiny), "bfloat16", EngineLayout(1, 1))
         run_npu_ranks(census_worlds.load_and_sample, 1, work_dir=root / "engine", args=args)
+        args = (str(tiny), True, 256, "bfloat16")
+        run_npu_ranks(sampling_worlds.twice, 1, work_dir=root / "drafts", args=args)
     proofs: set[Call] = set()
     for differing, calls in ranks:
         assert differing == {name: [] for name in names}
