@@ -14,6 +14,7 @@ from mindspeed_rl.algorithms.sampling_noise import (
     draw_tokens,
     exponential_noise,
 )
+from mindspeed_rl.engines.vllm.patches import seeded_draws
 from mindspeed_rl.engines.vllm_ascend import sampling
 
 DRAWS = 100_000
@@ -140,7 +141,7 @@ def test_a_device_with_other_noise_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     """Nothing is patched then."""
     right = exponential_noise(draw_keys([1], [0]), 8)
     found = iter((right, right.clamp(max=0.5)))
-    monkeypatch.setattr(sampling, "exponential_noise", lambda *_: next(found))
+    monkeypatch.setattr(seeded_draws, "exponential_noise", lambda *_: next(found))
     monkeypatch.setattr(sampling, "apply_patch", lambda patch: pytest.fail("patched"))
     with pytest.raises(RuntimeError, match="noise for sampling on cpu differs"):
         sampling.draw_in_batches(torch.device("cpu"))

@@ -34,7 +34,6 @@ REFUSED = [
     ("a3", DENSE, "--rollout-sleep kv --reshard-deltas host", "--reshard-deltas host: coding"),
     ("a3", MOE, "--rl-routing-replay rollout --rollout-ep 4", "--rl-routing-replay rollout"),
     ("h200", MOE, "--rl-routing-replay rollout", "--rl-routing-replay rollout"),
-    ("h200", DENSE, "--rollout-rebalance all", "--rollout-rebalance all"),
     ("h200", DENSE, "--rollout-graph-mode piecewise", "--rollout-graph-mode piecewise"),
     (
         "h200",
@@ -130,7 +129,7 @@ def test_models_that_the_engine_of_the_machine_lacks_are_refused(
         ("h200", "--vllm-max-num-batched-tokens 100"),
         ("a3", "--vllm-max-num-batched-tokens 100 --rollout-chunked-prefill on"),
         ("a3", "--rollout-rebalance all --rollout-graph-sizes 8 16 --rollout-multistream-moe"),
-        ("h200", "--rl-routing-replay trainer --rollout-rebalance waiting"),
+        ("h200", "--rl-routing-replay trainer --rollout-rebalance all"),
     ],
 )
 def test_what_the_engine_has_passes(machine: str, flags: str) -> None:
