@@ -6,8 +6,7 @@
 # usage: pretrain_scripts/check_package.sh PYTHON
 set -euo pipefail
 
-ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
-PACKAGE="$ROOT/mindspeed_rl"
+PACKAGE="$(dirname "${BASH_SOURCE[0]}")/../mindspeed_rl"
 FOUND="$("$1" -c '
 import importlib.util, pathlib
 spec = importlib.util.find_spec("mindspeed_rl")
@@ -18,6 +17,7 @@ if [[ ! -d "$PACKAGE" ]]; then
         "it is installed, or name its python: PYTHON=..." >&2
     exit 2
 fi
+PACKAGE="$(cd "$PACKAGE" && pwd -P)"
 if [[ "$FOUND" != "$PACKAGE" ]]; then
     echo "check_package: python imports mindspeed_rl from $FOUND, not from $PACKAGE;" \
         "remove it from PYTHONPATH (${PYTHONPATH:-empty}) or uninstall it from $1" >&2
