@@ -35,11 +35,11 @@ START_S = 120.0  # of a job, on a busy machine
 LIMIT_S = 60.0
 PHASE_TIMEOUT_S = 10
 SILENT = "rank {} in phase {}: no heartbeat for"
-# One phase of each kind: inside vLLM's constructor, while the peer generates, waits for reward
-# workers or for a file, is inside a collective of samples, of gradients, of weights, or leaves.
+# One phase of each kind: inside vLLM's constructor, while the peer waits for reward workers or for
+# a file, is inside a collective of samples or in the rounds of weights, or leaves.
 KILLED = (
-    "0:build engine:1:kill", "0:generate:2:kill", "1:reward:2:kill", "1:save:1:kill",
-    "1:exchange:2:kill", "1:train:2:kill", "1:reshard:3:kill-in-rounds", "0:export:1:kill",
+    "0:build engine:1:kill", "1:reward:2:kill", "1:save:1:kill", "1:exchange:2:kill",
+    "1:reshard:3:kill-in-rounds", "0:export:1:kill",
 )  # fmt: skip
 
 
