@@ -338,7 +338,7 @@ def reshard_experts(world: World, case: Case, way: str) -> ExpertFacts:
     proof = WeightVerifier(source, target, world.rank, torch.float32).differing_tensors(*as_floats)
     moved = (*resharder.plan.receives, *resharder.plan.sends, *resharder.plan.copies)
     slots = next(iter(resharder.schedule.slots.values()))
-    return ExpertFacts(wrong, proof, max(t.count for t in moved), slots[0].turns.count)
+    return ExpertFacts(wrong, proof, max(t.num_tensors for t in moved), slots[0].turns.count)
 
 
 @pytest.mark.parametrize("num_ranks", EXPERTS)
