@@ -350,7 +350,8 @@ def test_experts_arrive_bit_for_bit(num_ranks: int, tmp_path: Path) -> None:
         for name, reports in rank.items():
             assert [report.wrong for report in reports] == [[]] * 4, name
             assert [report.proof for report in reports] == [[]] * 4, name
-            assert [report.num_turns for report in reports] == [1, 1, 3, 3], name
+            few, again, many, more = [report.num_turns for report in reports]
+            assert few == again < many == more == 3, name
             assert {report.longest_run for report in reports} == {longest_run(cases[name])}, name
 
 
