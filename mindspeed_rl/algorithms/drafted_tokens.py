@@ -13,7 +13,7 @@ def grid_of_rows(counts: torch.Tensor) -> torch.Tensor:
     """Return the row of each request and place: [requests, most rows] int64.
 
     Args:
-        counts: [requests], rows of each request, which follow each other.
+        counts: [requests] int64, rows of each request, which follow each other.
 
     Returns:
         Places beyond the rows of a request have the last row of the batch, or one of another
@@ -30,9 +30,9 @@ def kept_places(sampled: torch.Tensor, drafted: torch.Tensor, counts: torch.Tens
     The first always is; each further one is where all drafts before it were sampled.
 
     Args:
-        sampled: [requests, most rows], the token that is sampled at each place.
-        drafted: [requests, most rows - 1], the token that was drafted for it.
-        counts: [requests], rows of each request.
+        sampled: [requests, most rows] int32 or int64, the token that is sampled at each place.
+        drafted: [requests, most rows - 1] of the same type, the token that was drafted for it.
+        counts: [requests] int64, rows of each request.
     """
     places = torch.arange(1, sampled.shape[1], device=sampled.device)
     differs = sampled[:, :-1] != drafted.masked_fill(places >= counts[:, None], -1)

@@ -52,19 +52,8 @@ def test_deltas(tmp_path: Path) -> None:
 
 def test_tail_run(tmp_path: Path) -> None:
     """The simulation of the run as drawn takes the steps that its engines took."""
-    flags = [
-        "--dataset",
-        "8",
-        "--prompts",
-        "4",
-        "--group",
-        "2",
-        "--slots",
-        "8",
-        "--warm-steps",
-        "2",
-        "--ways",
-    ]
+    flags = ("--dataset", "8", "--prompts", "4", "--group", "2", "--slots", "8",
+             "--warm-steps", "2", "--ways")  # fmt: skip
     found = result_of("tail_run.py", *flags, "as drawn", "ordered", folder=tmp_path)["slots"]["8"]
     drawn, ordered = found["as drawn"], found["ordered"]
     assert drawn["simulated"] == drawn["as drawn"]
