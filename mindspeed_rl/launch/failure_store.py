@@ -82,10 +82,14 @@ class FailureStore:
         self._store.set(f"attempt/{self._member.node}", json.dumps(mine))
 
     def attempts(self, num_nodes: int) -> list[attempt.Attempt]:
-        """Return the attempts of those nodes that have told theirs."""
+        """Return the attempts of all nodes; none before each has told its own.
+
+        One request, and another one at the end: all ranks of the job ask.
+        """
         keys = [f"attempt/{node}" for node in range(num_nodes)]
-        told = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
-        return [attempt.Attempt(*fields) for fields in told]
+        if not self._store.check(keys):
+            return []
+        return [attempt.Attempt(*json.loads(told)) for told in self._store.multi_get(keys)]
 
     def publish(self, failure: Failure) -> Failure:
         """Publish a failure and return the job's first one, which is kept. Atomic."""

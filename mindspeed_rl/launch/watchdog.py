@@ -232,7 +232,7 @@ class Watchdog:
     def newest_attempt(self, num_nodes: int) -> Attempt:
         """Return the attempt of the node that has seen most of them, when all have told theirs."""
         self._store.tell_attempt(Attempt.of_node())
-        while len(told := self._store.attempts(num_nodes)) < num_nodes:
+        while not (told := self._store.attempts(num_nodes)):
             time.sleep(self._settings.poll_interval_s)
         return max(told)
 
