@@ -211,7 +211,7 @@ def collective_rows(
         from mindspeed_rl.launch.preflight import Preflight, wait_for
         from mindspeed_rl.platforms.registry import select_platform
     except (ImportError, UsageError) as error:
-        return [red("collectives", f"not tried: {error}", "mend the rows of packages first")]
+        return [red("collectives", f"not tried: {error}", "fix the rows of packages first")]
     found: list[DoctorRow] = []
     try:
         store = connect(world.rank, limit_s)
@@ -247,7 +247,7 @@ def _refused_devices(
     store.set(f"bound/{world.rank}", error)
     keys = wait_for(store, [f"bound/{rank}" for rank in range(world.size)], limit_s)
     texts = dict.fromkeys(store.get(key).decode() for key in keys)
-    return [red("devices", text, "mend it, then ask again") for text in texts if text]
+    return [red("devices", text, "fix it, then ask again") for text in texts if text]
 
 
 def rows_of_other_nodes(

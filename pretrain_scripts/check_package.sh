@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Ends with one line when the python that is about to train would import another package named
-# mindspeed_rl than the one of this repository: that one could not tell the user itself. Scripts that
-# `mindspeed-rl recipes` wrote have no repository: there it ends when the python has no such package.
+# Checks that the Python that is about to train has the mindspeed_rl of this repository. If it would
+# import another package of that name, which could not report this itself, the script stops with a
+# one-line error. Scripts that `mindspeed-rl recipes` wrote have no repository: there the script
+# stops if Python has no package of that name.
 #
 # usage: pretrain_scripts/check_package.sh PYTHON
 set -euo pipefail

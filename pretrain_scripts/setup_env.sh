@@ -65,6 +65,19 @@ fi
 "$VENV/bin/python" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m venv "$VENV" ||
     fail "$PYTHON cannot make a virtual environment; install its venv package (Debian: python3-venv)"
 PIP=("$VENV/bin/python" -m pip --disable-pip-version-check -qq)
+told() { # WHAT COMMAND...: runs the command, with a line every 30 s
+    local what="$1" began="$SECONDS" code=0 teller
+    shift
+    # The sleep outlives its shell for a while, so it holds neither the lock nor an output.
+    while sleep "${SETUP_LINE_S:-30}" > /dev/null 2>&1 && kill -0 $$ 2> /dev/null; do
+        echo "setup_env: still $what, $(( SECONDS - began )) s so far" >&2
+    done > /dev/null 9>&- &
+    teller=$!
+    "$@" || code=$?
+    kill "$teller" 2> /dev/null || true
+    wait "$teller" 2> /dev/null || true
+    return "$code"
+}
 requirements() { # sections -> requirement lines
     (cd "$ROOT" && "$VENV/bin/python" -c '
 import sys
@@ -85,15 +98,15 @@ if [[ "$(uname -s)-$(uname -m)" == Linux-x86_64 ]]; then
         fail "pip finds no $TORCH; $HINT"
     [[ "$CHOSEN" == *cpu* ]] || fail "pip would take a CUDA build of torch ($(basename "$CHOSEN")); $HINT"
 fi
-"${PIP[@]}" install "${INDEX[@]}" "$TORCH"
+told "installing $TORCH" "${PIP[@]}" install "${INDEX[@]}" "$TORCH"
 cuda_build && fail "the torch in .venv is a CUDA build; remove .venv and $HINT"
 
-echo "setup_env: installing the pinned dependencies (about 90 s)" >&2
+echo "setup_env: installing the pinned dependencies (1.5 minutes with a fast network)" >&2
 requirements "${SECTIONS[@]}" > "$VENV/requirements.txt"
 requirements cpu.no-deps > "$VENV/requirements-no-deps.txt"
-"${PIP[@]}" install -r "$VENV/requirements.txt"
+told "installing the pinned dependencies" "${PIP[@]}" install -r "$VENV/requirements.txt"
 # Their own dependencies would pull CUDA builds and media libraries that nothing here uses.
-"${PIP[@]}" install --no-deps -r "$VENV/requirements-no-deps.txt"
+told "installing vLLM" "${PIP[@]}" install --no-deps -r "$VENV/requirements-no-deps.txt"
 "${PIP[@]}" install --no-deps --no-build-isolation -e "$ROOT"
 cuda_build && fail "a dependency replaced torch by a CUDA build; remove .venv and $HINT"
 

@@ -45,10 +45,39 @@ LONG_FILES = tuple(
         ("e2e", "lora device_check distillation elastic peer_copies"),
         ("distributed", "checkpoint_layouts bench selftest silent_errors families checkpoint"),
         ("distributed", "reshard adapters hybrid_context"),
-        ("e2e", "reference_pass balanced_experts user_mistakes all_models export"),
+        ("e2e", "tail_passes balanced_experts user_mistakes all_models export"),
     )
     for name in names.split()
 )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Failures are told when they happen: a run that is ended from outside prints no summary."""
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None:  # of the process that prints, not of its workers
+        config.pluginmanager.register(_FailuresAtOnce(terminal))
+
+
+class _FailuresAtOnce:
+    """Prints a failure's name and the end of its report."""
+
+    _NUM_LINES = 40
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Called for each part of each test."""
+        if not report.failed:
+            return
+        lines = report.longreprtext.splitlines()
+        self._terminal.ensure_newline()
+        self._terminal.write_line(f"FAILED {report.nodeid} ({report.when})")
+        if (left_out := len(lines) - self._NUM_LINES) > 0:
+            self._terminal.write_line(f"[{left_out} lines of it at the end of the run]")
+        for line in lines[-self._NUM_LINES :]:
+            self._terminal.write_line(f"    {line}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

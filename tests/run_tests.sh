@@ -5,6 +5,7 @@
 #        tests/run_tests.sh --all                 both tiers
 #        tests/run_tests.sh --rest                the second alone: slow tests, Ray, planted faults
 #        tests/run_tests.sh PYTEST ARGUMENTS      a part, such as tests/unit
+#   TESTS_WITHIN_S=...  of --all: after these seconds no more faults are planted, and the rest is told
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -54,7 +55,9 @@ case "$*" in
     --rest) tests slow; faults ;;
     --all)  # both tiers of a part at once, so that they share fixtures
         with_style "slow or not slow"
-        # the tests that must turn red have just been green
-        if (( STATUS )); then faults; else faults --proven; fi ;;
+        SHORT=()
+        [[ -z "${TESTS_WITHIN_S:-}" ]] || SHORT=(--within "$(( TESTS_WITHIN_S - SECONDS ))")
+        # where all is green, the tests that must turn red have just passed
+        if (( STATUS )); then faults "${SHORT[@]}"; else faults --proven "${SHORT[@]}"; fi ;;
 esac
 exit "$STATUS"

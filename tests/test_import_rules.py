@@ -202,7 +202,7 @@ def test_violations_are_found(name: str, text: str, message: str) -> None:
         ("models.spec", "from mindspeed_rl.core.boxes import Box"),
         ("data.packing", "import torch"),
         ("trainer.model", "class A:\n    def f(self, other):\n        self._x = other._x"),
-        ("engines.vllm.patches.plain_linear", "ops._supports_onednn = False"),
+        ("vllm_patches.plain_linear", "ops._supports_onednn = False"),
         ("platforms.npu", "torch.npu.synchronize()"),
         ("launch.watchdog", "import os\nos._exit(1)"),
     ],

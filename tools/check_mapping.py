@@ -21,12 +21,12 @@ import needs_environment  # noqa: F401
 from layout_texts import ROLLOUT_KEYS, TRAIN_KEYS, config_from_texts, layouts_from_texts
 
 from mindspeed_rl.checkpoint.names import BUFFERS, mtp_tensors
-from mindspeed_rl.checkpoint.safetensors_files import safetensors_entries
 from mindspeed_rl.core.boxes import Box, Shape
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.tables import aligned
 from mindspeed_rl.models.hf_files import INDEX, read_index
 from mindspeed_rl.models.registry import spec_from_hf_config
+from mindspeed_rl.models.safetensors_files import safetensors_entries
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
 from mindspeed_rl.models.tensors import (
     TensorGroup,

@@ -55,7 +55,8 @@ SAVE_INTERVAL = 5
 KINDS = ("worker", "disk", "worker", "log", "rank")
 PERIOD_S = 0.25
 FULL_S = 20.0  # longest time that the disk stays full
-NOTICE = "wait in memory until"  # metrics/jsonl.py
+NOTICES = ("wait in memory until", "earlier checkpoints are untouched")
+"""What a run says of a full disk: of its logs, and of the checkpoint that ends it."""
 WARM_UP = 4  # steps of a process that are not judged: its first ones, and a resume
 LEAST_SAMPLES = 10  # steps of a process, to say whether it grows
 GROWTH = {"memory": (0.05, 24.0), "descriptors": (0.0, 3.0), "threads": (0.0, 2.0)}
@@ -281,8 +282,9 @@ class Attack:
     def advance(self, step: int) -> None:
         """Do what is due after ``step``.
 
-        A full disk is done when the run has told that it waits for room; where it has not written
-        meanwhile, the disk is filled again in a later step.
+        A full disk is done when the run has told that it waits for room or that a checkpoint found
+        none, before a restart meets the same full disk and the job stops for good; where it has not
+        written meanwhile, the disk is filled again in a later step.
         """
         if self.disk.is_full:
             noticed = self._notices() > self._noticed_before
@@ -298,8 +300,9 @@ class Attack:
             self.done[kind] += kind != "disk"
 
     def _notices(self) -> int:
-        """Return how often the run has told that it waits for room."""
-        return self.run.told().count(NOTICE)
+        """Return how often the run has told that it has no room."""
+        told = self.run.told()
+        return sum(told.count(notice) for notice in NOTICES)
 
     def _do(self, kind: str) -> bool:
         """Return whether there was something to do it to."""

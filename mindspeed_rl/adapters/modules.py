@@ -39,6 +39,8 @@ from mindspeed_rl.weight_layouts.megatron import MegatronLayout, chunk_prefix
 from mindspeed_rl.weights.verify import source_digest
 
 _EXPERTS = ".experts."
+# The weights of MindSpeed's TEGroupedLinear, and their transposes in its latest pass.
+_LISTED, _TRANSPOSED = "total_weight", "total_weight_T"
 # Merged weights that are kept while one after another is read.
 _KEPT_BYTES = 256 << 20
 
@@ -133,7 +135,7 @@ class Adapters:
                     self._build(adapters, self.plan.params[name], weight, seed)
                     names[attribute] = name
             if names:
-                owner.forward = _with_merged(owner, owner.forward, self, names)
+                owner.forward = with_merged(owner, owner.forward, self, names)
         module.add_module(MODULE, adapters)
         self._modules.append(adapters)
         if hasattr(module, "embedding"):
@@ -274,14 +276,16 @@ def _asks_for_gradient(module: Any, inputs: Any, output: torch.Tensor) -> None:
         output.requires_grad_()
 
 
-def _with_merged(
+def with_merged(
     module: Any, forward: Callable[..., Any], adapters: Adapters, names: Mapping[str, str]
 ) -> Callable[..., Any]:
     """Return the forward pass of a module with merged weights in place of its own.
 
     An attribute of the instance hides the parameter of the same name. What autograd saves of a
-    merged weight is replaced by how to make it again.
+    merged weight is replaced by how to make it again. MindSpeed's experts are read from lists of
+    the module, one of which it would keep until the next pass, with the merged weights in it.
     """
+    listed = list(getattr(module, _LISTED, ()))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not adapters.is_on:
@@ -302,13 +306,18 @@ def _with_merged(
             with torch.no_grad():
                 return adapters.merged(name).as_strided(*view)
 
-        module.__dict__.update(merged)
+        hidden: dict[str, Any] = dict(merged)
+        if listed:
+            hidden[_LISTED] = [merged.get(f"weight{i}", w) for i, w in enumerate(listed)]
+        module.__dict__.update(hidden)
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                 return forward(*args, **kwargs)
         finally:
             for attribute in merged:
                 del module.__dict__[attribute]
+            if listed:
+                module.__dict__.update({_LISTED: listed, _TRANSPOSED: None})
 
     return run
 

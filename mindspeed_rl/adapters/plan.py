@@ -184,19 +184,24 @@ def _refuse_empty_chunks(
             )
 
 
-def check_adapters(layout: MegatronLayout, lora: LoraSettings) -> None:
+def check_adapters(layout: MegatronLayout, lora: LoraSettings, platform: str) -> None:
     """Refuse adapters on a model or on modules that cannot have them. Pure.
+
+    Args:
+        layout: Layout of the trainer.
+        lora: Flags of the adapters.
+        platform: Kind of device: ``"cpu"``, ``"cuda"`` or ``"npu"``.
 
     Raises:
         UsageError: Naming the flag and what is allowed.
     """
     if not lora.is_on:
         return
-    if layout.modules.fused_norms:
+    if layout.modules.fused_norms and platform != "npu":
         raise UsageError(
-            f"--lora-rank {lora.lora_rank}: the linear layers of Transformer Engine and MindSpeed "
-            "cannot have adapters; choose a platform with megatron-core's own layers (cpu, cuda), "
-            "or remove the flag"
+            f"--lora-rank {lora.lora_rank}: that the linear layers of Transformer Engine compute "
+            "with the weights of adapters was never shown; use --transformer-impl local, or "
+            "remove the flag"
         )
     for target in lora.lora_target:
         if not replace(lora, lora_target=(target,)).layers_among(layout.hf_shapes):

@@ -45,7 +45,7 @@ class DistillationSettings:
     )
     teacher_key: str = flag(
         "teacher",
-        "Field of a data row with the name of its teacher, of several.",
+        "Field of a data row with the name of its teacher, where there are several.",
         needs=_WITH_TEACHER,
     )
     teacher_weight: float = flag(

@@ -42,7 +42,7 @@ from mindspeed_rl.planning.run_plan import RLPlan, ScorePlan, check_engine
 from mindspeed_rl.rollout.draft_costs import DraftRule
 from mindspeed_rl.rollout.draft_history import DraftHistory
 from mindspeed_rl.rollout.engine import EngineState, InferenceEngine
-from mindspeed_rl.rollout.provider import EngineSettings
+from mindspeed_rl.rollout.provider import EngineSettings, EngineSizes
 from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.trainer import parallel_state
 from mindspeed_rl.trainer.resident_memory import trainer_memory
@@ -253,6 +253,17 @@ def build_rollout_engine(
         )
 
 
+def scored_cache_bytes(sizes: EngineSizes, token_bytes: int, longest: int) -> int:
+    """Return the cache of a run that only scores, where no flag gives it. Pure.
+
+    Args:
+        sizes: Sizes of the engine.
+        token_bytes: Bytes of one token in all layers on a rank.
+        longest: Tokens of the longest sequence.
+    """
+    return _SCORED_AT_ONCE * sizes.sequence_tokens(longest) * token_bytes
+
+
 @start_stage("inference engine")
 def build_inference_engine(
     job: Job[RLRunConfig, RLPlan] | Job[ScoreRunConfig, ScorePlan],
@@ -268,7 +279,10 @@ def build_inference_engine(
     """
     config, layout = job.config, job.plan.rollout_layout
     item = 2 if config.rollout.engine_is_bf16(config.train) else 4
-    few = layout.spec.cached_values(layout.engine.tp) * item * _SCORED_AT_ONCE * max_model_len
+    sizes = engine_provider().sizes(config.engine_options, layout.spec, job.platform.name)
+    few = scored_cache_bytes(
+        sizes, layout.spec.cached_values(layout.engine.tp) * item, max_model_len
+    )
     settings = EngineSettings(
         model_dir=config.model.hf_checkpoint,
         layout=layout,

@@ -12,11 +12,11 @@ from safetensors import SafetensorError, safe_open
 
 from mindspeed_rl.checkpoint.finite import LARGEST_WEIGHT, problem_of
 from mindspeed_rl.checkpoint.names import DEQUANTIZE, check_names
-from mindspeed_rl.checkpoint.safetensors_files import StoredEntry, safetensors_entries
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.files import why_unreadable
 from mindspeed_rl.models.blocks import VALUE_HEAD
 from mindspeed_rl.models.hf_files import INDEX, find_weights
+from mindspeed_rl.models.safetensors_files import StoredEntry, safetensors_entries
 from mindspeed_rl.weight_layouts.base import Piece, ShardLayout, pieces_of
 
 # Element types, in the spelling of safetensors, that need no dequantisation.

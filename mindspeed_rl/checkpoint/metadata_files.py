@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 INDEX, COMMON, FORMAT_FILE = ".metadata", "common.pt", "metadata.json"
 _FORMAT_KEYS = {
@@ -73,7 +74,34 @@ def read_index(path: Path) -> Any:
         name = getattr(place, "relative_path", None)
         if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
             raise ValueError(f"{path.name} names {name!r}, which is no file of its folder")
+    if not all(map(_is_entry, index.state_dict_metadata.items())):
+        raise ValueError(f"{path.name} describes tensors without a shape")
+    if not all(map(_is_place, index.storage_data.items())):
+        raise ValueError(f"{path.name} has tensors without a place in a file")
     return index
+
+
+def _is_entry(entry: tuple[object, Any]) -> bool:
+    """Whether an entry is a name and what is stored: a tensor and its chunks, or other bytes."""
+    key, stored = entry
+    if not isinstance(stored, TensorStorageMetadata):
+        return isinstance(key, str)
+    sizes = [getattr(stored, "size", None)]
+    chunks = getattr(stored, "chunks", None)
+    if not isinstance(key, str) or not isinstance(chunks, list):
+        return False
+    sizes += [getattr(chunk, name, None) for chunk in chunks for name in ("offsets", "sizes")]
+    return all(isinstance(size, torch.Size) and len(size) == len(sizes[0] or ()) for size in sizes)
+
+
+def _is_place(entry: tuple[Any, Any]) -> bool:
+    """Whether an entry is the name of a chunk, and where its bytes are."""
+    index, place = entry
+    offset = getattr(index, "offset", "")
+    numbers = [getattr(place, name, None) for name in ("offset", "length")]
+    is_name = isinstance(getattr(index, "fqn", None), str)
+    is_offset = offset is None or isinstance(offset, torch.Size)
+    return is_name and is_offset and all(type(n) is int and n >= 0 for n in numbers)
 
 
 def problem_of_metadata(folder: Path) -> str:

@@ -35,6 +35,12 @@ class Kept:
     best: int | None = None
     missing: str = ""
 
+    @property
+    def removed_line(self) -> str:
+        """What to log of the checkpoints that were removed."""
+        s, steps = "s" * (len(self.removed) > 1), ", ".join(map(str, self.removed))
+        return f"removed the checkpoint{s} of step{s} {steps} (--save-total-limit)"
+
 
 def best_step(steps: Iterable[int], scores: Mapping[int, float], *, largest: bool) -> int | None:
     """Return the step with the best score, the later one of equal ones.

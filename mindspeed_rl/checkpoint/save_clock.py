@@ -1,7 +1,7 @@
 """When a run saves or ends: by steps, by time, before a limit of time, and when it is asked to.
 
 Ranks must agree on the step at which they save. Steps are equal everywhere; what a clock or a
-signal says is a vote, and the ranks decide on the sum of their votes (`rl/saving.py`).
+signal says is a vote, and the ranks decide on the sum of their votes (`peers/saving.py`).
 """
 
 from __future__ import annotations

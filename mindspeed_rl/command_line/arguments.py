@@ -17,9 +17,9 @@ import shutil
 import textwrap
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, ParamSpec, TypeVar
 
 from mindspeed_rl.algorithms.presets import AppliedPreset, apply_preset, take_switched_off
 from mindspeed_rl.command_line.benchmark_run import as_benchmark
@@ -33,13 +33,15 @@ from mindspeed_rl.command_line.help_topics import (
 from mindspeed_rl.command_line.replay_run import as_replay
 from mindspeed_rl.compat.classify import ForeignUse, UnknownToken, UsedFlag, classify
 from mindspeed_rl.compat.foreign_flags import ForeignFlag, foreign_flags
-from mindspeed_rl.compat.synonyms import synonyms
+from mindspeed_rl.compat.synonyms import answer_to_override, synonyms
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
 from mindspeed_rl.config.engine_options import take_engine_options
-from mindspeed_rl.config.needs import needs_of
 from mindspeed_rl.core.errors import Mistakes, UsageError, refuse
 from mindspeed_rl.core.flag import FlagInfo, flag_names
+from mindspeed_rl.flag_checks.needs import needs_of, unread_beside
 
+P = ParamSpec("P")
+Made = TypeVar("Made")
 Run = TypeVar("Run", RLRunConfig, PretrainRunConfig, ScoreRunConfig)
 
 ENTRIES: Mapping[str, type[Any]] = {
@@ -52,6 +54,7 @@ ENTRIES: Mapping[str, type[Any]] = {
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 _MAX_HELP_COLUMNS = 100
+_MAX_METAVAR = 60  # longer lists of choices are sentences of the help
 _HELP_INDENT = 32
 _EPILOG = """\
 from a pretraining script to this entry:
@@ -90,6 +93,11 @@ _EXAMPLES: Mapping[type[Any], tuple[str, ...]] = {
 }
 
 
+def _once(make: Callable[P, Made]) -> Callable[P, Made]:
+    """As ``functools.cache``, to whose types a ``type[Any]`` is not hashable."""
+    return cache(make)  # type: ignore[return-value]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParsedArguments(typing.Generic[Run]):
     """A configuration and the flags of the command line that are not part of it.
@@ -103,6 +111,7 @@ class ParsedArguments(typing.Generic[Run]):
         refused: A sentence for every flag that ends the run.
         typed: The command line itself.
         preset: What ``--rl-preset`` has set; ``None`` without it.
+        compared: Names of the given flags of this project that are only compared with the model.
     """
 
     config: Run
@@ -113,6 +122,7 @@ class ParsedArguments(typing.Generic[Run]):
     refused: tuple[str, ...] = ()
     typed: tuple[str, ...] = ()
     preset: AppliedPreset | None = None
+    compared: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -180,8 +190,13 @@ class OwnFlag:
         return [f"{typed}={values[0]}"]
 
 
-def own_flags(run_type: type[Any]) -> Iterator[tuple[type[Any], list[OwnFlag]]]:
+@_once
+def own_flags(run_type: type[Any]) -> tuple[tuple[type[Any], list[OwnFlag]], ...]:
     """The flags of an entry by section; a field that two sections share is listed once."""
+    return tuple(_own_flags(run_type))
+
+
+def _own_flags(run_type: type[Any]) -> Iterator[tuple[type[Any], list[OwnFlag]]]:
     seen: set[str] = set()
     for section in _sections(run_type).values():
         hints = typing.get_type_hints(section)
@@ -236,8 +251,9 @@ def parse(
     if not keep_refused:
         refuse(refused)
     flags = _by_spelling(run_type)
-    inert = dict.fromkeys(name for name, _ in use.own if flags[name].info.inert)
-    honoured = tuple(dict.fromkeys(name for name, _ in use.own if name not in inert))
+    typed = dict.fromkeys(name for name, _ in use.own)
+    compared = tuple(name for name in typed if flags[name].info.compared)
+    honoured = tuple(name for name in typed if name not in compared)
     mistakes = Mistakes([*malformed, *use.malformed])
     with mistakes:
         built, preset = _built_with_preset(run_type, use, parser, off)
@@ -245,13 +261,13 @@ def parse(
     if engine_options:
         built["engine_options"] = engine_options
     ignored = [used.typed for used in use.accepted]
-    ignored += inert
     ignored += built["parallel"].idle_flags
     config: Any = run_type(**built)
     with mistakes:
         if isinstance(config, RLRunConfig):
             config = as_replay(as_benchmark(config))
     mistakes.report(refused)
+    refused += unread_beside(config, {flags[name].spellings[0] for name in honoured})
     return ParsedArguments(
         config,
         tuple(ignored),
@@ -261,6 +277,7 @@ def parse(
         tuple(refused),
         tuple(argv),
         preset,
+        compared,
     )
 
 
@@ -339,7 +356,13 @@ def build_parser(
 
     ``usage`` and ``epilog`` are those of the entries where they are not given.
     """
-    columns = _columns()
+    return _parser(run_type, prog, usage, epilog, _columns())
+
+
+@_once
+def _parser(
+    run_type: type[Any], prog: str, usage: str, epilog: str, columns: int
+) -> argparse.ArgumentParser:
     if not epilog:
         example = " \\\n        ".join(_EXAMPLES[run_type])
         epilog = _EPILOG.format(prog=prog, example=example)
@@ -424,7 +447,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _add_flag(group: Any, flag: OwnFlag, columns: int) -> None:
-    text = _filled(flag.help, columns).replace("%", "%%")
+    choices, text = flag.info.choices, flag.help
+    metavar = None if choices else _METAVARS.get(flag.kind)
+    if len(",".join(choices)) > _MAX_METAVAR:
+        metavar = "NAME"
+        text += f" NAME is one of {', '.join(choices)}."
+    text = _filled(text, columns).replace("%", "%%")
     common = {"dest": flag.field, "default": flag.default, "help": text}
     if flag.kind is bool:
         action = "store_false" if flag.default is True else "store_true"
@@ -433,9 +461,9 @@ def _add_flag(group: Any, flag: OwnFlag, columns: int) -> None:
     group.add_argument(
         *flag.spellings,
         type=str if flag.kind is str else partial(_number, kind=flag.kind, info=flag.info),
-        choices=flag.info.choices or None,
+        choices=choices or None,
         nargs=flag.info.nargs,
-        metavar=None if flag.info.choices else _METAVARS[flag.kind],
+        metavar=metavar,
         **common,
     )
 
@@ -469,18 +497,20 @@ def _problems(use: ForeignUse, run_type: type[Any]) -> list[str]:
         for flag, answer in synonyms().items()
         if all(name in own for name in _FLAG.findall(answer))
     }
-    unknown = [_unknown(word, elsewhere, other_stacks) for word in use.unknown]
+    unknown = [_unknown(word, elsewhere, other_stacks, own) for word in use.unknown]
     return unknown + [f"{used.typed} is refused: {used.reason}" for used in use.refused]
 
 
 def _unknown(
-    word: UnknownToken, elsewhere: Mapping[str, str], other_stacks: Mapping[str, str]
+    word: UnknownToken,
+    elsewhere: Mapping[str, str],
+    other_stacks: Mapping[str, str],
+    own: Collection[str],
 ) -> str:
     if not word.token.startswith("-"):
         path, equals, _ = word.token.partition("=")
-        name = "--" + path.rpartition(".")[2].replace("_", "-")
         if equals and "." in path:
-            hint = f"; {name} {other_stacks[name]}" if name in other_stacks else ""
+            hint = answer_to_override(path, other_stacks, own)
             return (
                 f"{word.token} is an override as in verl; flags are written --flag value here{hint}"
             )
@@ -494,6 +524,27 @@ def _unknown(
     return f"unknown flag {word.token}; {hint}"
 
 
+def as_typed(error: UsageError, run_type: type[Any], argv: Sequence[str]) -> UsageError:
+    """Return mistakes in which a flag with several spellings has the one that was typed.
+
+    Args:
+        error: Mistakes, which name flags by their canonical spellings.
+        run_type: Configuration class of the entry.
+        argv: Tokens after the program name.
+    """
+    flags = _by_spelling(run_type)
+    names = [token.partition("=")[0].replace("_", "-") for token in argv]
+    # The last spelling counts, as its value does.
+    typed = {flags[name].spellings[0]: name for name in names if name in flags}
+    return UsageError(
+        *(
+            re.sub(r"--[a-z][\w-]*", lambda found: typed.get(found[0], found[0]), line)
+            for line in error.mistakes
+        )
+    )
+
+
+@_once
 def _by_spelling(run_type: type[Any]) -> dict[str, OwnFlag]:
     return {
         spelling: flag
@@ -503,6 +554,7 @@ def _by_spelling(run_type: type[Any]) -> dict[str, OwnFlag]:
     }
 
 
+@_once
 def _sections(run_type: type[Any]) -> dict[str, type[Any]]:
     hints = typing.get_type_hints(run_type)
     return {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}  # type: ignore[misc]

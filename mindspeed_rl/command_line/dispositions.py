@@ -22,11 +22,14 @@ def disposition_lines(parsed: ParsedArguments[Any], ignored: Sequence[str]) -> l
     # Several flags may share a reason: "--a, --b (reason)".
     silent = [name for text in ignored for name in text.partition(" (")[0].split(", ")]
     honoured = [name for name in parsed.honoured if name not in silent]
+    compared = len(parsed.checked_arch) + len(parsed.compared)
     counts = (
-        f"{len(honoured)} honoured, {len(parsed.checked_arch)} compared with the model, "
-        f"{len(silent)} without meaning here, {len(parsed.without)} that the run goes on without"
+        (len(honoured), "honoured"),
+        (compared, "compared with the model"),
+        (len(silent), "without meaning here"),
+        (len(parsed.without), "not available here"),
     )
-    lines = [f"flags: {counts}"]
+    lines = ["flags: " + (", ".join(f"{n} {what}" for n, what in counts if n) or "none")]
     if parsed.preset:
         lines.append(parsed.preset.line())
     lines += [f"without {', '.join(typed)}: {reason}" for reason, typed in reasons.items()]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.command_line.arguments import ParsedArguments, Run
+from mindspeed_rl.config.engine_options import as_flag
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.hub import how_to_get, snapshot
 
@@ -19,6 +21,8 @@ _MODELS = (
     ("rewards", "reward_model_hf_checkpoint", "--reward-model-hf-checkpoint"),
     ("distillation", "teacher_hf_checkpoint", "--teacher-hf-checkpoint"),
 )
+# The option of the engine that may name a model that drafts.
+_DRAFTS = "speculative_config"
 _HUB_NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
 _WITHOUT_WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model")
 
@@ -44,6 +48,12 @@ def with_local_models(parsed: ParsedArguments[Run], *, weights: bool) -> ParsedA
         found = _of_flag(given, flag, weights)
         if found != given:
             config = replace(config, **{section: replace(part, **{field: found})})
+    drafts = getattr(config, "engine_options", {}).get(_DRAFTS)
+    if isinstance(drafts, Mapping) and isinstance(drafts.get("model"), str):
+        # A prediction reads the headers of its weights.
+        found = _directory(drafts["model"], as_flag(_DRAFTS), weights=True)
+        options = config.engine_options | {_DRAFTS: {**drafts, "model": found}}
+        config = replace(config, engine_options=options)
     return replace(parsed, config=config)
 
 

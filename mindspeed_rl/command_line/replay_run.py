@@ -17,7 +17,8 @@ _ONE_START = LaunchConfig()
 def as_replay(config: RLRunConfig) -> RLRunConfig:
     """Return the configuration of the replay of a run; the same where none is asked for.
 
-    It keeps everything that the numbers of a step depend on.
+    It keeps everything that the numbers of a step depend on. No pass runs beside engines, where the
+    number of passes of a rank would depend on the clock; the numbers are the same.
 
     Raises:
         UsageError: The flags of the replay are malformed, or do not fit others.
@@ -28,6 +29,11 @@ def as_replay(config: RLRunConfig) -> RLRunConfig:
     prompts = config.prompts
     return replace(
         config,
+        rl=replace(
+            config.rl,
+            old_logprob_pass=_later(config.rl.old_logprob_pass),
+            reference_pass=_later(config.rl.reference_pass),
+        ),
         checkpoint=_restored(config),
         alarms=replace(
             config.alarms,
@@ -59,6 +65,11 @@ def as_replay(config: RLRunConfig) -> RLRunConfig:
         critic=replace(config.critic, critic_export_hf=""),
         trackers=type(config.trackers)(),
     )
+
+
+def _later(choice: str) -> str:
+    """Return the rows of a pass, after the rollout."""
+    return "single" if choice == "tail" else choice
 
 
 def _restored(config: RLRunConfig) -> CheckpointConfig:

@@ -55,7 +55,7 @@ def _learning_rate(config: RLRunConfig) -> str:
     if train.lr_warmup_iters:
         text += f" after {train.lr_warmup_iters} steps of warm-up"
     elif train.lr_warmup_fraction:
-        text += f" after {train.lr_warmup_fraction:.0%} of warm-up"
+        text += f" after a warm-up of {100 * train.lr_warmup_fraction:.3g} % of the steps"
     return text
 
 

@@ -11,6 +11,12 @@ from mindspeed_rl.compat.foreign_flags import Disposition, ForeignFlag
 
 # A flag with one dash, such as -lr or -lr=3, and no negative number such as -3, -.5 or -inf.
 _ONE_DASH = re.compile(r"-(?!inf$|nan$)[A-Za-z][\w-]+(=.*)?", re.DOTALL)
+# An override of verl; data.jsonl=0.5 is a share of a data set.
+_OVERRIDE = re.compile(
+    r"\+{0,2}(actor_rollout_ref|algorithm|critic|custom_reward_function|data|reward|reward_model"
+    r"|trainer)(\.\w+)*\.(?!(arrow|csv|jsonl?|parquet)=)\w+=.*",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +74,10 @@ def classify(
 
     An own flag keeps all its values, up to the next token that starts with ``--`` or is an own
     flag; behind its first value a word with one dash, like ``-lr``, ends them as well and is an
-    unknown flag. An own flag wins over a foreign flag of the same spelling. Spellings match exactly
-    (no prefixes), ``_`` and ``-`` being equal. ``--flag=value`` is one flag with one value.
+    unknown flag, and so does an override of verl, like ``algorithm.gamma=1``.
+
+    An own flag wins over a foreign flag of the same spelling. Spellings match exactly (no
+    prefixes), ``_`` and ``-`` being equal. ``--flag=value`` is one flag with one value.
 
     Args:
         argv: Tokens after the program name.
@@ -119,7 +127,7 @@ def _end_of_values(argv: Sequence[str], start: int, own_flags: Collection[str]) 
         token = argv[position]
         if token.startswith("--") or (token.startswith("-") and token in own_flags):
             return position
-        if position > start and _ONE_DASH.fullmatch(token):
+        if position > start and (_ONE_DASH.fullmatch(token) or _OVERRIDE.fullmatch(token)):
             return position
     return len(argv)
 

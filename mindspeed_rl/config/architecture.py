@@ -63,3 +63,14 @@ def check_architecture(model: ModelConfig, spec: ModelSpec, tp: int) -> None:
         for name, given, real in pairs
         if given is not None and given != real
     )
+
+
+def positions_note(model: ModelConfig, spec: ModelSpec) -> list[str]:
+    """Return a note where a script says that the model has more positions than it has. Pure."""
+    given, real = model.max_position_embeddings, spec.max_position_embeddings
+    if given is None or given <= real:
+        return []
+    return [
+        f"note: --max-position-embeddings {given}: the config.json of the model says {real}, and "
+        "that is the limit"
+    ]

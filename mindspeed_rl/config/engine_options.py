@@ -60,5 +60,5 @@ def take_engine_options(
 def _read(text: str) -> object:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # also a number of thousands of digits
         return text

@@ -34,21 +34,33 @@ class ModelConfig:
         "directories is executed. The code runs with all rights of the run: read it before.",
     )
     num_layers: int | None = flag(
-        None, "Checked against the model's num_hidden_layers, after --noop-layers are taken off."
+        None,
+        "Checked against the model's num_hidden_layers, after --noop-layers are taken off.",
+        compared=True,
     )
     noop_layers: str = flag(
         "",
         "Numbers of empty layers that a MindSpeed script pads --num-layers with, like 94,95. They "
         "take a slot in the even split over pipeline stages and nothing else: none is built.",
     )
-    hidden_size: int | None = flag(None, "Checked against the model's hidden_size.")
-    ffn_hidden_size: int | None = flag(None, "Checked against the model's intermediate_size.")
-    num_attention_heads: int | None = flag(None, "Checked against the model's num_attention_heads.")
-    group_query_attention: bool = flag(False, "Accepted; the model's config decides.", inert=True)
-    num_query_groups: int | None = flag(None, "Checked against the model's num_key_value_heads.")
-    kv_channels: int | None = flag(None, "Checked against the model's head_dim.")
-    vocab_size: int | None = flag(None, "Checked against the model's vocab_size.")
-    padded_vocab_size: int | None = flag(None, "Checked against the vocabulary after padding.")
+    hidden_size: int | None = flag(None, "Checked against the model's hidden_size.", compared=True)
+    ffn_hidden_size: int | None = flag(
+        None, "Checked against the model's intermediate_size.", compared=True
+    )
+    num_attention_heads: int | None = flag(
+        None, "Checked against the model's num_attention_heads.", compared=True
+    )
+    group_query_attention: bool = flag(
+        False, "Agrees with every model; --num-query-groups is checked.", compared=True
+    )
+    num_query_groups: int | None = flag(
+        None, "Checked against the model's num_key_value_heads.", compared=True
+    )
+    kv_channels: int | None = flag(None, "Checked against the model's head_dim.", compared=True)
+    vocab_size: int | None = flag(None, "Checked against the model's vocab_size.", compared=True)
+    padded_vocab_size: int | None = flag(
+        None, "Checked against the vocabulary after padding.", compared=True
+    )
     make_vocab_size_divisible_by: int = flag(
         128,
         "The vocabulary is padded to a multiple of this times the tensor-parallel size.",
@@ -56,25 +68,33 @@ class ModelConfig:
     )
     max_position_embeddings: int | None = flag(
         None,
-        "Accepted; the model's max_position_embeddings bounds the sequences of a run.",
-        inert=True,
+        "The model's max_position_embeddings bounds the sequences of a run; the start tells when "
+        "this is more.",
+        compared=True,
     )
     position_embedding_type: str = flag(
-        "rope", "Position embedding of the model.", choices=("rope",)
+        "rope", "Position embedding of the model.", choices=("rope",), compared=True
     )
-    rotary_base: float | None = flag(None, "Checked against the model's rope_theta.")
-    normalization: str = flag("RMSNorm", "Norm of every layer.", choices=("RMSNorm",))
+    rotary_base: float | None = flag(None, "Checked against the model's rope_theta.", compared=True)
+    normalization: str = flag(
+        "RMSNorm", "Norm of every layer.", choices=("RMSNorm",), compared=True
+    )
     norm_epsilon: float | None = flag(
         None,
         "Checked against the model's rms_norm_eps.",
         names=("--norm-epsilon", "--layernorm-epsilon"),
+        compared=True,
     )
-    swiglu: bool = flag(False, "Accepted; the model's config decides.", inert=True)
+    swiglu: bool = flag(
+        False, "Agrees with every supported model; others are refused.", compared=True
+    )
     untie_embeddings_and_output_weights: bool = flag(
-        False, "When given, the model must have untied embeddings."
+        False, "When given, the model must have untied embeddings.", compared=True
     )
-    add_qkv_bias: bool = flag(False, "When given, the model must have q/k/v biases.")
-    disable_bias_linear: bool = flag(False, "Accepted; the model's config decides.", inert=True)
+    add_qkv_bias: bool = flag(False, "When given, the model must have q/k/v biases.", compared=True)
+    disable_bias_linear: bool = flag(
+        False, "Agrees with every supported model; others are refused.", compared=True
+    )
     transformer_impl: str = flag(
         "auto",
         "Modules of the trainer's layers. transformer_engine: Transformer Engine's on CUDA, "
@@ -237,8 +257,8 @@ class ParallelConfig:
         "auto",
         "Cores of each rank: its part of those near its device, or of its NUMA node (numa), or all "
         "(none); auto is numa on NPUs. Reward workers run on all. The start of a run says what was "
-        "done; nothing is where a rank would have fewer than 4 cores, or where CPU_AFFINITY_CONF "
-        "lets torch_npu do it.",
+        "done; no rank is bound where one would have fewer than 4 cores, or where "
+        "CPU_AFFINITY_CONF lets torch_npu do it.",
         choices=("auto", "numa", "none"),
     )
 

@@ -93,11 +93,12 @@ def exported_files(target: Path) -> set[str] | None:
     """Return the names of an export's files, its record included; ``None``: it is no export."""
     try:
         record = json.loads((target / EXPORT_RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not there, or not JSON
+    except (OSError, ValueError, RecursionError):  # not there, or not JSON
         return None
     if not isinstance(record, dict) or record.get("format") != EXPORT_FORMAT:
         return None
-    return {*record["files"], EXPORT_RECORD}
+    files = record.get("files")
+    return {*map(str, files), EXPORT_RECORD} if isinstance(files, list | dict) else None
 
 
 def earlier_results(output_dir: str) -> list[Path]:

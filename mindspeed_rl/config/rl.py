@@ -10,6 +10,10 @@ from mindspeed_rl.config.supervised import Blend, parse_blend
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.flag import Needs, flag
 
+PASS_FLAGS = {"old": "--old-logprob-pass", "reference": "--reference-pass"}
+"""The flag of rows and time of each pass that has one."""
+_ROWS_AND_TIMES = ("packed", "single", "tail")
+
 
 @dataclass(frozen=True, slots=True)
 class RLConfig:
@@ -62,7 +66,7 @@ class RLConfig:
         "single: each sequence in a row of its own, so that a log-prob depends on its sequence "
         "alone; tail: as single, to the bit, but ranks whose engines are done begin while the last "
         "responses are generated. tail needs memory for both at once, which --rl-dry-run says.",
-        choices=("packed", "single", "tail"),
+        choices=_ROWS_AND_TIMES,
         needs=Needs("--grpo-kl-beta"),
     )
     grpo_entropy_term_weight: float = flag(
@@ -74,6 +78,12 @@ class RLConfig:
         "first optimizer step of a batch, a forward pass for later ones; recompute: a forward "
         "pass for all; rollout: the engine's.",
         choices=("on-policy", "recompute", "rollout"),
+    )
+    old_logprob_pass: str = flag(
+        "packed",
+        "Rows and time of the passes of recomputed old log-probs, as --reference-pass has them.",
+        choices=_ROWS_AND_TIMES,
+        needs=Needs("--old-logprob", ("recompute",)),
     )
     rl_routing_replay: str = flag(
         "none",
@@ -119,6 +129,16 @@ class RLConfig:
         "Stop when the largest |log p(trainer) - log p(engine)| of a step exceeds this; 0 is off.",
         minimum=0.0,
     )
+
+    @property
+    def passes(self) -> dict[str, str]:
+        """Rows and time of each pass of :data:`PASS_FLAGS`."""
+        return {"old": self.old_logprob_pass, "reference": self.reference_pass}
+
+    @property
+    def tail_passes(self) -> list[str]:
+        """The passes that run while the last responses are generated, in their order."""
+        return [name for name, choice in self.passes.items() if choice == "tail"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,10 +104,11 @@ class RolloutConfig:
     )
     reshard_verify_interval: int = flag(
         20,
-        "Weight updates from one proof that all bits of engine and trainer are equal to the next: "
-        "1 proves every update in full. The first one is always, and those after a load, a "
-        "failure or a change of the experts' places; 0 proves no others in full. Every other "
-        "update is proven by vectors and every 32nd row of each matrix, other ones each time.",
+        "All bits of the engine's weights are compared with the trainer's after every N-th weight "
+        "update; 1 compares them after every update, 0 only where it is done in any case: after "
+        "the first update, and after a load, a failure or a change of the experts' places. After "
+        "the other updates the vectors and every 32nd row of each matrix are compared, a different "
+        "set of rows each time.",
         minimum=0,
     )
     rl_sync_check_tol: float | None = flag(
@@ -204,8 +205,9 @@ class EngineTuningConfig:
     )
     rollout_expert_map: str = flag(
         "",
-        "JSON file with the experts of every rank, as vLLM-Ascend reads it (static EPLB); the same "
-        "for all layers. Needs --rollout-ep above 1.",
+        "JSON file with the experts of every rank in every layer, as vLLM-Ascend reads it (static "
+        "EPLB). Needs --rollout-ep above 1; several copies of an expert need vLLM-Ascend.",
+        needs=Needs("--reshard-path", ("direct",)),
     )
     rollout_dp_sync: str = flag(
         "auto",
@@ -231,7 +233,7 @@ class RolloutDraftConfig:
     responses to its prompt, from siblings that are further, and from the response itself, and
     computes a whole guess in one step. It keeps the tokens that it would have sampled anyway, so
     that responses are those of a run without drafts; docs/speculation.md says where that is
-    verified.
+    verified, and how --vllm-speculative-config lets a model draft.
 
     Example: --rollout-drafts history --rollout-draft-tokens 4
     """
@@ -253,7 +255,7 @@ class RolloutDraftConfig:
     rollout_draft_memory_gb: float = flag(
         0.25,
         "Host memory of each rank for earlier responses, in GiB; those to the prompts that were "
-        "sampled longest ago leave first.",
+        "sampled longest ago are dropped first.",
         above=0.0,
         needs=_WITH_DRAFTS,
     )
@@ -279,8 +281,8 @@ class RolloutBalanceConfig:
     prompt_order: str = flag(
         "shuffled",
         "Order of the prompts in an epoch. shuffled: a permutation of the seed; by-length: prompts "
-        "of similar expected length share a step, in blocks of a step whose order, as that within "
-        "them, is of the seed; the first epoch, in which nothing is known, is shuffled.",
+        "of similar expected length share a step, and the order of these steps and of the prompts "
+        "in them follows from the seed; the first epoch, in which nothing is known, is shuffled.",
         choices=("shuffled", "by-length"),
     )
     response_length_cap_factor: float = flag(

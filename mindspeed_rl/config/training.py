@@ -211,8 +211,8 @@ class CheckpointConfig:
     exit_duration_in_mins: float = flag(
         0.0,
         "Limit of the run in minutes, as of a batch queue: the run saves and ends with exit code 0 "
-        "after the last step behind which another one and a save, as long as the longest so far, "
-        "would not fit; 0 is no limit. Restarts of the same job count.",
+        "after the step that leaves too little time for another step and a save, each as long as "
+        "the longest so far; 0 is no limit. The time of a job's earlier starts counts.",
         minimum=0.0,
         needs=Needs("--save"),
     )
@@ -284,8 +284,8 @@ class LoggingConfig:
     )
     log_level: str = flag(
         "info",
-        "What is printed. debug adds what the authors of this project look for: the process groups "
-        "of the first rank, and Python warnings of libraries that a user cannot act on.",
+        "What is printed. debug also prints what helps with a fault of this project: the process "
+        "groups of the first rank, and Python warnings of libraries that a user cannot act on.",
         choices=("info", "debug"),
     )
     log_rollouts: int = flag(4, "Sampled rollouts written to rollouts.jsonl per step.", minimum=0)

@@ -25,7 +25,12 @@ from mindspeed_rl.convert.checkpoint_files import MODEL_FILE, CheckpointLayout, 
 from mindspeed_rl.convert.format import Format, LayoutFlags, Request
 from mindspeed_rl.convert.source import Source, StoredTensor, TensorPart
 from mindspeed_rl.convert.target import OutputFile, Target, params_of_rank
-from mindspeed_rl.convert.torch_files import read_torch_file, save_unfilled, stored_tensor
+from mindspeed_rl.convert.torch_files import (
+    read_torch_file,
+    save_unfilled,
+    saved_iteration,
+    stored_tensor,
+)
 from mindspeed_rl.convert.training_arguments import run_arguments
 from mindspeed_rl.core.boxes import Shape
 from mindspeed_rl.core.errors import UsageError
@@ -135,7 +140,7 @@ def _read(folder: Path) -> _Files:
         if not isinstance(state, Mapping):
             raise UsageError(f"{file}: holds no checkpoint of Megatron")
         raw[tuple(int(n) for n in match.groups() if n is not None)] = model_chunks(file, state)
-        args, iteration = state.get("args", args), int(state.get("iteration") or 1)
+        args, iteration = state.get("args", args), saved_iteration(state)
     lengths = {len(key) for key in raw}
     if len(lengths) != 1:
         raise UsageError(f"{folder}: files of several layouts ({', '.join(map(str, sorted(raw)))})")

@@ -229,7 +229,7 @@ def _wanted(
             )
     if not keeps:
         return dict(table)
-    _check_copies(spec, source, copies)
+    _check_copies(source, copies)
     return dict(table) | {name: source.shapes[name] for name in copies}
 
 
@@ -245,7 +245,7 @@ def _with_mtp(flags: CheckpointFlags, spec: ModelSpec, source: Source) -> ModelS
     return replace(spec, num_mtp_layers=max(0, last + 1 - spec.num_layers))
 
 
-def _check_copies(spec: ModelSpec, source: Source, copies: list[str]) -> None:
+def _check_copies(source: Source, copies: list[str]) -> None:
     """Check that tensors that Megatron holds once are equal where HF holds them twice.
 
     Raises:

@@ -11,6 +11,7 @@ from mindspeed_rl.convert.source import Source
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.spec import ModelSpec
 
+_MOST_DIGITS = 18
 FORMATS: tuple[Format, ...] = (hf.FORMAT, classic.FORMAT, torch_dist.FORMAT)
 """Every format. A new one is a file with a ``FORMAT`` and an entry here."""
 
@@ -29,7 +30,8 @@ def recognise(directory: Path, model_type: str) -> tuple[Format, Path] | None:
     folders = [directory]
     if (tracker := directory / TRACKER).is_file():
         newest = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        folders.append(directory / (f"iter_{int(newest):07d}" if newest.isdecimal() else "release"))
+        is_number = newest.isdecimal() and len(newest) <= _MOST_DIGITS
+        folders.append(directory / (f"iter_{int(newest):07d}" if is_number else "release"))
     for folder in folders:
         for format in FORMATS:
             if format.model_type == model_type and format.recognises(folder):

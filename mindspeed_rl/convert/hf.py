@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from mindspeed_rl.checkpoint.hf import weight_files
-from mindspeed_rl.checkpoint.safetensors_files import StoredEntry, safetensors_entries
 from mindspeed_rl.checkpoint.side_files import config_text, side_files
 from mindspeed_rl.convert.format import Format, Request
 from mindspeed_rl.convert.source import Scales, Source, StoredTensor, TensorPart
@@ -25,6 +24,7 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.models.blocks import EMBED_NAME
 from mindspeed_rl.models.hf_files import INDEX, index_text, shard_names
 from mindspeed_rl.models.registry import weight_table
+from mindspeed_rl.models.safetensors_files import StoredEntry, safetensors_entries
 from mindspeed_rl.models.spec import ModelSpec, read_hf_config
 from mindspeed_rl.weight_layouts.base import Piece
 

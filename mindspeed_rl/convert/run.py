@@ -151,7 +151,7 @@ def _explained(directory: Path, out: Path) -> Iterator[None]:
         raise OSError(
             error.errno,
             f"--save-dir {directory}: {error.strerror or error}. Nothing has that name yet; "
-            f"finished files are kept beside it in {out.name}: free space or mend the disk and "
+            f"finished files are kept beside it in {out.name}: free space or repair the disk and "
             "give the same command again to go on, or remove that folder",
         ) from error
 

@@ -71,8 +71,8 @@ def read_box(target: torch.Tensor, stored: StoredTensor, box: Box) -> None:
             os.close(descriptor)
     except OSError as error:  # Errors of the target's disk are explained elsewhere.
         raise UnreadableError(
-            f"{stored.path}: cannot be read: {error.strerror or error}; mend its disk or copy the "
-            "file again, then give the same command again"
+            f"{stored.path}: cannot be read: {error.strerror or error}; repair its disk or copy "
+            "the file again, then give the same command again"
         ) from error
 
 

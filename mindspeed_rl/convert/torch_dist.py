@@ -47,6 +47,7 @@ from mindspeed_rl.convert.torch_files import (
     read_torch_file,
     save_unfilled,
     saved_bytes,
+    saved_iteration,
     stored_tensor,
 )
 from mindspeed_rl.convert.training_arguments import run_arguments
@@ -119,7 +120,7 @@ def open_distributed(folder: Path, spec: ModelSpec, extends_ep: bool) -> Source:
             "config.json of this model (--hf-cfg-dir)"
         )
 
-    places = _places(index)
+    places = _places(folder, index)
 
     @cache
     def chunks(key: str) -> tuple[tuple[Box, StoredTensor], ...]:
@@ -146,8 +147,10 @@ def _read_index(folder: Path) -> Any:
     """Read the index of a folder whose format is ``torch_dist``, or raise a UsageError."""
     try:
         kind = json.loads((folder / FORMAT_FILE).read_text(encoding="utf-8")).get("sharded_backend")
-    except ValueError as error:  # also raised by bytes that are not UTF-8
-        raise UsageError(f"{folder / FORMAT_FILE}: no JSON ({error}); copy it again") from error
+    except (ValueError, AttributeError, RecursionError) as error:  # also bytes that are not UTF-8
+        raise UsageError(
+            f"{folder / FORMAT_FILE}: no JSON object ({error}); copy it again"
+        ) from error
     if kind != "torch_dist":
         raise UsageError(
             f"{folder}: distributed checkpoint of format {kind!r}; allowed: torch_dist. Save it "
@@ -159,7 +162,7 @@ def _read_index(folder: Path) -> Any:
         raise UsageError(f"{folder}: {error}; copy it again") from error
 
 
-def _places(index: Any) -> dict[str, list[tuple[Box, Any]]]:
+def _places(folder: Path, index: Any) -> dict[str, list[tuple[Box, Any]]]:
     """Map each key to rectangles in whole-model coordinates, each with its place in a file."""
     sizes = {
         (key, tuple(chunk.offsets)): tuple(chunk.sizes)
@@ -170,6 +173,11 @@ def _places(index: Any) -> dict[str, list[tuple[Box, Any]]]:
     for place, info in index.storage_data.items():
         if place.offset is not None:  # Entries without an offset are not tensors.
             offsets = tuple(place.offset)
+            if (place.fqn, offsets) not in sizes:
+                raise UsageError(
+                    f"{folder / INDEX}: {place.fqn} has a part at {list(offsets)} without a shape; "
+                    "copy it again"
+                )
             box = Box(offsets, sizes[place.fqn, offsets])
             places.setdefault(place.fqn, []).append((box, info))
     return places
@@ -204,10 +212,9 @@ def _iteration(folder: Path) -> int:
     if record.is_file():
         try:
             return int(json.loads(record.read_text(encoding="utf-8"))["step"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
             raise UsageError(f"{record} is broken ({error}); copy the checkpoint again") from error
-    common = read_torch_file(folder / COMMON) if (folder / COMMON).is_file() else {}
-    return int(common.get("iteration") or 1) if isinstance(common, dict) else 1
+    return saved_iteration(read_torch_file(folder / COMMON) if (folder / COMMON).is_file() else {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import collections
 import errno
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -107,6 +107,12 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
         raise UsageError(
             f"{path}: truncated, or not written by torch.save ({error}); copy it again"
         ) from error
+
+
+def saved_iteration(state: Any) -> int:
+    """Return the number of training steps that a file's objects tell; 1 where they do not."""
+    found = state.get("iteration") if isinstance(state, Mapping) else None
+    return found if type(found) is int and found > 0 else 1
 
 
 def _refuse_program(archive: Any) -> None:

@@ -212,7 +212,7 @@ def _action(rule: Rule, action: str, text: str) -> str:
         )
     if action == "rollback" and rule.signal is None:
         raise UsageError(
-            f"{FLAG} {text}: earlier weights do not mend {rule.metric}; choose warn or stop"
+            f"{FLAG} {text}: earlier weights do not repair {rule.metric}; choose warn or stop"
         )
     if rule.name == "nonfinite" and action in ("off", "warn"):
         raise UsageError(

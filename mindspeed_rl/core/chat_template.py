@@ -99,7 +99,7 @@ def _value(text: str) -> Any:
     lowered = {"True": "true", "False": "false", "None": "null"}.get(text, text)
     try:
         return json.loads(lowered)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from types import TracebackType
 
+from mindspeed_rl.core.redaction import redacted_text
+
 
 class UsageError(ValueError):
     """Mistakes of the user: reported once, without a traceback, with exit code 2.
 
-    Each is one line that names the flag or file, its value, what is allowed and the fix.
+    Each is one line that names the flag or file, its value, what is allowed and the fix. Secrets
+    in it are hidden.
 
     Args:
         *mistakes: A line for each of them.
     """
 
     def __init__(self, *mistakes: str) -> None:
-        super().__init__(*mistakes)
+        super().__init__(*map(redacted_text, mistakes))
 
     @property
     def mistakes(self) -> tuple[str, ...]:

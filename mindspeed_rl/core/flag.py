@@ -47,8 +47,7 @@ class FlagInfo:
         maximum: Largest allowed number; ``None`` for any.
         below: The number must be smaller than this; ``None`` for any.
         nargs: What argparse takes for lists (``"*"`` or ``"+"``); ``None`` for a single value.
-        inert: Whether the flag is accepted and does nothing; a run that is given it says so at its
-            start.
+        compared: Whether the flag is compared with the model and changes nothing else.
         above: The number must be larger than this; ``None`` for any.
         needs: Condition under which the flag is read; ``None``: always.
     """
@@ -60,7 +59,7 @@ class FlagInfo:
     maximum: float | None = None
     below: float | None = None
     nargs: str | None = None
-    inert: bool = False
+    compared: bool = False
     above: float | None = None
     needs: Needs | None = None
 

@@ -144,7 +144,14 @@ def read_history(output_dir: Path) -> Counter[int]:
         if found["format"] != _FORMAT:
             raise UsageError(f"format {found['format']}")
         return Counter({int(running): int(steps) for running, steps in found["steps"].items()})
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (
+        KeyError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         raise UsageError(
             f"{path} is not a histogram of decode steps ({error}); remove it and "
             "--rollout-graph-sizes auto starts without it"

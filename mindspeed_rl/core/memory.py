@@ -23,6 +23,7 @@ class MemoryOwner(enum.StrEnum):
     RESHARD_STAGING = "reshard_staging"
     SENT_WEIGHTS = "sent_weights"  # copies that the next update is compared with
     ENGINE_WEIGHTS = "engine_weights"
+    DRAFT_MODEL = "draft_model"  # of a host's engine, which keeps it; elsewhere with its weights
     KV_CACHE = "kv_cache"
     SAMPLES = "samples"  # tokens and log-probs of this step's and of carried-over responses
     ENGINE_WORKSPACE = "engine_workspace"  # activations of the largest engine step

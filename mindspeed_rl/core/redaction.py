@@ -25,9 +25,9 @@ _WORDS = frozenset(
 )
 _NAMES = frozenset({"SSH_AUTH_SOCK"})
 # Flags and keys of an object whose value is hidden: --prompt-key names a column and is no secret.
-_SECRET_FLAG = re.compile(
-    r"(?i)(.*[_-])?((api|access|secret|private|auth)[_-]?key|token|secret|password|passphrase)"
-)
+_ENDINGS = r"((api|access|secret|private|auth)[_-]?key|token|secret|password|passphrase)"
+_SECRET_FLAG = re.compile(rf"(?i)(.*[_-])?{_ENDINGS}")
+_FLAG_WITH_SECRET = re.compile(rf"(?i)(?<![\w-])(--?([\w-]*[_-])?{_ENDINGS}=)\S+")
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _PARAMETER = re.compile(
     r"(?i)(?<=[?&])((?:[\w-]*(?:token|key|secret|password|signature)|sig|auth)=)[^&#\s'\"]+"
@@ -50,8 +50,9 @@ def without_secrets(environ: Mapping[str, str], kept: Collection[str] = ()) -> d
 
 
 def redacted_text(text: str) -> str:
-    """Hide user names, passwords and tokens in the URLs of a text."""
-    return _PARAMETER.sub(rf"\1{HIDDEN}", _CREDENTIALS.sub(HIDDEN, text))
+    """Hide user names, passwords and tokens in URLs of a text, and values of flags for secrets."""
+    shown = _FLAG_WITH_SECRET.sub(rf"\1{HIDDEN}", text)
+    return _PARAMETER.sub(rf"\1{HIDDEN}", _CREDENTIALS.sub(HIDDEN, shown))
 
 
 def redacted(value: Any, name: str = "") -> Any:

@@ -36,6 +36,20 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class EarlyLogprobs:
+    """Log-probs of a response from the passes that ran while other engines still generated.
+
+    Attributes:
+        old: Log p(token) under the policy, as fp32; empty: its pass comes later.
+        reference: Log p(token) under the reference, as fp32; empty: its pass comes later, or there
+            is none.
+    """
+
+    old: bytes = b""
+    reference: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """The response of an engine to one request.
 
@@ -50,8 +64,8 @@ class Completion:
         experts: Experts that the engine's routers chose when each token was predicted: [tokens,
             layers with experts, k] of one byte each (two above 256 experts); ``None``: they were
             not asked for.
-        ref_logprobs: Log p(token) under the reference as fp32, where its pass ran while other
-            engines still generated; ``None``: it comes later.
+        early: What passes of the trainer computed while other engines still generated; ``None``:
+            all of them come later.
     """
 
     token_ids: tuple[int, ...]
@@ -60,7 +74,7 @@ class Completion:
     weights_version: int
     loss_mask: tuple[bool, ...] | None = None
     experts: bytes | None = None
-    ref_logprobs: bytes | None = None
+    early: EarlyLogprobs | None = None
 
     def __post_init__(self) -> None:
         if self.finish_reason not in FINISH_REASONS:

@@ -41,7 +41,7 @@ def check_python_name(path: Path, name: str, where: str) -> None:
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:
-        raise UsageError(f"{where}: the file is no Python: {error}; mend it") from error
+        raise UsageError(f"{where}: the file is not valid Python: {error}; correct it") from error
     bound = set(_bound_names(tree))
     if name in bound or bound & _BINDS_ANYTHING:
         return

@@ -150,7 +150,7 @@ def _damage(rows: Path, facts: Path) -> str:
         return "" if file_digest(rows) == described["xxh3"] else "its digest differs"
     except FileNotFoundError as error:
         return f"no {error.filename}"
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         return f"{facts.name}: {error!r}"
 
 

@@ -91,7 +91,7 @@ def library_rows(source: DataSource, flag: str) -> Iterator[Mapping[str, Any]]:
     ) as error:
         raise UsageError(
             f"{flag} {source.text}: the datasets library cannot read it: {_first_line(error)} "
-            "Mend it, or give another one"
+            "Repair it, or give another one"
         ) from error
 
 

@@ -17,10 +17,10 @@ from typing import Any
 from mindspeed_rl.core.data_source import DataSource
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.files import why_unreadable
+from mindspeed_rl.core.nesting import DEEPEST, is_too_deep
 from mindspeed_rl.data.library import library_rows
 
 _CHUNK_ROWS = 1024
-_DEEPEST = 64  # levels of lists and objects in a row: json and pickle recurse
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,27 +158,19 @@ def _parse_json(where: str, data: bytes) -> Any:
         raise _too_deep(where) from error
     except ValueError as error:
         hint = " It holds a NUL byte, so it may be no text." if b"\0" in data else ""
-        raise UsageError(f"{where}: broken JSON: {error}.{hint} Mend or remove it") from error
+        raise UsageError(f"{where}: broken JSON: {error}.{hint} Correct or remove it") from error
 
 
 def _row(where: str, value: Any) -> DataRow:
     if not isinstance(value, dict):
         raise UsageError(f"{where}: expected a JSON object, got {type(value).__name__}")
-    level: list[dict[str, Any] | list[Any]] = [value]
-    depth = 0
-    while level := [x for one in level for x in _elements(one) if isinstance(x, dict | list)]:
-        depth += 1
-        if depth == _DEEPEST:
-            raise _too_deep(where)
+    if is_too_deep(value):
+        raise _too_deep(where)
     return DataRow(where, value)
-
-
-def _elements(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
 
 
 def _too_deep(where: str) -> UsageError:
     return UsageError(
-        f"{where}: lists and objects are nested more than {_DEEPEST} levels deep; store deep "
+        f"{where}: lists and objects are nested more than {DEEPEST} levels deep; store deep "
         "values as text"
     )

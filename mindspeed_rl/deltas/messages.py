@@ -54,14 +54,12 @@ class DeltaCounts:
         received_bytes: Bytes that came, heads included.
         words: Words of the messages that were coded here.
         changed: Those of them that changed; all those of a piece that travelled as its words.
-        plain_words: Words of pieces that travelled as they were, although both ends code them.
     """
 
     sent_bytes: int = 0
     received_bytes: int = 0
     words: int = 0
     changed: int = 0
-    plain_words: int = 0
 
 
 @dataclass(slots=True)
@@ -178,7 +176,6 @@ class DeltaExchange:
         counts = self._counts
         counts.words += num_words
         counts.changed += num_words if head.is_plain else head.changed
-        counts.plain_words += num_words if head.is_plain else 0
 
     def _flat(self, transfers: Sequence[Transfer], views_of: Views) -> torch.Tensor:
         """Return the elements of a message as words: [elements] int16 or int32."""

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from mindspeed_rl.core.ranks import counted
+
 
 class Status(Enum):
     """The status of a finding. ``NOTE`` is worth knowing but no reason to stop."""
@@ -75,4 +77,6 @@ def verdict(rows: Iterable[DoctorRow]) -> str:
     """Return the last line of the report, with the number of rows of each status."""
     found = [row.status for row in rows]
     greens, notes, reds = (found.count(s) for s in (Status.GREEN, Status.NOTE, Status.RED))
-    return f"{greens} ok, {notes} to know, {reds} red" + (": mend the red ones first" * bool(reds))
+    return f"{greens} ok, {counted(notes, 'note')}, {reds} red" + ": fix the red ones first" * bool(
+        reds
+    )

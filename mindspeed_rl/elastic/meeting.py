@@ -20,7 +20,7 @@ from pathlib import Path
 
 BEAT_S = 1.0
 HERE_S = 6.0  # a node whose note changed this lately is there
-GONE_S = 30.0  # one whose note did not change for this long is lost
+GONE_S = 30.0  # one whose note did not change for this long is lost; between the two it is unknown
 JOIN_LIMIT_S = 900.0  # how long a first start waits for all nodes, and a restart for the fewest
 WAITS, RUNS, ENDED = "waits", "runs", "ended"
 _ROUND = "round-"
@@ -113,6 +113,18 @@ class Seen:
     def may_live(self) -> bool:
         """Whether its starter is not known to be gone."""
         return self.age_s < GONE_S
+
+
+def waiting_for(number: int, others: Collection[Seen]) -> tuple[list[NodeNote], bool]:
+    """Return the notes of nodes that surely wait for a round, and whether others that did are lost.
+
+    A shared disk that stands still for some seconds silences nodes that live. A round that is
+    decided meanwhile would leave them out, so one of unknown state is waited for until it writes
+    again or is lost.
+    """
+    waiting = [s for s in others if s.note.state == WAITS and s.note.round == number]
+    here = [seen.note for seen in waiting if seen.is_here]
+    return here, all(seen.is_here or not seen.may_live for seen in waiting)
 
 
 def may_start(size: JobSize, present: Collection[NodeNote], waited_s: float) -> bool:
@@ -212,9 +224,9 @@ class Meeting:
             self._wait_for_next(restarts)
         else:
             self._tell(state=WAITS, round=self._mine.round + 1, restarts=restarts)
-        last_blocked = time.monotonic()
+        last_blocked = None
         while not stopped():
-            number = self._mine.round
+            now, number = time.monotonic(), self._mine.round
             decided = read_round(self._folder, number)
             if decided is not None and (decided.refusal or self._is_in(decided)):
                 return self._entered(decided)
@@ -222,15 +234,15 @@ class Meeting:
                 self._say("the job goes on without this node, which waits for its next restart")
                 self._wait_for_next(restarts)
                 continue
-            others = self._look()
+            others = self._look(now)
             if end := self._end_of(others, number):
                 return end
-            if self._blocked(others, number):
-                last_blocked = time.monotonic()
-            waiting = [s.note for s in others if s.is_here and s.note.state == WAITS]
-            present = [self._mine, *(note for note in waiting if note.round == number)]
+            if last_blocked is None or self._blocked(others, number):
+                last_blocked = now
+            waiting, all_known = waiting_for(number, others)
+            present = [self._mine, *waiting]
             leads = self._mine.node == min(note.node for note in present)
-            if leads and may_start(self._size, present, time.monotonic() - last_blocked):
+            if leads and all_known and may_start(self._size, present, now - last_blocked):
                 chosen = chosen_round(self._size, present, problem_of, self._folder)
                 self._try(partial(write_round, self._folder, number, chosen))
             else:
@@ -262,9 +274,9 @@ class Meeting:
         self._fellows = frozenset(before.starters if before else ())
         self._tell(state=WAITS, round=number, restarts=restarts)
 
-    def _look(self) -> list[Seen]:
+    def _look(self, now: float) -> list[Seen]:
         """Read the notes of the other nodes."""
-        now, found = time.monotonic(), []
+        found = []
         for node in range(self._size.nodes):
             if node == self._mine.node:
                 continue
@@ -369,10 +381,10 @@ def write_round(folder: Path, number: int, decided: AttemptRound) -> None:
     """
     target = folder / f"{_ROUND}{number}.json"
     hidden = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
-    hidden.write_text(json.dumps(asdict(decided)))
     try:
+        hidden.write_text(json.dumps(asdict(decided)))
         os.link(hidden, target)
     except FileExistsError:
         return
     finally:
-        hidden.unlink()
+        hidden.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_rl.core.nesting import DEEPEST, is_too_deep
 from mindspeed_rl.endpoint.tasks import MODEL
 
 
@@ -110,7 +111,7 @@ def parse_request(body: bytes) -> ChatRequest:
             do; the message names the field and the fix.
     """
     try:
-        fields = json.loads(body)
+        fields = _read_json(body)
     except ValueError as error:
         raise ApiError(400, "invalid_json", f"the body is no JSON: {error}") from error
     if not isinstance(fields, dict):
@@ -133,6 +134,22 @@ def parse_request(body: bytes) -> ChatRequest:
         stream=_switch("stream", given.get("stream", False)),
         usage=_usage(given.get("stream_options", {})),
     )
+
+
+def _read_json(text: str | bytes) -> Any:
+    """Read JSON whose texts a tokenizer takes and whose depth a template takes.
+
+    Raises:
+        ValueError: It is none, or holds half of a surrogate pair, or is nested too deep.
+    """
+    try:
+        value = json.loads(text)
+        if is_too_deep(value):
+            raise ValueError(f"it is nested more than {DEEPEST} levels deep")
+        json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError(f"it is nested more than {DEEPEST} levels deep") from None
+    return value
 
 
 def _switch(name: str, given: Any) -> bool:
@@ -227,7 +244,7 @@ def _tool_call(where: str, given: Any) -> Mapping[str, Any]:
         raise ApiError(400, "invalid_value", f"{where}: give a function with name and arguments")
     arguments = function.get("arguments")
     try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = _read_json(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
         arguments = None
     if not isinstance(arguments, dict):

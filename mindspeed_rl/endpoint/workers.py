@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 START_LIMIT_S = 120.0  # agent frameworks may be imported from a cold network file system
 EXIT_GRACE_S = 1.0
 _LINE_LIMIT = 2**24
+_SHOWN = 80  # bytes of a wrong line
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,30 @@ class AgentEnd:
     reward: float | None = None
     raised: str = ""
     lost: str = ""
+
+
+def read_end(line: bytes) -> tuple[int, AgentEnd]:
+    """Return the number of an agent and how it ended, from a line of its process. Pure.
+
+    The process runs code of others, so a line may be anything.
+
+    Raises:
+        ValueError: It is no such line.
+    """
+    try:
+        message = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    fields: dict[str, Any] = message if isinstance(message, dict) else {}
+    number, kinds = fields.get("number"), fields.keys() - {"number"}
+    if type(number) is int:
+        reward, raised = fields.get("reward"), fields.get("raised")
+        is_number = type(reward) is float and math.isfinite(reward)
+        if kinds == {"reward"} and (reward is None or is_number):
+            return number, AgentEnd(reward)
+        if kinds == {"raised"} and isinstance(raised, str):
+            return number, AgentEnd(raised=raised)
+    raise ValueError(f"unknown fields: {line[:_SHOWN]!r}")
 
 
 def agent_environment(environ: Mapping[str, str], flags: AgentConfig) -> dict[str, str]:
@@ -214,15 +240,14 @@ class AgentProcesses:
         """Pass the ends of a process's agents on, until the process ends."""
         try:
             while line := await reader.readline():
-                message: Mapping[str, Any] = json.loads(line)
-                number = message["number"]
+                number, end = read_end(line)
                 if number in process.running:  # else it was given up
                     process.running.discard(number)
-                    self._on_end(number, AgentEnd(message.get("reward"), message.get("raised", "")))
+                    self._on_end(number, end)
                 self._end_retired(process)
                 self._fill()
             why = await process.ending()
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError) as error:
             why = f"its process sent what is no message of agents: {error}"
         if process not in self._processes:
             return

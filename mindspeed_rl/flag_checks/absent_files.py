@@ -11,6 +11,7 @@ from mindspeed_rl.config.rl import eval_flag
 from mindspeed_rl.core.agents import AGENT_FLAG
 from mindspeed_rl.core.data_source import DataSource
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.redaction import redacted_text
 
 
 def absent_files(config: RLRunConfig | PretrainRunConfig) -> list[str]:
@@ -25,7 +26,7 @@ def absent_files(config: RLRunConfig | PretrainRunConfig) -> list[str]:
             path, separator, _ = name.rpartition(":")
             if separator and not Path(path).is_file():
                 absent.append(f"{flag} {name}")
-    return [f"note: {what} is not on this machine" for what in dict.fromkeys(absent)]
+    return [f"note: {redacted_text(what)} is not on this machine" for what in dict.fromkeys(absent)]
 
 
 def _data(config: RLRunConfig | PretrainRunConfig) -> Iterator[tuple[str, str]]:

@@ -8,8 +8,9 @@ from mindspeed_rl.algorithms.advantages import ESTIMATORS
 from mindspeed_rl.algorithms.distillation import TEACHER_FLAG
 from mindspeed_rl.algorithms.kl import KL_ESTIMATORS, STRAIGHT_THROUGH
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.needs import check_needs
+from mindspeed_rl.config.rl import PASS_FLAGS
 from mindspeed_rl.core.errors import UsageError, check_each, refuse
+from mindspeed_rl.flag_checks.needs import check_needs
 from mindspeed_rl.flag_checks.partners import check_partner
 
 
@@ -22,7 +23,7 @@ def check_algorithms(config: RLRunConfig) -> None:
     checks = (
         *(check_needs, check_partner, _check_group, _check_kl, _check_groups, _check_carried),
         *(_check_reward_model, _check_teachers, _check_adapters, _check_routing, _check_order),
-        *(_check_caps, _check_reference_pass, _check_warmup, _check_correction),
+        *(_check_caps, _check_tail, _check_warmup, _check_correction),
     )
     check_each(*(partial(check, config) for check in checks))
 
@@ -71,10 +72,6 @@ def _check_adapters(config: RLRunConfig) -> None:
             f"--ref-update-interval {config.rl.ref_update_interval}: the reference is the base, "
             "which never changes",
         ),
-        (
-            config.rl.reference_pass == "tail",
-            "--reference-pass tail: the reference is the policy, which is away during rollouts",
-        ),
         (config.replay.active, "--replay: it compares whole weights"),
     )
     refuse(
@@ -85,7 +82,13 @@ def _check_adapters(config: RLRunConfig) -> None:
 
 
 def _check_routing(config: RLRunConfig) -> None:
-    choice = config.rl.rl_routing_replay
+    choice, rows = config.rl.rl_routing_replay, config.rl.old_logprob_pass
+    if choice != "none" and rows != "packed":
+        raise UsageError(
+            f"--old-logprob-pass {rows}: not with --rl-routing-replay {choice}, for which the pass "
+            "of the old log-probs records the experts of the rows of the update; use "
+            "--old-logprob-pass packed"
+        )
     if choice == "trainer" and config.rl.old_logprob == "rollout":
         raise UsageError(
             "--rl-routing-replay trainer records the experts in the pass of the old log-probs, "
@@ -234,13 +237,11 @@ def _check_caps(config: RLRunConfig) -> None:
     )
 
 
-def _check_reference_pass(config: RLRunConfig) -> None:
-    """Refuse a pass of the reference in the tail of rollouts where there is no such tail."""
-    if config.rl.reference_pass != "tail":
-        return
+def _check_tail(config: RLRunConfig) -> None:
+    """Refuse passes in the tail of rollouts where there is no such tail."""
     sampling, balance = config.sampling, config.balance
     reasons = (
-        (config.memory.rl_offload == "all", "--rl-offload all: the reference is away then"),
+        (config.memory.rl_offload == "all", "--rl-offload all: the trainer's models are away then"),
         (
             balance.rollout_rebalance != "off",
             f"--rollout-rebalance {balance.rollout_rebalance}: an engine that is done gets "
@@ -262,8 +263,8 @@ def _check_reference_pass(config: RLRunConfig) -> None:
         ),
     )
     refuse(
-        f"--reference-pass tail: not with {given}; use --reference-pass single or packed, or "
-        "remove the other flag"
+        f"{flag} tail: not with {given}; use {flag} single or packed, or remove the other flag"
+        for flag in (PASS_FLAGS[name] for name in config.rl.tail_passes)
         for used, given in reasons
         if used
     )

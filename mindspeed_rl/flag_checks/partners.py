@@ -97,7 +97,7 @@ def _check_address(host: str) -> None:
             f"--rl-endpoint-host {host}: {error}; give the address of an interface, such as "
             "127.0.0.1"
         ) from error
-    if address.is_unspecified:
+    if (getattr(address, "ipv4_mapped", None) or address).is_unspecified:
         raise UsageError(
             f"--rl-endpoint-host {host}: would listen on every interface; give the address of one, "
             "such as 127.0.0.1, which only processes of this node reach"

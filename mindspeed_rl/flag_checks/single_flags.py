@@ -127,12 +127,15 @@ def check_steps(train: TrainConfig, epochs: float = 0.0, *, rl: bool = False) ->
 def _check_truncation(config: RLRunConfig) -> None:
     """Refuse sampling flags that change the distribution which the loss assumes."""
     rl = config.rl
-    if rl.rl_default_top_p not in (0.0, 1.0) or rl.rl_default_top_k not in (0, -1):
-        raise UsageError(
-            f"--rl-default-top-p {rl.rl_default_top_p} --rl-default-top-k {rl.rl_default_top_k}: "
-            "truncated sampling renormalises the engine's log-probs and biases the update; "
-            "allowed: top-p 1, top-k -1"
+    refuse(
+        f"{name} {value:g}: truncated sampling renormalises the engine's log-probs and biases the "
+        f"update; allowed: {off}; remove the flag"
+        for name, value, off in (
+            ("--rl-default-top-p", rl.rl_default_top_p, 1),
+            ("--rl-default-top-k", rl.rl_default_top_k, -1),
         )
+        if value not in (0, off)
+    )
 
 
 def _check_dropout(model: ModelConfig) -> None:

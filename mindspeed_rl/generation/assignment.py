@@ -12,6 +12,7 @@ from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.core.types import Prompt
 from mindspeed_rl.metrics.metric_set import Max, MetricSet, Total
 from mindspeed_rl.planning.run_plan import RLPlan
+from mindspeed_rl.rollout.draft_model import cached_values, draft_model_of
 from mindspeed_rl.rollout.rebalance import ExpectedLength, Rebalancer, RebalanceRules, Visits
 from mindspeed_rl.rollout.rebalance_plan import StepCost
 from mindspeed_rl.rollout.requests import SamplingSettings
@@ -172,7 +173,8 @@ def rebalance_rules(
     if flags.rollout_rebalance == "off" or plan.engine.num_groups == 1:
         return None
     weights = item_bytes * sum(map(math.prod, dict(plan.rollout_layout.local_shapes(0)).values()))
-    token_bytes = item_bytes * spec.cached_values(plan.engine.tp)
+    draft = draft_model_of(config.engine_options)
+    token_bytes = item_bytes * cached_values(spec, draft, plan.engine.tp)
     cost = StepCost(
         flags.rollout_ridge_tokens,
         weights / token_bytes,

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mindspeed_rl.core.types import Completion, Prompt, Rollout
+from mindspeed_rl.core.types import Completion, EarlyLogprobs, Prompt, Rollout
 from mindspeed_rl.generation.assignment import EngineAssignment
 from mindspeed_rl.generation.multi_turn import Environments, run_conversations
 from mindspeed_rl.generation.scoring import RewardFunctions, Scorer
@@ -38,9 +38,9 @@ from mindspeed_rl.samples.rollout_info import (
 PhaseContext = Callable[[str], AbstractContextManager[None]]
 Compare = Callable[[Rollout], Correctness]
 """Whether the response of an evaluation is right."""
-TailWork = Callable[[Sequence[Rollout]], Mapping[int, bytes]]
+TailWork = Callable[[Sequence[Rollout]], Mapping[int, EarlyLogprobs]]
 """Work between the end of this rank's engine and that of the last: the rollouts of this engine ->
-log-probs of the reference by sample id. Collective: the world."""
+log-probs by sample id. Collective: the world."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,16 +169,16 @@ class RolloutWorker:
                     metrics = self._converse(self.environments, request, scorers[0])
             if self.history_folder is not None:
                 record_history(self.history_folder, stats, self.assignment.engine.dp)
-            early: Mapping[int, bytes] = {}
+            early: Mapping[int, EarlyLogprobs] = {}
             if tail is not None:
                 # Of a conversation only the rank that leads the engine knows the sample.
                 done = own[0] if self.environments is None else scorers[0].samples
                 with phase("tail"):
                     early = tail(done)
-                own[0] = with_reference(own[0], early)
+                own[0] = with_early(own[0], early)
             with phase("reward"):
                 scored = [scorer.finish() for scorer in scorers]
-                scored[0] = (with_reference(scored[0][0], early), scored[0][1])
+                scored[0] = (with_early(scored[0][0], early), scored[0][1])
         with phase("wait"):  # for the slowest engine, so that its time is not counted as exchange
             dist.all_reduce(torch.zeros(1))
         with phase("exchange"):
@@ -363,10 +363,10 @@ def _score(scorer: Scorer, part: PassRequest, i: int, completion: Completion) ->
     take(Rollout(i, part.prompts[i], completion))
 
 
-def with_reference(rollouts: Sequence[Rollout], early: Mapping[int, bytes]) -> list[Rollout]:
-    """Return rollouts with the log-probs of the reference that are known. Local."""
+def with_early(rollouts: Sequence[Rollout], early: Mapping[int, EarlyLogprobs]) -> list[Rollout]:
+    """Return rollouts with the log-probs that are known early. Local."""
     return [
-        replace(r, completion=replace(r.completion, ref_logprobs=early[r.sample_id]))
+        replace(r, completion=replace(r.completion, early=early[r.sample_id]))
         if r.sample_id in early
         else r
         for r in rollouts

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from mindspeed_rl.core.types import Completion, Rollout
+from mindspeed_rl.core.types import Completion, Prompt, Rollout
 from mindspeed_rl.metrics.metric_set import Mean, MetricSet
-from mindspeed_rl.rewards import RewardPool, RewardRequest, Scoring
+from mindspeed_rl.rewards import RewardError, RewardPool, RewardRequest, Scoring
 from mindspeed_rl.rewards.builtin.environment import ENVIRONMENT_REWARD, TRANSCRIPT
 from mindspeed_rl.rewards.drawn import DrawnRewards, DrawnScoring
 
@@ -66,6 +66,46 @@ class RewardFunctions:
             answer=prompt.answer,
             finish_reason=completion.finish_reason,
             num_response_tokens=len(completion.sampled_ids),
+            metadata=metadata,
+        )
+
+    def trial(self, prompts: Sequence[Prompt]) -> tuple[str, ...]:
+        """Score prompts with their own answers as responses and return a line for the log. Local.
+
+        A function that fails on every sample is thus told before models are loaded. Does nothing
+        where this rank has no workers.
+
+        Raises:
+            RewardError: As `RewardPool.score`.
+        """
+        if not isinstance(self.pool, RewardPool):
+            return ()
+        try:
+            results = self.pool.score([self._trial_request(prompt) for prompt in prompts])
+        except RewardError as error:
+            raise RewardError(
+                f"on prompts of the data, with their own answers as responses, {error}"
+            ) from None
+        self.pool.forget_rates()
+        parts = {
+            name: ", ".join(f"{r.parts[name]:g}" if name in r.parts else "none" for r in results)
+            for name in self.names
+        }
+        found = "; ".join(f"{name} {values}" for name, values in parts.items())
+        return (f"rewards of the answers of {len(prompts)} prompts: {found}",)
+
+    def _trial_request(self, prompt: Prompt) -> RewardRequest:
+        metadata, answer = prompt.metadata, prompt.answer
+        if self.in_conversation:
+            metadata = {**metadata, TRANSCRIPT: answer, ENVIRONMENT_REWARD: None}
+        num_tokens = len(self.tokenizer.encode(answer, add_special_tokens=False)) + 1
+        return RewardRequest(
+            sample_id=prompt.index,
+            prompt=prompt.text,
+            response=answer,
+            answer=answer,
+            finish_reason="stop",
+            num_response_tokens=num_tokens,
             metadata=metadata,
         )
 

@@ -61,7 +61,7 @@ def training_row(
         row["pieces"] = [str(tokenizer.decode([i])) for i in ids[:MOST_PIECES]]
         row["mismatch"] = mismatch
     if mask is not None:
-        row["turns"] = _turns(ids, mask.tolist(), tokenizer)
+        row |= _conversation(ids, mask.tolist(), tokenizer)
     return row
 
 
@@ -108,7 +108,7 @@ def _evaluated(
         "parts": dict(rollout.reward_parts),
     }
     if done.loss_mask is not None:
-        row["turns"] = _turns(ids, done.loss_mask, tokenizer)
+        row |= _conversation(ids, done.loss_mask, tokenizer)
     return row
 
 
@@ -119,7 +119,7 @@ def _row(
     stopped: bool,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
-    """Return what rows of both files have; ``prompt_text`` is what the model read."""
+    """Return what rows of both files have; ``prompt_text`` is what all of it begins with."""
     return {
         "reward": reward,  # None when the reward function abstained
         "prompt": prompt.text,
@@ -131,15 +131,16 @@ def _row(
     }
 
 
-def _turns(
+def _conversation(
     ids: Sequence[int], mask: Sequence[bool], tokenizer: PreTrainedTokenizerBase
-) -> list[dict[str, str]]:
-    """Return the turns of a conversation behind its prompt: who wrote what."""
+) -> dict[str, Any]:
+    """Return what a conversation has behind its prompt: who wrote what, and how many tokens."""
     spans = groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
-    return [
+    turns = [
         {"by": "model" if mine else "environment", "text": str(tokenizer.decode([i for i, _ in s]))}
         for mine, s in spans
     ]
+    return {"turns": turns, "length": sum(mask), "read": len(mask) - sum(mask)}
 
 
 def token_columns(

@@ -101,8 +101,8 @@ class Handover:
             return
         most = max(r.both_bytes for r in self.ranks)
         yield (
-            "one plan for both, from the optimizer's shards to trainer and engine, "
-            f"{'could pay' if self.pays else 'would not pay'}: it could leave out "
+            "a single plan for gather and weight sync, from the optimizer's shards to trainer and "
+            f"engine, {'could' if self.pays else 'would not'} be worthwhile: it could leave out "
             f"{self.saved_bytes / everything:.2%} of the bytes (padding of buffers, types wider "
             "than needed) and shorten the path of the busiest ranks by at most "
             f"{self.waiting_bytes / (most + self.waiting_bytes):.2%} (waits at the end of the "

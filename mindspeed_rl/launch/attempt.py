@@ -64,7 +64,7 @@ class Attempt(NamedTuple):
 
     @classmethod
     def of_node(cls) -> Attempt:
-        """Return what the starter of this node knows: one that was started again, of no restart."""
+        """Return what the starter of this node knows; after a start of its own, of no restart."""
         return cls(number_of_restarts(), float(os.environ.get(BEGAN, _IMPORTED_AT)))
 
     def join(self) -> None:

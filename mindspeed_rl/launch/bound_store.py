@@ -16,10 +16,14 @@ import os
 import runpy
 import secrets
 import socket
+import sys
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from mindspeed_rl.launch.failures import USAGE_ERROR
 
 MARK = "MINDSPEED_RL_LAUNCHER_MARK"  # key that the launcher of a rank has set in its store
 _LOCAL_NAMES = ("localhost", "localhost.localdomain")
@@ -99,7 +103,7 @@ class LauncherStore(BoundStore):
 
 
 def is_of_launcher(store: TCPStore) -> bool:
-    """Whether the launcher of this rank met the others in a store; one that has none: it did.
+    """Whether this is the store in which the launcher of this rank, if it has one, met the others.
 
     Where the launcher of the first node has been started again, another store has its port.
     """
@@ -110,7 +114,12 @@ def is_of_launcher(store: TCPStore) -> bool:
 def main() -> None:
     """Run torchrun, whose modules take the store from ``torch.distributed``."""
     dist.TCPStore = LauncherStore  # type: ignore[attr-defined]
-    runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+    except ChildFailedError as error:
+        if error.get_first_failure()[1].exitcode != USAGE_ERROR:
+            raise
+        sys.exit(USAGE_ERROR)  # the ranks have told the mistake; a traceback would hide it
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
-from mindspeed_rl.command_line.arguments import ParsedArguments, Run, parse
+from mindspeed_rl.command_line.arguments import ParsedArguments, Run, as_typed, parse
 from mindspeed_rl.command_line.hub_models import with_local_models
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.launch import LaunchConfig, check_launch
@@ -89,7 +89,7 @@ def run_entry(
         if not in_ray:
             notes += prepare_rank(checked)
     except UsageError as error:
-        _usage_error(prog, error, world, settings)
+        _usage_error(prog, as_typed(error, run_type, arguments), world, settings)
     if in_ray:
         from mindspeed_rl.launch.ray import drive
 

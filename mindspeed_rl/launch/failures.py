@@ -25,6 +25,9 @@ JOIN = "join"
 """The phase in which ranks meet; it waits for the slowest node and has its own limit."""
 
 BUILD_ENGINE = "build engine"
+LAST_FILES = "last files"
+"""The phase in which rank 0 writes summary, curves and page; nothing of the job comes after it."""
+
 # Phases with imports: all ranks may fetch the libraries from a cold network file system at once.
 _IMPORTING = (START, JOIN, BUILD_ENGINE)
 

@@ -15,12 +15,13 @@ from mindspeed_rl.command_line.dispositions import disposition_lines
 from mindspeed_rl.command_line.settings import settings_lines
 from mindspeed_rl.compat.architecture import check_foreign_architecture
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
-from mindspeed_rl.config.architecture import check_architecture, model_config
+from mindspeed_rl.config.architecture import check_architecture, model_config, positions_note
 from mindspeed_rl.config.kernels import experts_note, module_names
 from mindspeed_rl.config.npu import NpuSetup, check_npu, group_buffers, npu_setup
 from mindspeed_rl.config.outputs import refuse_results_of_others
 from mindspeed_rl.core.errors import Mistakes, UsageError
 from mindspeed_rl.core.installed import probable_platform, resolve_platform
+from mindspeed_rl.core.redaction import redacted_text
 from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.flag_checks.absent_files import absent_files
 from mindspeed_rl.launch import attempt, bootstrap, machine, run_lock
@@ -69,12 +70,12 @@ class Job(Generic[Run, Plan_co]):
     command_line: tuple[str, ...] = ()
 
     def log_rank0(self, *lines: str) -> None:
-        """Print lines on rank 0, above the bar that shows the progress on a terminal."""
+        """Print lines on rank 0, secrets hidden, above the bar that shows the progress."""
         from tqdm import tqdm
 
         if self.world.rank == 0:
             for line in lines:
-                tqdm.write(line)
+                tqdm.write(redacted_text(line))
             sys.stdout.flush()
 
 
@@ -150,7 +151,10 @@ def predict(parsed: ParsedArguments[Any], environment: Mapping[str, str]) -> int
 def flag_lines(parsed: ParsedArguments[Any], plan: object, ignored: Sequence[str]) -> list[str]:
     """Return by which numbers a run learns, and what became of the flags of its command line."""
     config, lines = parsed.config, disposition_lines(parsed, ignored)
-    if not (isinstance(config, RLRunConfig) and isinstance(plan, RunPlan)):
+    if not isinstance(plan, RunPlan):
+        return lines
+    lines += positions_note(config.model, plan.spec)
+    if not isinstance(config, RLRunConfig):
         return lines
     return settings_lines(config, num_parameters(plan.spec)) + lines
 
@@ -224,7 +228,7 @@ def run_job(
             # A rank may wait in a collective for as long as another one is in a phase.
             minutes = max(minutes, math.ceil(limits.longest / 60))
             tell = _nowhere if world.rank else _print
-            with stage(tell, "torch, and the process group"):
+            with stage(tell, "start of torch and its process group"):
                 platform = bootstrap.start(
                     parallel.platform, minutes, world, checked.setup, engine=has_engine(config)
                 )

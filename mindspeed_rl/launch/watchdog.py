@@ -42,6 +42,7 @@ from mindspeed_rl.launch.failure_store import (
 )
 from mindspeed_rl.launch.failures import (
     JOIN,
+    LAST_FILES,
     START,
     Failure,
     Kind,
@@ -63,7 +64,7 @@ _HANDLED: dict[int, Any] = {
 }
 _NO_LAUNCHER = "the launcher of this node is gone"
 _BETWEEN_BEATS_S = 0.005  # a run of tiny steps need not publish every phase
-_ANSWER_S = 5.0  # how long a rank that ends waits for the store's answer
+_ANSWER_S = 5.0  # how long a rank that ends waits for the answer of the store or of a rank
 
 
 class PhaseClock:
@@ -320,6 +321,9 @@ class Watchdog:
         if number == signal.SIGTERM and self._settings.saves_at_sigterm and not self._leaving:
             self._save_unless_neighbour_is_gone()
             return
+        if number == signal.SIGTERM and (self._leaving or self._phases.name == LAST_FILES):
+            self._finish_unless_neighbour_is_gone()
+            return
         self._asked.set()
         self._claim_end()
         name = signal.Signals(number).name
@@ -342,6 +346,19 @@ class Watchdog:
                 flush=True,
             )
 
+    def _finish_unless_neighbour_is_gone(self) -> None:
+        """Let a job that is done write its last files, and end as it would have."""
+        if failure := self._failure_of_node():
+            self._asked.set()
+            self._end(failure)
+        elif not self._leaving:
+            print(
+                f"{self._prog}: SIGTERM at rank {self._me.rank}: the run is done; it writes its "
+                "last files and ends",
+                file=sys.stderr,
+                flush=True,
+            )
+
     def _failure_of_node(self) -> Failure | None:
         """Return the failure for which torchrun ends the ranks of a node with SIGTERM, if any."""
         first = self._world.rank - self._world.local_rank
@@ -355,8 +372,11 @@ class Watchdog:
         return Failure(kind, self._me, phase, text, self._me, current_step())
 
     def _stuck(self) -> str:
-        """Ask all ranks where they stand, and say who is missing in which collective."""
-        answers_s = 2 * self._settings.interval_s + self._settings.poll_interval_s
+        """Ask all ranks where they stand, and say who is missing in which collective.
+
+        A rank that computes in Python for ever answers as well, but its threads get the lock late.
+        """
+        answers_s = self._settings.interval_s + _ANSWER_S
         deadline = time.monotonic() + answers_s
         found: dict[int, Position] = {}
         try:

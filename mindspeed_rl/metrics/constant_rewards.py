@@ -57,7 +57,7 @@ class MissingRewards:
             "timeout": (
                 timeout_rate,
                 "of the rewards hit --reward-timeout-s, so that their samples got "
-                "--reward-timeout-score; raise the limit, or mend the reward function",
+                "--reward-timeout-score; raise the limit, or fix the reward function",
             ),
             "abstained": (
                 abstained,

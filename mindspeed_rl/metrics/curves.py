@@ -28,6 +28,7 @@ Record: TypeAlias = Mapping[str, Any]
 
 _MAX_STEPS_WITH_MARKERS = 40
 _MAX_PHASES = 8
+_HEAD_ROOM = 1.06  # panels from zero are this much taller than their data
 _LEGEND_ROOM = 1.4  # the phases panel is this much taller than its data, for the legend
 _OTHER_PHASES = "other phases"
 
@@ -86,7 +87,7 @@ def plot_run(metrics_jsonl: str | os.PathLike[str], out_png: str | os.PathLike[s
     """
     metrics_jsonl = Path(metrics_jsonl)
     if not metrics_jsonl.exists():
-        raise UsageError(f"{metrics_jsonl} does not exist; give the metrics.jsonl of a run")
+        raise UsageError(f"{metrics_jsonl} does not exist; give the --output-dir of a run")
     records = list(read_jsonl(metrics_jsonl))
     figure = draw_run(records, title=metrics_jsonl.resolve().parent.name)
     with atomic_path(out_png) as temporary:
@@ -130,12 +131,12 @@ def _draw_reward(axes: Axes, records: Sequence[Record]) -> None:
 def _draw_accuracy(axes: Axes, records: Sequence[Record]) -> None:
     strict = Series.of(records, names.ACCURACY)
     lenient = Series.of(records, names.ACCURACY_LENIENT)
-    axes.set_ylim(0, 1.05)
+    axes.set_ylim(-0.02, 1.05)  # a line at 0 % is whole
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     if _label_if_empty(axes, names.ACCURACY, strict, lenient):
         return
-    _line(axes, lenient, color="C1", label="lenient", linestyle="--")
     _line(axes, strict, color="C2", label="strict")
+    _line(axes, lenient, color="C1", label="lenient", linestyle="--")  # both are seen where equal
     axes.legend(frameon=False, loc="best")
 
 
@@ -143,7 +144,7 @@ def _draw_from_zero(axes: Axes, records: Sequence[Record], name: str, color: str
     series = Series.of(records, name)
     if not _label_if_empty(axes, name, series):
         _line(axes, series, color=color)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, _HEAD_ROOM * float(np.nanmax(series.values)) or 1.0)
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
 
 

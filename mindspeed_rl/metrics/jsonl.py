@@ -166,7 +166,7 @@ def _complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def _parse(line: bytes, path: Path, line_number: int) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(
             f"{path}, line {line_number}: not JSON ({error}); repair or remove the line"
         ) from None

@@ -33,7 +33,7 @@ _SHOWN = frozenset(
     {
         *("step", "set", "kind", "sample_id", "group", "reward", "parts", "advantage", "answer"),
         *("prompt", "prompt_text", "response", "turns", "length", "finish_reason", "pieces"),
-        "mismatch",
+        *("mismatch", "read"),
     }
 )
 
@@ -76,7 +76,7 @@ def _description(folder: Path) -> tuple[str, str]:
         model = "/".join(Path(str(flags["--hf-checkpoint"])).parts[-2:])
         title = f"{model}, {flags['--rl-advantage-estimator']}: rollouts"
         return title, f"{folder.resolve()}, started {record['started']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return f"{folder.resolve().name}: rollouts", str(folder.resolve())
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from mindspeed_rl.checkpoint.safetensors_files import safetensors_entries
 from mindspeed_rl.convert.target import OutputTensor
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.model_files.export_folder import ExportFolder
@@ -18,6 +17,7 @@ from mindspeed_rl.model_files.rounds import gather_rows_of_files
 from mindspeed_rl.model_files.row_files import RowFiles, is_whole, stored_sum
 from mindspeed_rl.model_files.slices import Gathering, RowSlice, in_rounds, slice_bytes
 from mindspeed_rl.model_files.together import FileProblem, raise_together, together
+from mindspeed_rl.models.safetensors_files import safetensors_entries
 from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.weight_layouts.base import ShardLayout
 from mindspeed_rl.weights.exchange import Params

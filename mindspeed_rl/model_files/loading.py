@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from mindspeed_rl.checkpoint.hf import check_tensor, check_values, wanted_by_file
-from mindspeed_rl.checkpoint.safetensors_files import StoredEntry, safetensors_entries
 from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.model_files.reading import STORED_TYPES, RowReader
@@ -24,6 +23,7 @@ from mindspeed_rl.model_files.slices import (
     within,
 )
 from mindspeed_rl.model_files.together import FileProblem, raise_together, together
+from mindspeed_rl.models.safetensors_files import StoredEntry, safetensors_entries
 from mindspeed_rl.weight_layouts.base import ShardLayout, pieces_of
 from mindspeed_rl.weights.transports import Transport
 

@@ -9,10 +9,10 @@ from types import TracebackType
 
 import torch
 
-from mindspeed_rl.checkpoint.safetensors_files import StoredEntry
 from mindspeed_rl.convert.target import SAFETENSORS_TYPES
 from mindspeed_rl.core.boxes import Box
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.models.safetensors_files import StoredEntry
 
 STORED_TYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
 

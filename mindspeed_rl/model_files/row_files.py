@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mindspeed_rl.checkpoint.safetensors_files import StoredEntry, safetensors_entries
 from mindspeed_rl.convert.target import SAFETENSORS_TYPES, OutputFile, OutputTensor
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.files import sync_path
 from mindspeed_rl.model_files.export_plan import slices_of
 from mindspeed_rl.model_files.reading import RowReader
+from mindspeed_rl.models.safetensors_files import StoredEntry, safetensors_entries
 from mindspeed_rl.proof.checksums import box_checksum
 
 PART = ".part"

@@ -54,11 +54,19 @@ def _modules(config: Path) -> dict[str, list[str]]:
         return {}
     try:
         auto_map: Any = json.loads(config.read_text(encoding="utf-8")).get("auto_map", {})
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise UsageError(f"{config}: no JSON object: {error}") from error
     if not isinstance(auto_map, dict):  # the form that transformers before 4.27 wrote
         auto_map = {"AutoTokenizer": auto_map}
-    return {key: [*_local_modules(value)] for key, value in auto_map.items()}
+    found = {key: [*_local_modules(value)] for key, value in auto_map.items()}
+    for name in (name for names in found.values() for name in names):
+        if not name or Path(name).name != name:
+            raise UsageError(
+                f"{config}: auto_map names the module {name!r}, which is no file of its directory; "
+                "copy the file again, or take the key auto_map out if transformers knows the model "
+                "by itself"
+            )
+    return found
 
 
 def _local_modules(value: Any) -> Iterator[str]:
@@ -95,7 +103,7 @@ def _relative_imports(path: Path) -> Iterator[str]:
     """Yield the modules of the same folder that a module imports, as written behind the dot."""
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested
         raise UsageError(f"{path} is no Python: {error}; copy it again") from error
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:

@@ -46,8 +46,7 @@ def keep_checkpoints(job: Job[Any, RunPlan], logger: RunLogger) -> None:
     options = job.config.checkpoint
     kept = keep(options, logger.watched_values)
     if kept.removed:
-        steps = ", ".join(map(str, kept.removed))
-        job.log_rank0(f"removed the checkpoints of steps {steps} (--save-total-limit)")
+        job.log_rank0(kept.removed_line)
     if kept.missing:
         job.log_rank0(
             f"warning: --save-best-metric {kept.missing}: no step with a checkpoint has logged it, "

@@ -89,14 +89,20 @@ def resolve_offload(
     if asked is not OffloadMode.AUTO:
         return asked, "as --rl-offload says"
     limit = f"{usable / _GIB:.3g} GiB that may be used"
-    modes = FIXED_MODES
-    if config.rl.reference_pass == "tail":  # the reference computes during rollouts
-        modes = tuple(mode for mode in modes if MemoryOwner.REFERENCE not in mode.leaves)
+    stay = _computing(config)
+    modes = tuple(mode for mode in FIXED_MODES if stay.isdisjoint(mode.leaves))
     for mode in modes:
         if replace(prediction, offload=mode).peak(ranks).num_bytes <= usable:
             return mode, f"auto: the least whose predicted peak fits the {limit}"
     most = modes[-1]
     return most, f"auto: the predicted peak exceeds the {limit}; see --rl-dry-run"
+
+
+def _computing(config: RLRunConfig) -> set[MemoryOwner]:
+    """Return the owners of the models that compute while the last responses are generated."""
+    shared = MemoryOwner.PARAMETERS if config.lora.is_on else MemoryOwner.REFERENCE
+    owners = {"old": MemoryOwner.PARAMETERS, "reference": shared}
+    return {owners[name] for name in config.rl.tail_passes}
 
 
 def with_offload_order(

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.core.memory import FIXED_MODES, MemoryPhase, OffloadMode
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.run_plan import RLPlan
@@ -47,9 +46,10 @@ def with_cache_size(
     left = max(0, int(_FILLED * usable) - taken) // (2 if shared else 1)
     fitting = max(1, min(sequences, left // sequence))
     size = fitting * sequence
+    all_of_them = f"all {sequences}" if fitting == sequences else f"{fitting} of the {sequences}"
     line = (
-        f"--rollout-kv-cache-gb is {size / _GIB:.3g}: {fitting} of {sequences} sequences of a rank "
-        f"at full length at once ({plan.max_model_len} tokens)"
+        f"--rollout-kv-cache-gb: {size / _GIB:.3g} GiB, chosen to hold {all_of_them} sequences of "
+        f"a rank at their full length of {plan.max_model_len} tokens"
     )
     if fitting < sequences:
         line += "; the others wait, or run beside them while they are shorter"
@@ -60,9 +60,7 @@ def with_cache_size(
 def _wanted(prediction: MemoryPrediction, plan: RLPlan) -> tuple[int, int]:
     """Return how many sequences a rank has at once, and the bytes of the longest."""
     engine = prediction.engine
-    block = engine.sizes.block_tokens
-    # A block more: drafts reach beyond the last token, and an engine keeps one for itself.
-    sequence = engine.token_bytes() * (round_up(plan.max_model_len, block) + block)
+    sequence = engine.token_bytes() * engine.sizes.sequence_tokens(plan.max_model_len)
     groups = plan.engine.num_replicas * plan.engine.dp
     return min(-(-plan.batch.samples // groups), engine.sizes.sequences), sequence
 

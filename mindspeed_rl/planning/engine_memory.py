@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.models.layers import MLP, LatentAttention
+from mindspeed_rl.rollout.draft_model import DraftModel, cached_values
 from mindspeed_rl.rollout.provider import EngineSizes
 from mindspeed_rl.weight_layouts.rollout import RolloutLayout
 
@@ -26,6 +27,7 @@ class EngineMemory:
         kv_cache_bytes: Bytes of cache that the flag asks for on each rank.
         imbalance: Tokens of the busiest expert-parallel rank as a multiple of the mean.
         rows: Most rows of a sequence in a decode step: its next token, and one for each drafted.
+        draft: The model that drafts, if there is one.
     """
 
     layout: RolloutLayout
@@ -34,6 +36,7 @@ class EngineMemory:
     kv_cache_bytes: int
     imbalance: float = 1.0
     rows: int = 1
+    draft: DraftModel | None = None
 
     def weights(self, rank: int) -> int:
         """Return the bytes of a rank's parameters, padded, and copies that the engine derives."""
@@ -51,9 +54,16 @@ class EngineMemory:
         copied = sum(x.kv_b_size * x.kv_lora_rank for x in latent)
         return copied // self.layout.engine.tp * self.item
 
+    def draft_model(self) -> int:
+        """Return the bytes of the model that drafts on a rank, with the buffers of its steps."""
+        if self.draft is None:
+            return 0
+        buffers = self.draft.buffered_values(self.sizes.batched_tokens)
+        return (self.draft.elements(self.layout.engine.tp) + buffers) * self.item
+
     def token_bytes(self) -> int:
-        """Return the cache bytes of one token in all layers on a rank."""
-        return self.layout.spec.cached_values(self.layout.engine.tp) * self.item
+        """Return the cache bytes of one token in all layers on a rank, those of drafts too."""
+        return cached_values(self.layout.spec, self.draft, self.layout.engine.tp) * self.item
 
     def kv_cache(self) -> int:
         """Return the bytes of the cache in whole blocks of all layers, as engines allocate it."""

@@ -76,23 +76,23 @@ class ExpertDispatch:
 
 
 def check_expert_map(plan: object, machine: str) -> None:
-    """Refuse experts in other slots than their own where vLLM-Ascend mistakes one for the other.
+    """Refuse several copies of an expert where vLLM-Ascend mistakes slots for experts. Pure.
 
     vLLM-Ascend 0.23 turns experts into slots (``MoECommMethod.fused_experts``), and the all-gather
     that an Atlas A2 dispatches prompts by then looks these up in its table of experts
-    (``TokenDispatcherWithAllGather.token_dispatch``): shares of experts are lost. Pure.
+    (``TokenDispatcherWithAllGather.token_dispatch``): with copies shares of experts are lost. Other
+    maps are given to it in another way (:mod:`mindspeed_rl.engines.vllm_ascend.expert_slots`).
 
     Raises:
-        UsageError: They are, on an A2.
+        UsageError: There are copies, on an A2.
     """
     if machine != "a2" or not isinstance(plan, RLPlan | ScorePlan):
         return
-    slots = plan.rollout_layout.physical_experts
-    if slots and slots != tuple(range(plan.spec.num_experts)):
+    if plan.rollout_layout.physical_experts:
         raise UsageError(
-            "--rollout-expert-map: on an Atlas A2 vllm-ascend 0.23 loses the experts that are in "
-            "another slot than that of their number, because its all-gather looks a slot up in a "
-            "table of experts; remove the flag, or run on an A3"
+            "--rollout-expert-map: on an Atlas A2 vllm-ascend 0.23 loses experts where some have "
+            "several copies, because its all-gather looks a slot up in a table of experts; give a "
+            "map with every expert once, or run on an A3"
         )
 
 

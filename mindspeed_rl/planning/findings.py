@@ -91,7 +91,7 @@ def world_size(config: TrainingRunConfig, environment: Mapping[str, str]) -> int
     given = environment.get("WORLD_SIZE", "1")
     if not given.isdecimal() or int(given) < 1:
         raise UsageError(
-            f"WORLD_SIZE={given}: must be the number of ranks, at least 1; mend the variable, or "
+            f"WORLD_SIZE={given}: must be the number of ranks, at least 1; fix the variable, or "
             "add --rl-world-size N (nodes x ranks per node)"
         )
     return int(given)

@@ -107,7 +107,7 @@ def phase_limits(
     generate = other + _generate_s(config, plan, platform, asked)
     work = samples * _forward(plan.spec, plan.max_model_len) * passes(config, plan)
     train = other + _train_s(plan, platform, work)
-    waiting = ("tail", "wait") if config.rl.reference_pass == "tail" else ("wait",)
+    waiting = ("tail", "wait") if config.rl.tail_passes else ("wait",)
     over_samples = dict.fromkeys(("generate", *waiting), generate)
     over_samples |= dict.fromkeys(("train", "update"), train)
     return PhaseLimits(other, over_samples | of_files, frozenset(over_samples))

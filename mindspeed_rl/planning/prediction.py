@@ -34,6 +34,7 @@ from mindspeed_rl.planning.engine_memory import EngineMemory
 from mindspeed_rl.planning.hccl_buffers import HcclBuffers, needed_mb
 from mindspeed_rl.planning.model_state import ModelState, model_state, save_host_bytes
 from mindspeed_rl.planning.run_plan import RLPlan, RunPlan
+from mindspeed_rl.rollout.draft_model import draft_model_of
 from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 
 Table = dict[MemoryOwner, int]
@@ -105,6 +106,8 @@ class MemoryPrediction:
             tables[MemoryPhase.EXPORT] = stays[MemoryPhase.TRAIN_IDLE] | export
         if isinstance(self.plan, RLPlan):
             weights = {MemoryOwner.ENGINE_WEIGHTS: self.engine.weights(rank)}
+            if self.machine.platform != "cpu":  # a pool has both
+                weights[MemoryOwner.ENGINE_WEIGHTS] += self.engine.draft_model()
             tables[MemoryPhase.SYNC] = stays[MemoryPhase.SYNC] | weights | self._staging(rank)
             if self.order and self.order.beside_sync:
                 late = {MemoryOwner.OPTIMIZER: models[MemoryOwner.OPTIMIZER]}
@@ -118,8 +121,10 @@ class MemoryPrediction:
                     tables[phase] |= weights
             for phase in tables.keys() - {MemoryPhase.LOAD}:
                 tables[phase] |= self._sent_weights(rank)
-        groups = {MemoryOwner.COMMUNICATORS: sum(self.group_bytes(rank).values())}
-        return {p: {o: b for o, b in (t | groups).items() if b} for p, t in tables.items()}
+        stay = {MemoryOwner.COMMUNICATORS: sum(self.group_bytes(rank).values())}
+        if isinstance(self.plan, RLPlan) and self.machine.platform == "cpu":
+            stay[MemoryOwner.DRAFT_MODEL] = self.engine.draft_model()
+        return {p: {o: b for o, b in (t | stay).items() if b} for p, t in tables.items()}
 
     def border(self, rank: int, state: str) -> dict[str, int]:
         """Return owner -> bytes when the scheduler reaches a state, after the first update.
@@ -394,7 +399,7 @@ class MemoryPrediction:
     @cached_property
     def engine(self) -> EngineMemory:
         config, plan = self._rl
-        drafts = config.drafts
+        drafts, draft = config.drafts, draft_model_of(config.engine_options)
         drafted = drafts.rollout_draft_tokens if drafts.rollout_drafts != "none" else 0
         return EngineMemory(
             plan.rollout_layout,
@@ -402,7 +407,8 @@ class MemoryPrediction:
             engine_provider().sizes(config.engine_options, plan.spec, self.machine.platform),
             int(config.rollout.rollout_kv_cache_gb * _GIB),
             self.imbalance,
-            rows=1 + drafted,
+            rows=1 + (drafted if draft is None else draft.tokens),
+            draft=draft,
         )
 
     @property
@@ -449,9 +455,9 @@ class MemoryPrediction:
         }
 
     def _tail_pass(self, rank: int) -> Table:
-        """Return the bytes of a pass of the reference beside the engine, over one long sequence."""
+        """Return the bytes of passes beside the engine, one after another, over a long sequence."""
         config, plan = self._rl
-        if config.rl.reference_pass != "tail":
+        if not config.rl.tail_passes:
             return {}
         multiple = plan.parallel.row_multiple(sequence_parallel=config.parallel.shards_sequence)
         work = replace(
@@ -460,7 +466,8 @@ class MemoryPrediction:
             trained=config.rollout.rollout_max_response_length,
             num_micro_batches=1,
         )
-        return {MemoryOwner.ACTIVATIONS: self.training.inference(rank, work)}
+        merging = merge_bytes(plan.megatron, rank, config.lora)
+        return {MemoryOwner.ACTIVATIONS: self.training.inference(rank, work) + merging}
 
     @cached_property
     def tuning(self) -> tuple[EngineTuningConfig, str]:

@@ -52,7 +52,7 @@ def _arithmetic(found: Findings) -> Iterator[str]:
     yield (
         f"packing of {lengths}, mean {packing.mean_length:.0f}{_own_mean(found)}: "
         f"{packing.num_micro_batches} micro-batches of up to {row}, "
-        f"{1 / packing.real_share:.3f} tokens travel per real one"
+        f"{1 / packing.real_share:.3f} tokens per real token, with padding"
     )
     if packing.samples_by_ranks:
         counts = (f"{count} on {ranks}" for ranks, count in packing.samples_by_ranks.items())

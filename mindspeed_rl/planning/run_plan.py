@@ -19,23 +19,24 @@ from mindspeed_rl.config import (
 from mindspeed_rl.config.architecture import check_architecture, model_config
 from mindspeed_rl.config.kernels import check_expert_modules, module_names
 from mindspeed_rl.config.layouts import engine_layout, training_layout
-from mindspeed_rl.config.needs import check_needs
 from mindspeed_rl.config.outputs import check_output_file
 from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.config.score import ScoreConfig
 from mindspeed_rl.config.training import CheckpointConfig, check_recompute, check_warmup
 from mindspeed_rl.core.errors import Mistakes, UsageError, check_each
+from mindspeed_rl.core.installed import resolve_platform
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout, round_up
 from mindspeed_rl.core.ranks import counted
 from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.expert_placement.near_trainer import placed_near_trainer
 from mindspeed_rl.flag_checks.deltas import check_deltas_on
-from mindspeed_rl.flag_checks.reference_pass import check_reference_pass
+from mindspeed_rl.flag_checks.needs import check_needs
 from mindspeed_rl.flag_checks.single_flags import (
     check_rl_flags,
     check_supervised_flags,
     need_file,
 )
+from mindspeed_rl.flag_checks.single_rows import check_single_rows
 from mindspeed_rl.models.hf_files import check_tokenizer_files, find_weights
 from mindspeed_rl.models.registry import spec_from_hf_config, value_spec_from_hf_config
 from mindspeed_rl.models.spec import ModelSpec
@@ -45,6 +46,7 @@ from mindspeed_rl.packing.micro_batches import (
     check_hybrid_context,
     packing_rules,
 )
+from mindspeed_rl.rollout.draft_model import FLAG, OPTION, cached_values, draft_model_of
 from mindspeed_rl.weight_layouts.megatron import MegatronLayout
 from mindspeed_rl.weight_layouts.rollout import RolloutLayout
 
@@ -186,9 +188,9 @@ def plan_rl(config: RLRunConfig, world: int, *, files: bool = True) -> RLPlan:
     with mistakes:
         _check_rollout_share(batch, engine)
     with mistakes:
-        check_reference_pass(config, base.parallel, engine)
+        check_single_rows(config, base.parallel, engine)
     with mistakes:
-        check_adapters(base.megatron, config.lora)
+        check_adapters(base.megatron, config.lora, resolve_platform(config.parallel.platform))
     with mistakes:
         critic, reward_model, teachers = _other_layouts(config, base, world, files)
     mistakes.report()
@@ -272,7 +274,7 @@ def _with_placed_experts(
             f"to --rollout-tp x --rollout-dp ({rollout.engine.size}) if that is above 1, or remove "
             "the flag"
         )
-    if rollout.physical_experts:
+    if rollout.physical_experts or rollout.layer_experts:
         raise UsageError(
             f"{given}: --rollout-expert-map says already where experts are; remove one of the two"
         )
@@ -342,7 +344,7 @@ def plan_score(config: ScoreRunConfig, world: int) -> ScorePlan:
     with mistakes:
         check_needs(config)
     with mistakes:
-        engine_provider().check_options(config.engine_options)
+        _check_scored_options(config.engine_options)
     with mistakes:
         need_file("--tokens", config.score.tokens, "an .npz file")
     with mistakes:
@@ -354,6 +356,13 @@ def plan_score(config: ScoreRunConfig, world: int) -> ScorePlan:
     mistakes.report()
     rollout = engine_provider().layout(base.spec, engine, EngineTuningConfig())
     return ScorePlan(base.spec, base.parallel, base.megatron, rollout)
+
+
+def _check_scored_options(options: Mapping[str, object]) -> None:
+    """Refuse options that no engine may have, and drafts, of which scoring has no use."""
+    engine_provider().check_options(options)
+    if OPTION in options:
+        raise UsageError(f"{FLAG}: scores are of given tokens, and drafts of others; remove it")
 
 
 def _check_score_output(score: ScoreConfig) -> None:
@@ -478,7 +487,8 @@ def _check_kv_cache(limit: int, config: RLRunConfig, spec: ModelSpec) -> None:
     """Check that a sequence of ``limit`` tokens fits the cache, earlier than the engine does."""
     rollout = config.rollout
     tp = rollout.rl_inference_tensor_model_parallel_size
-    token_bytes = spec.cached_values(tp) * (2 if rollout.engine_is_bf16(config.train) else 4)
+    item = 2 if rollout.engine_is_bf16(config.train) else 4
+    token_bytes = cached_values(spec, draft_model_of(config.engine_options), tp) * item
     needed_gb = limit * token_bytes / 2**30
     if 0 < rollout.rollout_kv_cache_gb < needed_gb:
         raise UsageError(

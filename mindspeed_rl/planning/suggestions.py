@@ -11,6 +11,7 @@ from typing import Any
 from mindspeed_rl.config import RLRunConfig, TrainingRunConfig
 from mindspeed_rl.config.engine_options import as_flag
 from mindspeed_rl.config.npu import check_npu
+from mindspeed_rl.config.rl import PASS_FLAGS
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.memory import FIXED_MODES, MemoryPhase
 from mindspeed_rl.engines.registry import engine_provider
@@ -176,8 +177,9 @@ def _changes(config: TrainingRunConfig, plan: RunPlan, excess_gib: float) -> Ite
             (f"--rollout-kv-cache-gb {cache:g}", "rollout", {"rollout_kv_cache_gb": cache}),
             (f"{as_flag(batched)} 1024", "engine_options", {batched: 1024}),
         ]
-        if config.rl.reference_pass == "tail":
-            changes.append(("--reference-pass single", "rl", {"reference_pass": "single"}))
+        for flag in (PASS_FLAGS[name] for name in config.rl.tail_passes):
+            field = flag.removeprefix("--").replace("-", "_")
+            changes.append((f"{flag} single", "rl", {field: "single"}))
         if isinstance(plan, RLPlan) and plan.spec.moe and not plan.engine.expert_parallel:
             changes.append(_shared_experts(plan))
     yield from (_Change(*change) for change in changes)

@@ -1,4 +1,4 @@
-"""Memory whose contents survive on the host that it is freed."""
+"""Memory whose contents are kept on the host while it is freed."""
 
 from __future__ import annotations
 

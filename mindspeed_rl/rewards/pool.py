@@ -178,9 +178,14 @@ class RewardPool:
         if text := self._judge(results, "timeout", rate, LEAST_TIMED, to_come):
             raise RewardError(
                 f"{text} timed out, above --reward-max-timeout-rate {rate:g}; raise "
-                f"--reward-timeout-s ({flags.reward_timeout_s:g}), or mend the reward function. "
+                f"--reward-timeout-s ({flags.reward_timeout_s:g}), or fix the reward function. "
                 f"First time-out, {_first(results, 'timeout')}"
             )
+
+    def forget_rates(self) -> None:
+        """Forget the errors and time-outs so far: those of a trial are none of the run's."""
+        with self._lock:
+            self._counts.clear()
 
     def _judge(
         self,

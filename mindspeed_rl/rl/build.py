@@ -58,7 +58,7 @@ from mindspeed_rl.rewards.drawn import DrawnRewards
 from mindspeed_rl.rewards.ray_pool import make_reward_pool
 from mindspeed_rl.rewards.scoring import check_row_rewards
 from mindspeed_rl.rl.components import Components, PromptData, Telemetry
-from mindspeed_rl.rl.reference import build_tail
+from mindspeed_rl.rl.single_rows import build_tail
 from mindspeed_rl.rollout.engine import InferenceEngine
 from mindspeed_rl.samples.columns import Column, experts_column, response_columns
 from mindspeed_rl.samples.device_cache import TensorCache
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
 
 # Number of new objects that starts a garbage collection: about what the samples of a step need.
 _YOUNG_OBJECTS = 20_000
+_TRIALS = 3  # prompts on which rewards are tried: one may be odd, several are a fault
 
 
 def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
@@ -90,6 +91,8 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
     if job.world.local_rank == 0:  # once per node is enough: a failure ends all ranks
         check_data(config, data)
         job.log_rank0(*check_teachers(config, data.train, tokenizer))
+    if rank == 0:
+        job.log_rank0(*rewards.trial(data.train[:_TRIALS]))
     logger = open_logger(config, rank)
     initialize_parallel(job)
     models = build_models(job)
@@ -124,7 +127,7 @@ def build_components(job: Job[RLRunConfig, RLPlan]) -> Components:
             evaluations=JsonlWriter(Path(config.logging.output_dir) / EVALUATIONS_FILE),
         ),
         writer=run_checkpoint.open_writer(config.checkpoint),
-        tail=build_tail(job, models.reference, store),
+        tail=build_tail(job, models, store),
         save_clock=SaveClock(attempt.elapsed_s()),
         peers=open_copies(job),
     )
@@ -179,7 +182,7 @@ def build_sample_store(
         columns=response_columns(
             has_environment=has_environment,
             experts=_experts(job),
-            early_reference=config.rl.reference_pass == "tail",
+            early_passes=config.rl.tail_passes,
         ),
         drop_truncated=config.sampling.rl_overlong_filtering,
         group_along=parallel_state.group_along,

@@ -85,7 +85,7 @@ class Components:
     writer: BackgroundWriter | None = None  # of checkpoints; without it saves are written at once
     save_clock: SaveClock = field(default_factory=SaveClock)
     peers: PeerCopies | None = None  # copies of the state in memory, with --peer-checkpoint-steps
-    #: Pass of the reference while the last responses are generated; ``None``: there is none.
+    #: Passes while the last responses are generated; ``None``: there are none.
     tail: TailWork | None = None
 
     @property

@@ -13,10 +13,16 @@ from mindspeed_rl.metrics.metric_set import Max, Mean, MetricSet
 from mindspeed_rl.planning.run_plan import is_first_old_pass_free
 from mindspeed_rl.rl.batches import StepBatches, sample_of_token
 from mindspeed_rl.rl.components import Components, RunState
-from mindspeed_rl.rl.reference import single_row_logprobs
+from mindspeed_rl.rl.single_rows import single_row_logprobs
+from mindspeed_rl.samples.columns import EARLY_COLUMNS
 from mindspeed_rl.samples.rollout_info import RolloutInfo
 from mindspeed_rl.samples.store import SampleStore
-from mindspeed_rl.trainer.train_engine import TrainEngine
+
+# Shares of the samples whose log-probs of a pass came from the tail of the rollout.
+_IN_TAIL = {
+    "old": "throughput/old_logprobs_in_tail",
+    "reference": "throughput/reference_in_tail",
+}
 
 
 def compute_logprobs(
@@ -32,12 +38,7 @@ def compute_logprobs(
     on_policy = config.rl.old_logprob == "on-policy"
     if on_policy:
         check_on_policy(samples, state.version)
-    old, num_old = _old_logprobs(
-        run.models.policy,
-        batches,
-        are_engines=config.rl.old_logprob == "rollout",
-        first_is_free=is_first_old_pass_free(config, run.plan.batch.iterations),
-    )
+    old, num_old = _old_logprobs(run, batches)
     batches = batches.with_column("old_logprobs", old)
     reference, num_reference = run.models.reference, 0
     if reference is not None:
@@ -46,16 +47,16 @@ def compute_logprobs(
             if config.rl.reference_pass == "packed":
                 values = batches.by_update(reference.logprobs)
             else:
-                values = single_row_logprobs(run.samples, reference, batches)
+                values = single_row_logprobs(run.samples, "reference", reference, batches)
         batches = batches.with_column("ref_logprobs", values)
     if teachers := run.models.teachers:
         flags = config.distillation
         of_sample = teachers_of_samples(samples, run.data.train, [*teachers], flags.teacher_key)
         with run.scheduler.onloaded(MemoryOwner.TEACHERS):
             batches = batches.changed(partial(with_teachers, teachers, of_sample, flags.full))
-    if run.tail is not None:
-        early = Mean.of(float(s.has_reference) for s in samples)
-        batches = batches.with_metrics(MetricSet({"throughput/reference_in_tail": early}))
+    early = Mean.of(float(s.has_early) for s in samples)
+    in_tail = [name for name, column in EARLY_COLUMNS.items() if column in run.samples.columns]
+    batches = batches.with_metrics(MetricSet({_IN_TAIL[name]: early for name in in_tail}))
     if config.sampling.rl_resample_factor > 1 or config.balance.partial_rollout_tokens:
         batches = with_on_policy_mask(batches, run.samples, samples, state.version)
     counts = {"forward/old": Max(float(num_old)), "forward/reference": Max(float(num_reference))}
@@ -68,20 +69,19 @@ def compute_logprobs(
         return batches.with_column("old_values", batches.by_update(run.models.critic.values))
 
 
-def _old_logprobs(
-    policy: TrainEngine, batches: StepBatches, *, are_engines: bool, first_is_free: bool
-) -> tuple[list[torch.Tensor | None], int]:
+def _old_logprobs(run: Components, batches: StepBatches) -> tuple[list[torch.Tensor | None], int]:
     """Return the old log-probs of each micro-batch, or ``None``, and the number of passes.
 
-    Args:
-        policy: The present policy.
-        batches: Batches of the step.
-        are_engines: Whether the log-probs of the engine are the old ones.
-        first_is_free: Whether the first update computes its old log-probs itself.
+    They are ``None`` off the last stage, and where the first update computes them itself.
     """
-    if are_engines:
+    config, policy = run.config, run.models.policy
+    if config.rl.old_logprob == "rollout":
         return [m.columns.get("rollout_logprobs") for m in batches.micro_batches], 0
-    found: list[torch.Tensor | None] = []
+    if config.rl.old_logprob_pass != "packed":
+        found = single_row_logprobs(run.samples, "old", policy, batches)
+        return found, len(batches.updates)
+    first_is_free = is_first_old_pass_free(config, run.plan.batch.iterations)
+    found = []
     num_passes = 0
     for number, update in enumerate(batches.updates):
         if first_is_free and number == 0:

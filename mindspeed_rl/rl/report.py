@@ -37,6 +37,7 @@ from mindspeed_rl.generation.evaluated_sets import by_set, result_lines
 from mindspeed_rl.generation.rollout_worker import GenerationResult
 from mindspeed_rl.generation.shown_rows import evaluation_rows, token_columns, training_row
 from mindspeed_rl.launch.attempt import restart_metrics
+from mindspeed_rl.launch.failures import LAST_FILES
 from mindspeed_rl.metrics.agreement import EngineAgreement, check_mismatch
 from mindspeed_rl.metrics.constant_rewards import ConstantRewards, MissingRewards
 from mindspeed_rl.metrics.jsonl import encode_json
@@ -427,7 +428,6 @@ class RunReporter:
         if self._data.held_out and last not in self._evaluations:
             self._evaluate(last)
         self._scheduler.to_train()
-        output = Path(config.logging.output_dir)
         export = self._export(models)
         if self._benchmark:
             prediction, _ = predict_run(job)
@@ -435,6 +435,13 @@ class RunReporter:
             job.log_rank0(*benchmark_lines(self._benchmark, peaks))
         if not self._writer:
             return
+        with job.watchdog.phase(LAST_FILES):
+            self._write_last_files(models, export)
+
+    def _write_last_files(self, models: Models, export: str) -> None:
+        """Write summary, curves and page, and print the results. Local: the writer."""
+        job, config, telemetry = self._job, self._job.config, self._telemetry
+        last, output = config.train.train_iters, Path(config.logging.output_dir)
         # Of --eval-prompt-data, else of the first set.
         first, final = (
             next(iter(self._evaluations.get(step, {}).values()), None) for step in (0, last)

@@ -87,8 +87,13 @@ class DraftHistory:
         }
         return json.dumps(header).encode() + b"\n" + body
 
-    def load(self, content: bytes, fingerprint: str) -> str:
+    def load(self, content: bytes, fingerprint: str, vocab_size: int) -> str:
         """Take the responses of a file, or none of them.
+
+        Args:
+            content: Content of the file.
+            fingerprint: That of this run, see :meth:`to_bytes`.
+            vocab_size: Upper limit of tokens, exclusive: the engine looks every draft up.
 
         Returns:
             Why the content is dropped; empty where it was taken.
@@ -112,6 +117,8 @@ class DraftHistory:
             records = list(_records_of(body))
         except (struct.error, ValueError):
             return "it is corrupt"
+        if any(r and not 0 <= min(r) <= max(r) < vocab_size for _, r in records):
+            return f"it has tokens outside the model's vocabulary of {vocab_size}"
         for key, response in records:
             self.add(key, response)
         return ""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.rollout import EngineTuningConfig
-from mindspeed_rl.core.layout import EngineLayout
+from mindspeed_rl.core.layout import EngineLayout, round_up
 from mindspeed_rl.models.spec import ModelSpec
 from mindspeed_rl.rollout.draft_costs import DraftRule
 from mindspeed_rl.rollout.draft_history import DraftHistory
@@ -39,6 +39,14 @@ class EngineSizes:
     sequences: int
     block_tokens: int
     copies_latent: bool = False
+
+    def sequence_tokens(self, longest: int) -> int:
+        """Return the tokens of cache that a sequence of ``longest`` tokens takes. Pure.
+
+        These are whole blocks, and one more: drafts reach beyond the last token, and an engine
+        keeps a block for itself.
+        """
+        return round_up(longest, self.block_tokens) + self.block_tokens
 
 
 @dataclass(frozen=True, slots=True)

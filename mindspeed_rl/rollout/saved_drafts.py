@@ -62,7 +62,8 @@ def restore_drafts(run: Any, folder: str) -> None:
     dist.broadcast_object_list(content, 0)
     if not content[0]:
         return
-    if reason := history.load(content[0], vocabulary_digest(run.data.tokenizer)):
+    digest, vocab_size = vocabulary_digest(run.data.tokenizer), run.job.plan.spec.vocab_size
+    if reason := history.load(content[0], digest, vocab_size):
         run.job.log_rank0(f"--load: {path} is dropped, drafts begin anew: {reason}")
 
 

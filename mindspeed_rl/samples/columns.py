@@ -83,12 +83,20 @@ LOSS_MASK = Column(
     read=lambda c: c.loss_mask or (True,) * len(c.token_ids),
 )
 
+EARLY_OLD = Column(
+    "early_old_logprobs",
+    torch.float32,
+    "the pass of the old policy during the rollout; NaN where it comes later",
+    read=lambda c: (c.early and c.early.old) or _NAN * len(c.token_ids),
+)
 EARLY_REFERENCE = Column(
     "early_ref_logprobs",
     torch.float32,
     "the pass of the reference during the rollout; NaN where it comes later",
-    read=lambda c: c.ref_logprobs or _NAN * len(c.token_ids),
+    read=lambda c: (c.early and c.early.reference) or _NAN * len(c.token_ids),
 )
+#: Columns of the passes that may run while the last responses are generated, by name of the pass.
+EARLY_COLUMNS = {"old": EARLY_OLD, "reference": EARLY_REFERENCE}
 
 
 def experts_column(num_experts: int, width: int) -> Column:
@@ -103,11 +111,11 @@ def experts_column(num_experts: int, width: int) -> Column:
 
 
 def response_columns(
-    *, has_environment: bool, experts: Column | None, early_reference: bool = False
+    *, has_environment: bool, experts: Column | None, early_passes: Sequence[str] = ()
 ) -> tuple[Column, ...]:
     """Return the columns that a run keeps for every token of a response."""
     mask = (LOSS_MASK,) if has_environment else ()
-    early = (EARLY_REFERENCE,) if early_reference else ()
+    early = [EARLY_COLUMNS[name] for name in early_passes]
     return (TOKEN_IDS, ROLLOUT_LOGPROBS, *mask, *((experts,) if experts else ()), *early)
 
 

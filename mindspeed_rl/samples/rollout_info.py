@@ -19,8 +19,8 @@ from mindspeed_rl.core.types import Rollout
 from mindspeed_rl.parallel.small_collectives import all_reduce_sum
 from mindspeed_rl.samples.columns import Column
 
-# prompt index, tokens, sampled tokens, stopped, weights version, group of ranks, whether it has the
-# log-probs of the reference, times seen, checksum, sum of the checksums of all copies
+# prompt index, tokens, sampled tokens, stopped, weights version, group of ranks, whether it has
+# early log-probs, times seen, checksum, sum of the checksums of all copies
 _INTEGERS = 10
 _SEEN, _CHECKSUM, _COPIES = 7, 8, 9
 
@@ -75,7 +75,8 @@ class RolloutInfo:
         key: Key under which the ranks of its group keep its tokens.
         earlier_versions: (version, tokens) of what earlier passes of generation sampled, from the
             start of the response; the rest is of ``weights_version``.
-        has_reference: Whether the log-probs of the reference are among its columns already.
+        has_early: Whether the passes that run during rollouts have computed its log-probs, which
+            are then among its columns.
     """
 
     sample_id: int
@@ -90,7 +91,7 @@ class RolloutInfo:
     correctness: Correctness = NOT_COMPARED
     key: SampleKey = UNCACHED
     earlier_versions: tuple[tuple[int, int], ...] = ()
-    has_reference: bool = False
+    has_early: bool = False
 
     def is_incomplete(self, limit: int) -> bool:
         """Tell whether the response neither stopped nor reached the limit of responses."""
@@ -203,7 +204,7 @@ def _samples_of(rows: torch.Tensor, key_of: SampleKey, num_parts: int) -> list[R
             stopped=bool(facts[3]),
             weights_version=facts[4],
             group=facts[5],
-            has_reference=bool(facts[6]),
+            has_early=bool(facts[6]),
             reward=numbers[0],
             parts=tuple(numbers[1:end]),
             correctness=Correctness(*numbers[end:]) if numbers[end:] else NOT_COMPARED,
@@ -222,7 +223,7 @@ def _facts(rollout: Rollout, group: int, columns: Sequence[Column]) -> list[int]
         int(not done.truncated),
         done.weights_version,
         group,
-        int(done.ref_logprobs is not None),
+        int(done.early is not None),
         1,
         checksum,
         checksum,

@@ -15,10 +15,11 @@ def sample_metrics(
 ) -> dict[str, float]:
     """Return the metrics of rewards and lengths of a step, equal on every rank.
 
-    What is known of no sample, such as rewards that all abstained, is NaN.
+    What is known of no sample, such as rewards that all abstained, is NaN. Lengths count the tokens
+    that the model sampled, not those of an environment or an agent.
     """
     known = [s.reward for s in samples if not math.isnan(s.reward)]
-    lengths = [s.num_tokens for s in samples]
+    lengths = [s.num_sampled for s in samples]
     values = {
         REWARD: sum(known) / len(known) if known else math.nan,
         "reward/std": spread(known),

@@ -1,1 +1,1 @@
-"""Training on megatron-core, which only this package and trainer_state import."""
+"""Training on megatron-core, which only this package, trainer_state and adapters import."""

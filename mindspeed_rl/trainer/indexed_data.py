@@ -9,7 +9,8 @@ if its id is the tokenizer's padding.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -145,6 +146,35 @@ class IndexedSamples:
         return state.hexdigest()
 
 
+@contextmanager
+def _arrays_only() -> Iterator[None]:
+    """Make ``numpy.load`` read, in this block, arrays of numbers and nothing else. Local.
+
+    megatron-core reads its indices of samples with ``allow_pickle``, so a file that somebody else
+    put into the cache could run any code.
+
+    Raises:
+        UsageError: In the block: a file holds objects, or is no array.
+    """
+    numpy: Any = np
+    load = numpy.load
+
+    def load_array(file: Any, **options: Any) -> Any:
+        try:
+            return load(file, **options | {"allow_pickle": False})
+        except (ValueError, EOFError) as error:
+            raise UsageError(
+                f"--data-cache-path: {file} is no index of samples ({error}); remove it, and the "
+                "next start makes it again"
+            ) from error
+
+    numpy.load = load_array
+    try:
+        yield
+    finally:
+        numpy.load = load
+
+
 class _Rows(Sequence[TrainSample]):
     """A range of rows of a source, each read from disk on access."""
 
@@ -201,7 +231,8 @@ def _build(
     settings.split_matrix = [settings.split_matrix[0], None, None]
     builder = BlendedMegatronDatasetBuilder(GPTDataset, [num_samples, 0, 0], lambda: True, settings)
     try:
-        dataset, _, _ = builder.build()
+        with _arrays_only():
+            dataset, _, _ = builder.build()
     except FileNotFoundError as error:
         raise UsageError(
             f"--data-cache-path {config.data_cache_path or 'PREFIX/cache'}: rank {dist.get_rank()} "

@@ -172,10 +172,6 @@ class Cell:
         """Make the cell of all shards of one rectangle, replicas included."""
         return cls(shards[0].piece.hf_box, shards, tuple(shard.owner_ranks for shard in shards))
 
-    def is_held_by(self, rank: int) -> bool:
-        """Tell whether ``rank`` holds the rectangle."""
-        return any(rank in several for several in self.owner_ranks)
-
     def piece_of(self, rank: int) -> Piece:
         """Return the piece in which ``rank`` holds the rectangle."""
         return next(shard.piece for shard in self.shards if rank in shard.owner_ranks)

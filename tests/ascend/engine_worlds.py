@@ -6,6 +6,7 @@ import builtins
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.launch.bootstrap import World
 from mindspeed_rl.models.registry import spec_from_hf_config
+from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.platforms.process_state import preserved_environment
 from mindspeed_rl.platforms.registry import select_platform
 from mindspeed_rl.rollout.draft_costs import DraftRule
@@ -39,11 +41,11 @@ def trainer_memory() -> list[torch.Tensor]:
 
 def build(
     folder: str, dtype: str, layout: EngineLayout, rank: int, max_num_batched_tokens: int = 256,
-    records: bool = False, history: DraftHistory | None = None,
+    records: bool = False, history: DraftHistory | None = None, counts: bool = False,
 ) -> Any:  # fmt: skip
     """The engine of this rank, as the product builds it; with ``records`` it tells its experts.
 
-    With a ``history`` it drafts.
+    With a ``history`` it drafts; if it ``counts`` the tokens of experts, these may move.
     """
     with preserved_environment():  # as when the product imports vLLM
         process.before_vllm()
@@ -66,6 +68,7 @@ def build(
         },
         tuning=EngineTuningConfig(rollout_graph_mode="eager"),  # only a device captures graphs
         recorded_layers=tuple(spec.expert_layers) if records else (),
+        counted_layers=tuple(spec.expert_layers) if counts else (),
         draft_rule=None if history is None else DraftRule(period=1),
         draft_history=history,
     )  # fmt: skip
@@ -205,3 +208,56 @@ def routes(engine: Any, mine: Sequence[int], version: int) -> Routes:
     asked = [GenerationRequest(i, PROMPTS[i], 100 + i) for i in mine]
     done = engine.generate(asked, SETTINGS, version)
     return {i: (c.token_ids, c.experts) for i, c in done.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class MovedExperts:
+    """What one rank sampled and counted.
+
+    Attributes:
+        linear: with neighbouring experts on a rank.
+        moved: the same, with other places in every layer.
+        unaware: with weights in other places, of which the tables do not know.
+        loads: [layers, experts] tokens that this rank computed for ``linear`` and ``moved``.
+    """
+
+    linear: Sampled
+    moved: Sampled
+    unaware: Sampled
+    loads: tuple[torch.Tensor, torch.Tensor]
+
+
+def moved_experts(world: World, folder: str, layout: EngineLayout) -> MovedExperts:
+    """Sample, move experts to other ranks, another way in each layer, and sample again."""
+    engine = build(folder, "float32", layout, world.rank, counts=True)
+    load(engine, folder, 1)
+    engine.take_expert_load()  # steps before the first request
+    mine = range(len(PROMPTS))[world.rank :: world.size]
+    spec, views = engine._layout.spec, engine.weight_views()
+    whole = {name: everyone(view) for name, view in views.items() if "experts.w" in name}
+    sampled, loads = [sample(engine, 1, mine)], [engine.take_expert_load()]
+    for version, told in ((2, True), (3, False)):
+        engine.begin_update()
+        slots = {n: rotated(spec.num_experts, version + n) for n in spec.expert_layers}
+        if told:
+            engine.place_experts(tuple(slots.items()))
+        for name, view in engine.weight_views().items():
+            if name in whole:
+                layer = int(name.split(".layers.")[1].split(".")[0])
+                first = world.rank * len(view)
+                view.copy_(whole[name][list(slots[layer][first : first + len(view)])])
+        engine.finish_update(version)
+        sampled.append(sample(engine, version, mine))
+        loads.append(engine.take_expert_load())
+    return MovedExperts(sampled[0], sampled[1], sampled[2], (loads[0], loads[1]))
+
+
+def everyone(view: torch.Tensor) -> torch.Tensor:
+    """The experts of all ranks, in order."""
+    parts = gather_objects(view.cpu())
+    return torch.cat(parts).to(view.device)
+
+
+def rotated(count: int, by: int) -> tuple[int, ...]:
+    """Every expert in another slot, many of them on another rank."""
+    return tuple((expert + by) % count for expert in range(count))

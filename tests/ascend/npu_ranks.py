@@ -202,7 +202,7 @@ def serve(platform: str) -> None:
 
         importlib.import_module("torch_npu")
         npu_install.install(NpuSetup())
-    for name in warm_ranks.TRAINER_LIBRARIES:
+    for name in warm_ranks.TRAINER_LIBRARIES + warm_ranks.RUN_MODULES:
         importlib.import_module(name)
     sys.stdout.flush()  # what they printed waits there
     os.dup2(channel, 1)

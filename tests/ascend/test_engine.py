@@ -151,6 +151,33 @@ def test_two_data_parallel_ranks(expert_parallel: bool, tmp_path: Path) -> None:
     assert ranks[0]["steps"].reductions == ranks[0]["steps"].steps, "one per step"
 
 
+def test_experts_move_between_ranks_with_an_update(tmp_path: Path) -> None:
+    """Another way in each layer: samples stay, and tokens are counted for the same experts."""
+    folder = write_models(tmp_path, "qwen3_moe")[0]
+    layout = EngineLayout(2, 1, 2, expert_parallel=True)
+    ranks = run_npu_ranks(
+        engine_worlds.moved_experts, 2, work_dir=tmp_path / "ranks", args=(folder, layout)
+    )
+    for found in ranks:
+        assert {n: tokens for n, (tokens, _) in found.moved.items()} == {
+            n: tokens for n, (tokens, _) in found.linear.items()
+        }
+        assert_logprobs(folder, found.linear, TOLERANCES["qwen3_moe"])
+        assert_logprobs(folder, found.moved, TOLERANCES["qwen3_moe"])
+        assert found.unaware != found.moved, "the tables decide who computes an expert"
+    linear, moved = (sum(found.loads[i] for found in ranks) for i in (0, 1))
+    assert linear.equal(moved), "by expert, wherever it is"
+    per_rank = [[int((found.loads[i] > 0).any(0).sum()) for found in ranks] for i in (0, 1)]
+    assert per_rank[0] == [linear.shape[1] // 2] * 2, "each rank its own experts"
+    chosen = torch.zeros_like(linear)
+    for found in ranks:
+        for number, (tokens, _) in found.linear.items():
+            seen = experts_of(folder, [*engine_worlds.PROMPTS[number], *tokens[:-1]])
+            for layer in range(seen.shape[1]):
+                chosen[layer] += seen[:, layer].flatten().bincount(minlength=chosen.shape[1])
+    assert bool((linear >= chosen).all()) and bool((linear - chosen).sum() < 0.5 * linear.sum())
+
+
 @needs_mindspeed
 def test_beside_the_real_adaptor_of_mindspeed(tmp_path: Path) -> None:
     """What it replaces in torch does not reach what the engine says."""

@@ -455,7 +455,7 @@ def test_the_packed_reduction_says_what_its_own_says(
     from vllm.distributed import parallel_state
     from vllm_ascend.worker import model_runner_v1
 
-    from mindspeed_rl.engines.vllm.patches import step_sync
+    from mindspeed_rl.vllm_patches import step_sync
 
     def add_the_other_rank(vector: torch.Tensor, group: object) -> None:
         flat = vector.view(-1)

@@ -11,20 +11,48 @@ from typing import Any
 
 import pytest
 from support.architecture import ROOT
+from support.spawn import end_ranks
+from support.warm_ranks import SERVER
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def result_of(script: str, *flags: str, folder: Path) -> dict[str, Any]:
-    """The last line of a benchmark, which any user can start from any folder."""
-    command = [sys.executable, str(ROOT / "tools" / "bench" / script), *flags]
+    """The last line of a benchmark, which runs in forks that have imported the libraries."""
+    own = folder / "bench"
+    own.mkdir()
+    path = str(ROOT / "tools" / "bench" / script)
+    command = {"script": path, "flags": flags, "cwd": str(folder)}
+    (own / "command.json").write_text(json.dumps(command))
+    variables = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *(entry for entry in sys.path if entry)]),
+        "RANK": "0",
+    }
+    bench = SERVER.start(own, variables, "support.forked_bench")
+    end_ranks(script, own, [bench], timeout_s=500.0)
+    return _result((own / "rank0.log").read_text())
+
+
+def _result(told: str) -> dict[str, Any]:
+    (line,) = [line for line in told.splitlines() if line.startswith("RESULT ")]
+    found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+    return found
+
+
+def test_any_user_can_start_one_from_any_folder(tmp_path: Path) -> None:
+    """As a new process, whose ranks are new processes."""
+    flags = ("--workers", "2", "--megabytes", "1", "--repeats", "1")
+    command = [sys.executable, str(ROOT / "tools" / "bench" / "dispatch.py"), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
-    return found
+    assert done.stdout.splitlines()[-1].startswith("RESULT ")
+    (size,) = _result(done.stdout)["sizes"]
+    assert set(size["seconds"]) == {"ours", "controller", "floor"}
+    assert all(taken > 0 for taken in size["seconds"].values())
+    assert 0.9 * 2**20 < size["bytes"] <= 2**20
 
 
 def test_reshard(tmp_path: Path) -> None:
@@ -61,14 +89,6 @@ def test_tail_run(tmp_path: Path) -> None:
     assert ordered["run"] == pytest.approx(ordered["simulated"])
     for row in (drawn, ordered):
         assert row["run"]["steps"] > 1 and 0 < row["run"]["idle"] < 1
-
-
-def test_dispatch(tmp_path: Path) -> None:
-    flags = ("--workers", "2", "--megabytes", "1", "--repeats", "1")
-    (size,) = result_of("dispatch.py", *flags, folder=tmp_path)["sizes"]
-    assert set(size["seconds"]) == {"ours", "controller", "floor"}
-    assert all(taken > 0 for taken in size["seconds"].values())
-    assert 0.9 * 2**20 < size["bytes"] <= 2**20
 
 
 def test_head(tmp_path: Path) -> None:
@@ -150,7 +170,7 @@ def test_prompts(tmp_path: Path) -> None:
     assert set(ways) == {"first", "ours", "plain"}
     assert len({way["fingerprint"] for way in ways.values()}) == 1
     assert all(way["seconds"] > 0 and way["step"]["resident"] > 0 for way in ways.values())
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["bench"]
 
 
 def test_e2e(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from make_tiny_model import write_tiny_model
+from support.draft_models import speculation
 from support.draft_world import DraftRun, draft_world
 from support.spawn import run_ranks
 
@@ -13,7 +14,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 RECORDED = ("--rl-routing-replay", "rollout")
 
 
-def check(plain: list[DraftRun], drafted: list[DraftRun]) -> None:
+def check_samples(plain: list[DraftRun], drafted: list[DraftRun]) -> None:
     """Compare what ranks sampled, each its share, with what one rank sampled without drafts."""
     (wanted,) = plain
     for found in drafted:
@@ -24,11 +25,18 @@ def check(plain: list[DraftRun], drafted: list[DraftRun]) -> None:
                 assert completion.logprobs == pytest.approx(other[i].logprobs, abs=2e-5)
                 assert completion.finish_reason == other[i].finish_reason
                 assert completion.experts == other[i].experts
+    for number, done in enumerate(wanted.passes):
+        assert {i for found in drafted for i in found.passes[number]} == set(done)
+
+
+def check(plain: list[DraftRun], drafted: list[DraftRun]) -> None:
+    """Compare samples, and what is counted of drafts from texts."""
+    check_samples(plain, drafted)
+    (wanted,) = plain
+    for found in drafted:
         tokens = [sum(len(c.token_ids) for c in done.values()) for done in found.passes]
         assert [stats.sampled_tokens for stats in found.stats] == tokens
         assert sum(stats.kept_tokens for stats in found.stats) > 0
-    for number, done in enumerate(wanted.passes):
-        assert {i for found in drafted for i in found.passes[number]} == set(done)
     assert all(stats.response_steps == 0 for stats in wanted.stats)
     for earlier, later in ((0, 1), (1, 3)):
         assert wanted.passes[earlier] != wanted.passes[later], "passes differ"
@@ -81,6 +89,14 @@ def test_tokens_and_experts_are_those_without_drafts(tmp_path: Path) -> None:
     drafted = runs(2, "always", "--rollout-tp", "2", "--rollout-ep", "2")
     check(plain, drafted)
     check_steps(plain, drafted)
+    drafter = write_tiny_model(tmp_path / "drafter", seed=5, num_layers=1)
+    check_samples(
+        plain,
+        runs(
+            *(2, "", "--rollout-tp", "2", "--rollout-ep", "2"),
+            *speculation("draft_model", drafter),
+        ),
+    )
     shared = runs(2, "always", "--rollout-dp", "2", "--rollout-ep", "2")
     check(plain, shared)
     check_steps(plain, shared)

@@ -29,7 +29,7 @@ def test_attributes_of_objects_are_in_the_snapshot(tmp_path: Path) -> None:
     """Experts, data-parallel ranks, offload and a save; also what the engine measured."""
     write_inputs(tmp_path, 8, family="qwen3_moe")
     target = [ENTRY, str(tmp_path / "trace"), "mindspeed_rl.train_rl"]
-    with TorchrunJob(tmp_path, target, FLAGS) as job:
+    with TorchrunJob(tmp_path, target, FLAGS, fresh=True) as job:
         ended = job.end(LIMIT_S)
     assert ended.returncodes == (0,), ended.output
     traced = collected(tmp_path / "trace")

@@ -51,13 +51,16 @@ def test_every_stage_runs_on_a_cpu(tmp_path: Path) -> None:
     code, stages, said = checked(tmp_path, "--task-steps", "2", "--warm-steps", "3")
     wrong = {name: stage["note"] for name, stage in stages.items() if stage["status"] != "ok"}
     assert code == 0 and not wrong, said
-    assert len(stages) == 11
+    assert len(stages) == 12
     figures = {name: stage["figures"] for name, stage in stages.items()}
     assert figures["trainer"]["tokens_per_s"] > 0 and figures["offload"]["moved_mib"] > 1
     assert figures["sync"]["moved_gb_per_s"] > 0
     assert figures["logprobs"]["largest_difference"] < 1e-4
+    pauses = figures["pauses"]
+    assert pauses["resumed"] == 24 and pauses["kept_tokens"] == 8 * (3 * 16 + 3 + 7 + 11 - 3)
+    assert pauses["largest_difference"] < 1e-4
     assert figures["steps"]["steps"] == 3 and figures["task"]["steps"] == 2
-    assert "11 of 11 stages ok, 0 failed, 0 skipped" in said
+    assert "12 of 12 stages ok, 0 failed, 0 skipped" in said
 
 
 def test_the_trainer_runs_where_vllm_is_missing(tmp_path: Path) -> None:
@@ -69,6 +72,6 @@ def test_the_trainer_runs_where_vllm_is_missing(tmp_path: Path) -> None:
     )
     assert code == 0, said
     assert stages["trainer"]["status"] == stages["offload"]["status"] == "ok"
-    for name in ("engine", "sync", "logprobs"):
+    for name in ("engine", "sync", "pauses", "logprobs"):
         assert stages[name]["status"] == "skipped"
         assert stages[name]["note"] == "vllm not installed (docs/install.md)"

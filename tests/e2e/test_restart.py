@@ -45,7 +45,7 @@ def launch(
     }  # fmt: skip
     (folder / "tmp").mkdir(exist_ok=True)
     return run_to_end(
-        ["bash", "-euc", script, "launch", *arguments], 400.0,
+        ["bash", "-euc", script, "launch", *arguments], 500.0,
         variables | planted(fault, "train_rl"), cwd=folder,
     )  # fmt: skip
 
@@ -92,15 +92,15 @@ def test_a_fault_that_comes_again_at_the_same_step_ends_the_job(world: Path) -> 
 def test_a_run_that_is_asked_to_end_saves_after_its_step(world: Path) -> None:
     """SIGTERM at one of two ranks; what a batch queue kills, --load continues."""
     asked = [*flags("asked"), "--train-iters", "400", "--exit-signal-handler"]
-    with TorchrunJob(world, ["-m", "mindspeed_rl.train_rl"], asked) as job:
-        job.wait_for_text("grpo 2/400", 200.0)
+    with TorchrunJob(world, ["-m", "mindspeed_rl.train_rl"], asked, fresh=True) as job:
+        job.wait_for_text("grpo 2/400", 300.0)
         ranks = [
             pid for pid in processes_of(job.marker)
             if b"LOCAL_RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             and b"mindspeed_rl.train_rl" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]  # fmt: skip
         os.kill(ranks[0], signal.SIGTERM)
-        ended = job.end(100.0)
+        ended = job.end(200.0)
     assert ended.returncodes == (0,), ended.output
     steps = [row["step"] for row in rows_of(world / "asked") if "reward/mean" in row]
     assert f"stopped after step {steps[-1]} of 400: SIGTERM reached 1 ranks" in ended.output

@@ -101,6 +101,17 @@ def test_bad_sequences_end_a_job(tmp_path: Path) -> None:
     assert not (tmp_path / "bad.out.npz").exists()
 
 
+def test_the_cache_of_a_short_text_needs_no_flag(tmp_path: Path) -> None:
+    """It holds whole blocks of the engine, of which a text of eleven tokens fills no part."""
+    write_family_model(VARIANTS["qwen2-even-vocab"], tmp_path / "model")
+    np.savez(tmp_path / "in.npz", tokens=np.arange(11)[None] % VOCAB, length=np.array([11]))
+    argv = ["--hf-checkpoint", "model", "--platform", "cpu", "--backend", "engine"]
+    done = score(tmp_path, *argv, "--tokens", "in.npz", "--output", "out.npz")
+    assert done.returncode == 0, done.stderr
+    wanted = transformers_scores(tmp_path / "model", tmp_path / "in.npz")[0]
+    assert np.abs(np.load(tmp_path / "out.npz")["logp"] - wanted).max() <= TOLERANCE
+
+
 def test_sequences_beyond_the_engines_positions_end_a_job(tmp_path: Path) -> None:
     """vLLM's table of YaRN's angles ends with the stretched context, silently."""
     case = VARIANTS["llama-yarn"]

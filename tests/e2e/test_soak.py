@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from soak import (
     FULL_S,
-    NOTICE,
+    NOTICES,
     SAVE_INTERVAL,
     Attack,
     Usage,
@@ -58,9 +58,12 @@ class _Disk:
         self.is_full = False
 
 
-def test_a_full_disk_is_done_when_the_run_has_noticed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("notice", NOTICES)
+def test_a_full_disk_is_done_when_the_run_has_noticed_it(
+    monkeypatch: pytest.MonkeyPatch, notice: str
+) -> None:
     """Not by an earlier notice, and not by time; it is then filled again after another step."""
-    said = [NOTICE]
+    said = [notice]
     run = SimpleNamespace(ranks=lambda: [7], told=lambda: " ".join(said))
     now = [0.0]
     monkeypatch.setattr("soak.time.monotonic", lambda: now[0])
@@ -76,9 +79,17 @@ def test_a_full_disk_is_done_when_the_run_has_noticed_it(monkeypatch: pytest.Mon
     assert not disk.is_full, "not before another step"
     attack.advance(4)
     assert disk.is_full
-    said.append(NOTICE)
+    said.append(notice)
     attack.advance(4)
     assert not disk.is_full and attack.done["disk"] == 1 and attack.plan == [(4, "log")]
+
+
+def test_a_run_says_of_a_full_disk_what_the_soak_waits_for() -> None:
+    sources = [
+        ROOT / "mindspeed_rl" / name for name in ("metrics/jsonl.py", "checkpoint/resume.py")
+    ]
+    for notice, source in zip(NOTICES, sources, strict=True):
+        assert notice in source.read_text()
 
 
 def test_ranks_die_as_often_as_the_time_holds() -> None:

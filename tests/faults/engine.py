@@ -143,10 +143,48 @@ ENGINE = (
           "tests/unit/engines/test_drafting.py::"
           "test_a_draft_is_kept_up_to_the_first_token_that_is_not_sampled",
           "Tokens would be sampled after tokens that the response does not have."),
+    Fault("a-draft-model-is-drawn-at-random",
+          "mindspeed_rl.vllm_patches.draft_weights:_with_own_loading",
+          lambda original: lambda method: method,
+          "tests/unit/rollout/test_draft_model.py::"
+          "test_a_draft_model_is_not_loaded_like_the_policy",
+          "Hardly any of its drafts would be right, without an error."),
+    Fault("every-rank-has-all-of-a-draft-model",
+          "mindspeed_rl.rollout.draft_model:DraftModel.elements",
+          lambda original: lambda self, tp: original(self, 1),
+          "tests/unit/rollout/test_draft_model.py::"
+          "test_sizes_of_a_draft_model_are_those_of_its_files",
+          "A dry run would find that a model does not fit which does."),
+    Fault("the-cache-of-a-draft-model-is-free",
+          "mindspeed_rl.rollout.draft_model:cached_values",
+          lambda original: lambda spec, draft, tp: original(spec, None, tp),
+          "tests/unit/rollout/test_draft_model.py::"
+          "test_sizes_of_a_draft_model_are_those_of_its_files",
+          "The cache that a run chooses would hold fewer responses than it says."),
+    Fault("a-cache-has-no-whole-blocks",
+          "mindspeed_rl.rollout.provider:EngineSizes.sequence_tokens",
+          lambda original: lambda self, longest: longest,
+          "tests/unit/planning/test_cache_size.py::"
+          "test_a_sequence_takes_whole_blocks_and_one_that_the_engine_keeps",
+          "An engine would refuse the cache that was chosen for a short sequence."),
     Fault("each-rank-drafts-by-its-own-seconds",
           "mindspeed_rl.rollout.draft_source:DraftSource.end_step", _own_plan,
           "tests/unit/engines/test_drafting.py::test_ranks_follow_the_plan_of_the_first",
           "Ranks of an engine would compute different tokens in one step."),
+    Fault("a-table-has-experts-where-slots-belong",
+          "mindspeed_rl.engines.vllm_ascend.expert_slots:place_experts",
+          lambda original: lambda model, layers, position, count: original(
+              model, [(n, tuple(sorted(slots, key=slots.__getitem__))) for n, slots in layers],
+              position, count),
+          "tests/unit/engines/test_expert_slots.py::"
+          "test_a_table_says_the_slot_of_each_expert_and_changes_in_place",
+          "vLLM-Ascend would send tokens to the wrong experts."),
+    Fault("experts-are-counted-by-their-slots",
+          "mindspeed_rl.engines.vllm_ascend.expert_slots:experts_by_slot",
+          lambda original: lambda table: table.argsort().argsort(),
+          "tests/unit/engines/test_expert_slots.py::"
+          "test_tokens_count_for_the_experts_in_the_slots_of_the_rank",
+          "Experts that have moved would move again for the tokens of others."),
     Fault("rows-without-a-token-count-for-experts",
           "mindspeed_rl.engines.vllm.expert_load:ExpertLoad._add", _nothing_is_padding,
           "tests/unit/engines/test_expert_maps.py::"
@@ -160,13 +198,13 @@ ENGINE = (
           "test_one_data_parallel_rank_has_no_numbers_of_others",
           "Tokens would count several times, some of them more often than others."),
     Fault("experts-of-drafted-tokens-that-are-not-kept",
-          "mindspeed_rl.engines.vllm.patches.routed_experts:_ComputedRows.of",
+          "mindspeed_rl.vllm_patches.routed_experts:_ComputedRows.of",
           lambda original: lambda self, response, first: self.experts,
           "tests/unit/samples/test_routed_experts.py::"
           "test_tokens_of_a_draft_that_are_not_kept_have_no_experts",
           "The trainer would replay the experts of tokens that no response has."),
     Fault("one-noise-for-all-tokens-of-a-draft",
-          "mindspeed_rl.engines.vllm.patches.verified_drafts:per_row", _one_position,
+          "mindspeed_rl.vllm_patches.verified_drafts:per_row", _one_position,
           "tests/unit/engines/test_drafting.py::"
           "test_each_row_has_the_seed_of_its_request_and_a_position_of_its_own",
           "Drafts would change which tokens are sampled, and repeat those that repeat."),

@@ -1,6 +1,6 @@
 """Plants named faults one after the other; each must turn its test red.
 
-usage: python tests/faults/run.py [--list] [--only NAME ...] [--jobs N] [--proven]
+usage: python tests/faults/run.py [--list] [--only NAME ...] [--jobs N] [--proven] [--within S]
 
 First every named test must pass without a fault, unless --proven says that all just have. Then
 each fault is planted in a fork of a process that has imported torch and megatron-core, which takes
@@ -11,11 +11,13 @@ longer than most tests; it runs just the fault's test. Exit status 1 when a faul
     never reached  the test ended without a call of what was replaced, so it proves nothing
     broken         the target does not exist, or the fault itself raised: mend its row
     hangs          the test was not finished within the limit
+    left out       the seconds of --within were over before its turn, which is no failure
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import signal
@@ -23,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
@@ -35,7 +37,7 @@ ROOT = TESTS.parent
 if str(TESTS) not in sys.path:  # run as a script
     sys.path.insert(0, str(TESTS))
 
-from support.warm_ranks import NO_ENGINE  # noqa: E402
+from support.warm_ranks import FEW_WORLDS  # noqa: E402
 
 from faults.planting import FAULT, REPORT, TABLE, Fault, plant_from_environment  # noqa: E402
 
@@ -65,7 +67,7 @@ def _pytest(arguments: Sequence[str], log: str, environment: Mapping[str, str]) 
     os.chdir(ROOT)
     # processes that the test starts plant the same fault
     path = [str(TESTS / "faults" / "bootstrap"), str(ROOT)]
-    os.environ.update(environment, PYTHONPATH=os.pathsep.join(path), **{NO_ENGINE: "1"})
+    os.environ.update(environment, PYTHONPATH=os.pathsep.join(path), **{FEW_WORLDS: "1"})
     sys.path[:0] = [*path, str(TESTS)]
     multiprocessing.set_start_method(None, force=True)  # the default, as in any other process
     descriptor = os.open(log, os.O_WRONLY)
@@ -123,6 +125,24 @@ def timed_check(fault: Fault, table: str) -> tuple[str, str, float]:
     return verdict, why, time.perf_counter() - start
 
 
+LEFT_OUT = "left out"
+
+
+def checks(
+    faults: Sequence[Fault], jobs: int, table: str, within_s: float
+) -> Iterator[tuple[str, str, float]]:
+    """Verdicts in the order of the faults; after ``within_s`` seconds none is planted any more."""
+    end = time.monotonic() + within_s
+
+    def check_in_time(fault: Fault) -> tuple[str, str, float]:
+        if time.monotonic() > end:
+            return LEFT_OUT, "", 0.0
+        return timed_check(fault, table)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(check_in_time, faults)
+
+
 def green(faults: Sequence[Fault], jobs: int) -> str:
     """What the named tests say that fail without a fault; empty when all pass."""
     files: dict[str, set[str]] = {}
@@ -143,6 +163,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these faults only")
     parser.add_argument("--jobs", type=int, default=2, help="forks at a time (default 2)")
     parser.add_argument("--proven", action="store_true", help="all tests have just passed")
+    parser.add_argument(
+        "--within", type=float, default=math.inf, metavar="S",
+        help="begin with another one each day, and plant none after S seconds",
+    )  # fmt: skip
     parser.add_argument("--table", default="faults.table", help="module with another FAULTS")
     options = parser.parse_args(arguments)
     known = {fault.name: fault for fault in import_module(options.table).FAULTS}
@@ -158,16 +182,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.proven and (problem := green(faults, options.jobs)):
         print(f"red without a fault:\n{problem}")
         return 1
-    with ThreadPoolExecutor(options.jobs) as pool:
-        verdicts = pool.map(lambda fault: timed_check(fault, options.table), faults)
-        for fault, (verdict, why, took) in zip(faults, verdicts, strict=True):
-            counts[verdict] += 1
-            print(f"{verdict}  {fault.name}  {took:.1f} s", flush=True)
-            if why:
-                print(f"        {why}", flush=True)
+    if math.isfinite(options.within):  # so that each has its turn where time is short
+        first = int(time.time() // 86400) * 40 % len(faults)
+        faults = faults[first:] + faults[:first]
+    verdicts = checks(faults, options.jobs, options.table, options.within)
+    for fault, (verdict, why, took) in zip(faults, verdicts, strict=True):
+        counts[verdict] += 1
+        print(f"{verdict}  {fault.name}  {took:.1f} s", flush=True)
+        if why:
+            print(f"        {why}", flush=True)
     seconds = time.perf_counter() - start
-    print(f"{counts['killed']} of {len(faults)} faults killed in {seconds:.0f} s")
-    return 0 if counts["killed"] == len(faults) else 1
+    left_out = f", {counts[LEFT_OUT]} left out" if counts[LEFT_OUT] else ""
+    print(f"{counts['killed']} of {len(faults)} faults killed in {seconds:.0f} s{left_out}")
+    return 0 if counts["killed"] + counts[LEFT_OUT] == len(faults) else 1
 
 
 if __name__ == "__main__":

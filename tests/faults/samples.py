@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ _STEP = "tests/unit/rl/test_step.py::"
 _TABLE = "tests/unit/samples/test_sample_table.py::"
 _SAMPLING = "tests/unit/rl/test_dynamic_sampling.py::"
 _PARTIAL = "tests/unit/rl/test_partial_rollout.py::"
+_SINGLE = "tests/unit/rl/test_single_rows.py::"
 _TALK = "tests/unit/environments/test_environments.py::"
 _LOSSES = "tests/unit/algorithms/test_policy_losses.py::"
 _POOL = "tests/unit/rewards/test_pool.py::"
@@ -56,6 +57,10 @@ def _own_tokens(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _local(values: Any) -> Any:
     return values
+
+
+def _of_the_other_model(early: Mapping[int, Any]) -> dict[int, Any]:
+    return {i: replace(e, old=e.reference, reference=e.old) for i, e in early.items()}
 
 
 SAMPLES = (
@@ -150,17 +155,23 @@ SAMPLES = (
           "test_samples_to_come_may_still_bring_a_share_down",
           "A few slow samples that are scored first would end a run."),
     Fault("rows-of-the-reference-in-another-order",
-          "mindspeed_rl.rl.reference:_of_micro_batch",
+          "mindspeed_rl.rl.single_rows:_of_micro_batch",
           takes(computed=lambda computed: dict(zip(computed, reversed([*computed.values()]),
                                                    strict=True))),
-          "tests/unit/rl/test_reference_pass.py::test_every_sample_has_a_row_of_its_own",
+          _SINGLE + "test_every_sample_has_a_row_of_its_own",
           "The KL would compare tokens of one response with log-probs of another."),
-    Fault("early-log-probs-of-the-reference-are-dropped",
-          "mindspeed_rl.generation.rollout_worker:with_reference",
+    Fault("early-log-probs-are-dropped", "mindspeed_rl.generation.rollout_worker:with_early",
           takes(early=lambda early: {}),
-          "tests/unit/rl/test_reference_pass.py::"
-          "test_what_came_during_the_rollout_is_not_computed_again",
+          _SINGLE + "test_what_came_during_the_rollout_is_not_computed_again",
           "The work of the tail would be done twice, and nothing would say so."),
+    Fault("early-log-probs-of-the-other-model",
+          "mindspeed_rl.rl.single_rows:TailPasses._logprobs", gives(_of_the_other_model),
+          _SINGLE + "test_the_tail_ends_between_two_bundles_when_all_engines_are_done",
+          "The ratio would be to the reference, and the KL to the policy itself."),
+    Fault("column-of-the-other-early-pass", "mindspeed_rl.rl.single_rows:single_row_logprobs",
+          takes(name=lambda name: {"old": "reference", "reference": "old"}[name]),
+          _SINGLE + "test_what_came_during_the_rollout_is_not_computed_again",
+          "Old log-probs and those of the reference would change places for early samples."),
     Fault("nan-reward-accepted", "mindspeed_rl.rewards.scoring:check_reward",
           _nan_accepted, "tests/unit/rewards/test_functions.py::test_refused_values",
           "One NaN spreads over its whole group."),
@@ -192,6 +203,11 @@ SAMPLES = (
           takes(skipped=lambda _: 0.0),
           "tests/unit/rl/test_throughput.py::test_each_part_has_its_own_tokens_and_seconds",
           "Utilisation would be that of work which nobody did."),
+    Fault("what-a-model-read-makes-its-responses-long",
+          "mindspeed_rl.samples.sample_metrics:sample_metrics",
+          takes(samples=lambda found: [replace(s, num_sampled=s.num_tokens) for s in found]),
+          _STEP + "test_lengths_count_what_the_model_sampled",
+          "An agent that is told more would look like a model that says more."),
     Fault("a-die-counts-as-a-card", "mindspeed_rl.metrics.throughput:token_rates",
           takes(devices=lambda devices: replace(devices, per_card=1)),
           "tests/unit/metrics/test_throughput.py::"

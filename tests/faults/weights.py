@@ -97,6 +97,24 @@ def _any_version(original: Callable[..., Any]) -> Callable[..., Any]:
     return changed
 
 
+def _moved_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(self: Any, engine: Any, version: int) -> None:
+        moves, move = [0], self._move
+
+        def once(*args: Any) -> None:
+            if moves:
+                moves.pop()
+                move(*args)
+
+        self._move = once
+        try:
+            original(self, engine, version)
+        finally:
+            del self._move
+
+    return changed
+
+
 def _seed_of_its_own(original: Callable[..., Any]) -> Callable[..., Any]:
     def changed(layout: Any, rank: int, params: Any, seed: int) -> None:
         original(layout, rank, params, seed + rank)
@@ -162,10 +180,17 @@ WEIGHTS = (
     Fault("turns-are-taken-for-half-as-busy", "mindspeed_rl.weights.turns:Demand.loads",
           gives(lambda loads: loads / 2), _TURNS,
           "Rounds would exceed the memory that --reshard-bucket-mb allows."),
+    Fault("ranks-never-take-turns", "mindspeed_rl.weights.turns:choose_turns",
+          takes(most=lambda _: 10**9),
+          "tests/simulated/test_turns.py::test_turns_make_few_messages_of_the_same_bytes",
+          "Engines that cut their experts would take tens of thousands of messages per rank."),
     Fault("turns-by-the-last-digit", "mindspeed_rl.weights.turns:digit_sum",
           lambda original: lambda number, base: number % base,
           "tests/simulated/test_turns.py::test_digits_are_summed",
           "Destinations of one sender would share a turn, while others wait."),
+    Fault("first-of-some-transposed-experts-not-copied", "mindspeed_rl.weights.exchange:_matrices",
+          gives(lambda pairs: list(pairs)[1:] or pairs), _RUNS + "[False-sliced]",
+          "An engine for NPUs would compute with an expert of an earlier step."),
     Fault("layers-are-not-told-where-experts-went", "mindspeed_rl.weights.sync:WeightSync.retarget",
           takes(layer_experts=lambda _: ()),
           "tests/unit/weights/test_retarget.py::test_experts_are_placed_before_their_weights_come",
@@ -265,6 +290,14 @@ WEIGHTS = (
           returns(True),
           _DELTAS + "test_a_receiver_without_the_version_gets_all_of_its_weights",
           "An engine that restarted would add changes to weights that it does not have."),
+    Fault("changes-are-sent-to-an-engine-that-lost-its-bits",
+          "mindspeed_rl.deltas.path:DeltaResharder.agree", takes(keeps_bits=lambda _: True),
+          _DELTAS + "test_a_receiver_without_the_version_gets_all_of_its_weights",
+          "Changes would be added to zeros in engines that keep experts in another order."),
+    Fault("lost-changes-are-not-followed-by-all-weights",
+          "mindspeed_rl.weights.sync:WeightSync.run", _moved_once,
+          "tests/unit/weights/test_changes.py::test_all_weights_follow_a_delta_that_was_lost",
+          "One lost message would end a run that could have gone on."),
     Fault("copies-of-what-was-sent-grow-old", "mindspeed_rl.deltas.path:SentWeights.update",
           _only_once, _DELTAS + "test_changes_leave_what_whole_weights_would",
           "Changes would be applied again at every sync."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -390,6 +391,21 @@ WIRING = (
           takes(runs=lambda runs: ["x", "y"]),
           "tests/unit/peers/test_placement.py::test_the_newest_step_that_all_ranks_have_is_taken",
           "A rank would go on from the weights of another one."),
+    # --- what strangers may have written
+    Fault("indices-may-hold-objects", "mindspeed_rl.trainer.indexed_data:_arrays_only",
+          lambda original: nullcontext,
+          "tests/unit/trainer/test_indexed_data.py::"
+          "test_an_index_that_is_no_array_is_refused_and_not_executed",
+          "Whoever can write beside the data could run any code in the training process."),
+    Fault("drafts-of-any-token", "mindspeed_rl.rollout.draft_history:DraftHistory.load",
+          takes(vocab_size=lambda vocab_size: 1 << 40),
+          "tests/unit/rollout/test_draft_history.py::"
+          "test_a_file_with_tokens_that_the_model_does_not_have_is_dropped_whole",
+          "The engine would look up rows of the embedding that are not there."),
+    Fault("errors-with-passwords", "mindspeed_rl.core.errors:redacted_text",
+          lambda original: str,
+          "tests/unit/metrics/test_redaction.py::test_errors_about_flags_show_no_secrets",
+          "Passwords in URLs would be in the logs of every node."),
     # --- other divisions: of optimizers, of nodes
     Fault("regrouped-optimizer-without-step", "mindspeed_rl.checkpoint.expert_optimizers:give_step",
           returns(None),
@@ -405,6 +421,11 @@ WIRING = (
           "tests/unit/elastic/test_elastic.py::"
           "test_a_start_waits_for_all_and_a_restart_for_the_fewest",
           "Every crash would cost the nodes whose ranks end a moment later."),
+    Fault("silent-nodes-are-left-out", "mindspeed_rl.elastic.meeting:waiting_for",
+          gives(lambda found: (found[0], True)),
+          "tests/unit/elastic/test_elastic.py::"
+          "test_a_node_that_is_silent_when_the_others_decide_is_not_left_out",
+          "A shared disk that stands still for seconds would cost nodes that live."),
 )  # fmt: skip
 
 

@@ -30,15 +30,17 @@ class Sync:
 
     Attributes:
         share: of the words of the model that changed since the one before.
-        held: versions that engines claim to hold, by rank; -1: the one before.
+        held: versions that engines claim to hold, by rank, where not the latest finished one.
         repacks: ranks whose engine keeps other bits.
         why_all: reason to move all.
+        loses: ranks to which it does not come, so that no rank is told that it is finished.
     """
 
     share: float
     held: tuple[tuple[int, int], ...] = ()
     repacks: tuple[int, ...] = ()
     why_all: str = ""
+    loses: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +96,21 @@ def run_syncs(
         deltas = DeltaResharder(resharder, rank, torch.device("cpu"), lines.append)
         shapes = target.local_shapes(rank)
         write = {n: torch.full(shape, UNTOUCHED, dtype=dtype) for n, shape in shapes.items()}
-        found = []
+        found, left = [], -1
         for version, (hf, sync) in enumerate(zip(models, syncs, strict=True)):
             read = {n: t.to(dtype) for n, t in tensors(megatron_params(case, hf, rank)).items()}
-            held = [dict(sync.held).get(r, version - 1) for r in range(case.world)]
-            if held[rank] != version - 1 or rank in sync.repacks:
+            held = [dict(sync.held).get(r, left) for r in range(case.world)]
+            if held[rank] != left or rank in sync.repacks:
                 for tensor in write.values():
                     tensor.fill_(UNTOUCHED)
             before, lines[:] = (transport.sent_bytes, transport.received_bytes), []
             deltas.agree(held, rank not in sync.repacks, sync.why_all)
             deltas.run(read, write)
-            deltas.finished(version)
+            if rank in sync.loses:
+                for tensor in write.values():
+                    tensor.fill_(UNTOUCHED)
+            if not sync.loses:
+                deltas.finished(left := version)
             wrong = [
                 name
                 for name, values in vllm_params(case, hf, rank).items()
@@ -136,26 +142,52 @@ def shown(dtype: torch.dtype) -> type:
     return np.int16 if dtype is torch.int16 else np.int32
 
 
-@given(cases(), st.booleans(), st.sampled_from((torch.int16, torch.int32)))
+ACCIDENTS = {
+    "skewed": lambda rank: Sync(0.1, held=((rank, 0),)),
+    "restarted": lambda rank: Sync(0.1, held=((rank, -1),)),
+    "repacks": lambda rank: Sync(0.1, repacks=(rank,)),
+    "loaded": lambda rank: Sync(0.1, why_all="loaded"),
+    "lost": lambda rank: Sync(0.1, loses=(rank,)),
+    "none": lambda rank: Sync(0.1),
+}
+Accident = tuple[str, int]
+
+
+@given(
+    cases(),
+    st.booleans(),
+    st.sampled_from((torch.int16, torch.int32)),
+    st.lists(st.tuples(st.sampled_from([*ACCIDENTS]), st.integers(0, 63)), max_size=2),
+)
 @settings(max_examples=4, deadline=None, phases=(Phase.explicit, Phase.generate))
-@example(GQA, True, torch.int32)
-@example(TIED, False, torch.int16)
-@example(MOE, True, torch.int16)
-@example(SLICED, False, torch.int16)
-@example(REDUNDANT, True, torch.int16)
+@example(GQA, True, torch.int32, [("skewed", 1), ("none", 0)])
+@example(TIED, False, torch.int16, [("restarted", 2)])
+@example(MOE, True, torch.int16, [("lost", 3), ("lost", 1)])
+@example(SLICED, False, torch.int16, [("repacks", 5)])
+@example(REDUNDANT, True, torch.int16, [("loaded", 0)])
 def test_changes_leave_what_whole_weights_would(
-    case: Case, tight: bool, dtype: torch.dtype
+    case: Case, tight: bool, dtype: torch.dtype, accidents: list[Accident]
 ) -> None:
-    """Several updates after each other, on all ranks, with every message coded in small pieces."""
-    syncs = [Sync(1.0, why_all="first"), Sync(0.3), Sync(0.01)]
+    """Several updates after each other, on all ranks, with every message coded in small pieces.
+
+    A rank that has not what the update before left gets all of its weights, with a line.
+    """
+    drawn = [ACCIDENTS[kind](number % case.world) for kind, number in accidents]
+    syncs = [Sync(1.0, why_all="first"), Sync(0.3), *drawn, Sync(0.01)]
     with (
         mock.patch.object(messages, "LEAST_BYTES", 1),
         mock.patch.object(codec, "PIECE_WORDS", 301),
     ):
         found = run_syncs(case, syncs, dtype, tight=tight, many=not tight)
-    for of_rank in found:
-        assert [sync.wrong for sync in of_rank] == [()] * len(syncs)
-        assert [bool(sync.line) for sync in of_rank] == [True, False, False]
+    for number, sync in enumerate(syncs):
+        after_a_loss = number > 0 and bool(syncs[number - 1].loses)
+        odd = {rank for rank, _ in sync.held} | {*sync.repacks}
+        for rank, moved in enumerate(of_rank[number] for of_rank in found):
+            assert rank in sync.loses or moved.wrong == (), (number, rank)
+            dense = after_a_loss or bool(sync.why_all)
+            assert bool(moved.line) == (dense or bool(odd)), (number, moved.line)
+            if dense or rank in odd:
+                assert moved.received >= moved.all_received
 
 
 LARGE = replace(
@@ -235,7 +267,7 @@ def test_a_sync_that_was_not_finished_is_followed_by_all_weights() -> None:
         read = {n: t.short() for n, t in tensors(megatron_params(LARGE, hf, rank)).items()}
         write = {n: torch.zeros(s, dtype=torch.int16) for n, s in target.local_shapes(rank).items()}
         for version in (1, 2, 3):
-            deltas.agree([version - 1] * LARGE.world, True, "first" if version == 1 else "")
+            deltas.agree([1] * LARGE.world, True, "first" if version == 1 else "")
             deltas.run(read, write)
             if version == 1:
                 deltas.finished(version)
@@ -243,7 +275,7 @@ def test_a_sync_that_was_not_finished_is_followed_by_all_weights() -> None:
 
     for received, all_received, lines in LocalWorld(LARGE.world).run(one_rank):
         assert received == all_received
-        assert "do not have copies of what was sent of version 2" in lines[-1]
+        assert "do not have copies of what was sent of version 1" in lines[-1]
 
 
 def test_damage_on_one_rank_brings_all_weights_to_all() -> None:

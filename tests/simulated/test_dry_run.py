@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,13 @@ def test_a_recipe_that_does_not_fit_says_so_and_what_helps(tmp_path: Path) -> No
     assert (
         "DOES NOT FIT" in done.stdout
         and "--rollout-kv-cache-gb 10: 46.16 GiB in phase rollout" in done.stdout
+    )
+    # and what follows the last optimizer step, whether it fits or not
+    assert "a single plan for gather and weight sync, from" in done.stdout
+    assert "engine, would not be worthwhile: it could leave out" in done.stdout
+    assert re.search(
+        r"the last optimizer step .*: if they overlapped, at most .* ms would be saved, 0\.\d+% of",
+        done.stdout,
     )
 
 

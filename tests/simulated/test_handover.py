@@ -148,12 +148,18 @@ def test_without_a_distributed_optimizer_nothing_is_gathered() -> None:
 
 
 def test_a_joint_plan_pays_where_different_ranks_are_busy_or_types_are_wider_than_needed() -> None:
+    def said(moved: Handover) -> str:
+        return re.sub(
+            "a single plan .* engine, (.*) be worthwhile: .*", r"\1", next(moved.verdict())
+        )
+
     even = RankHandover(100, 100.0, 1000, 1000, 0)
-    assert not Handover((even, even)).pays
+    assert not Handover((even, even)).pays and said(Handover((even, even))) == "would not"
     one, other = replace(even, gather_bytes=1000, gather_floor_bytes=1000.0), even
     other = replace(other, gather_bytes=0, gather_floor_bytes=0.0, sync_bytes=2000)
     uneven = Handover((one, replace(other, sync_floor_bytes=2000)))
     assert uneven.waiting_bytes == 1000 and uneven.saved_bytes == 0 and uneven.pays
+    assert said(uneven) == "could"
     wide = Handover((replace(even, sync_floor_bytes=500),))
     assert wide.saved_bytes == 500 and wide.waiting_bytes == 0 and wide.pays
     assert wide.as_json()["both"] == {"most_of_a_rank": 1100, "of_all_ranks": 1100}

@@ -112,7 +112,7 @@ def adapter_world(
 def _gradients(adapters: Any) -> dict[str, torch.Tensor]:
     held = adapters.host_tensors()
     factors = {n: p for module in adapters.modules for n, p in module.factors.items()}
-    return {name: factors[name].main_grad.clone() for name in held}
+    return {name: factors[name].main_grad.to("cpu", copy=True) for name in held}
 
 
 def _joined(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

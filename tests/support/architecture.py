@@ -44,7 +44,7 @@ ROOMS: Mapping[str, Room] = {
     "algorithms": Room(("core",), TORCH),
     "config": Room(("core", "compat", "models", "algorithms")),
     "flag_checks": Room(("core", "algorithms", "config")),
-    "command_line": Room(("core", "compat", "algorithms", "config")),
+    "command_line": Room(("core", "compat", "algorithms", "config", "flag_checks")),
     "parallel": Room(("core",), TORCH_DISTRIBUTED),
     "platforms": Room(("core", "config"), TORCH_DISTRIBUTED),
     "metrics": Room(("core", "config", "parallel", "platforms"), TORCH_DISTRIBUTED),
@@ -62,10 +62,13 @@ ROOMS: Mapping[str, Room] = {
         ),
         TORCH_DISTRIBUTED,
     ),
+    "vllm_patches": Room(
+        ("core", "algorithms", "parallel", "rollout"), TORCH_DISTRIBUTED | {"vllm"}
+    ),
     "engines": Room(
         (
-            *("core", "compat", "config", "models", "algorithms", "parallel", "platforms"),
-            *("metrics", "weight_layouts", "expert_placement", "rollout"),
+            *("core", "compat", "config", "models", "parallel", "platforms"),
+            *("metrics", "weight_layouts", "expert_placement", "rollout", "vllm_patches"),
         ),
         TORCH_DISTRIBUTED | {"vllm"},
     ),
@@ -231,6 +234,7 @@ PRIVATE_ACCESS = (
     "convert.torch_dist",  # entries of a distributed checkpoint's index
     "engines.vllm",
     "engines.vllm_ascend",
+    "vllm_patches",
     "attention.varlen",  # the operator that autograd of varlen_attn calls
     "trainer.patches",
     "trainer_state.patches",

@@ -17,7 +17,7 @@ from pathlib import Path
 from mindspeed_rl.launch import bootstrap
 
 
-def _prepare(
+def prepare_imported(
     platform: str,
     environ: MutableMapping[str, str],
     *,
@@ -25,6 +25,7 @@ def _prepare(
     buffer_mb: int = 0,
     longest_phase_s: float = 0.0,
 ) -> list[str]:
+    """As ``bootstrap.prepare_environment``, in a process that has imported torch."""
     assert platform == "cpu" and not deterministic and not buffer_mb
     bootstrap.set_defaults(platform, environ, longest_phase_s)
     return []
@@ -34,7 +35,7 @@ def main() -> None:
     """Run the command of the folder that is the first argument."""
     command = json.loads((Path(sys.argv[1]) / "command.json").read_text())
     faulthandler.dump_traceback_later(command["timeout_s"], exit=True)
-    bootstrap.prepare_environment = _prepare
+    bootstrap.prepare_environment = prepare_imported
     os.chdir(command["cwd"])
     sys.argv[1:] = command["flags"]
     runpy.run_module(command["module"], run_name="__main__", alter_sys=True)

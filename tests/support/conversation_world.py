@@ -111,7 +111,7 @@ def conversation_world(
 def _conversations(
     world: World, job: Any, engine: Any, agreements: Sequence[str], history: DraftHistory | None
 ) -> list[dict[int, Any]]:
-    from mindspeed_rl.engines.vllm.patches import step_sync
+    from mindspeed_rl.vllm_patches import step_sync
 
     layout = job.plan.engine
     share = world.rank // layout.tp

@@ -30,11 +30,13 @@ from support.architecture import PACKAGE  # noqa: E402
 from support.ascend_api.uses import VLLM_CPU, uses_of  # noqa: E402
 
 PATH = Path(__file__).with_name("cuda_wheel.json")
-# Read by hand for the capability row of CUDA: memory, sleep, runner, graphs, experts, sampling.
+# Read by hand for the capability row of CUDA: memory, sleep, runner, graphs, experts, sampling,
+# pauses, models that draft.
 READ = (
     "vllm.config.compilation",
     "vllm.config.kernel",
     "vllm.config.model",
+    "vllm.config.speculative",
     "vllm.config.vllm",
     "vllm.device_allocator",
     "vllm.device_allocator.cumem",
@@ -43,8 +45,23 @@ READ = (
     "vllm.envs",
     "vllm.model_executor.layers.fused_moe.oracle.unquantized",
     "vllm.platforms.cuda",
+    "vllm.v1.core.block_pool",
+    "vllm.v1.core.kv_cache_coordinator",
+    "vllm.v1.core.kv_cache_manager",
+    "vllm.v1.core.sched.request_queue",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.core.single_type_kv_cache_manager",
+    "vllm.v1.engine.core",
+    "vllm.v1.engine.core_client",
+    "vllm.v1.engine.output_processor",
     "vllm.v1.executor.abstract",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.request",
     "vllm.v1.sample.ops.topk_topp_sampler",
+    "vllm.v1.spec_decode.eagle",
+    "vllm.v1.spec_decode.llm_base_proposer",
+    "vllm.v1.worker.block_table",
+    "vllm.v1.worker.gpu_input_batch",
     "vllm.v1.worker.gpu_model_runner",
     "vllm.v1.worker.gpu_worker",
     "vllm.v1.worker.utils",

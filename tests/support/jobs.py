@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import random
 import signal
@@ -16,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from support.warm_ranks import MARKED_FILE, SERVER, Rank
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = str(ROOT / "tests" / "support" / "rl_driver.py")
@@ -52,6 +55,8 @@ class Ended:
 class TorchrunJob:
     """One job of one or more torchrun agents on this machine; a context that leaves nothing.
 
+    By default agents and ranks are forks of a process that has imported the libraries.
+
     Args:
         folder: working directory; the logs go there.
         target: a script, or ``-m`` and a module.
@@ -61,6 +66,7 @@ class TorchrunJob:
         num_nodes: agents.
         environment: added to this process's.
         node_flags: further flags of each agent's ranks.
+        fresh: whether agents and ranks are new processes, which import everything by themselves.
     """
 
     def __init__(
@@ -74,25 +80,48 @@ class TorchrunJob:
         num_nodes: int = 1,
         environment: Mapping[str, str] | None = None,
         node_flags: Sequence[Sequence[str]] = (),
+        fresh: bool = False,
     ) -> None:
         self.marker, port = uuid.uuid4().hex, port or free_port()
-        self._logs = [folder / f"{self.marker}.{node}.log" for node in range(num_nodes)]
+        self.agents: list[subprocess.Popen[bytes] | Rank] = []
+        self._logs: list[Path] = []
+        for node in range(num_nodes):
+            arguments = [
+                "--nproc-per-node", str(num_ranks), "--nnodes", str(num_nodes),
+                "--node-rank", str(node), "--master-addr", "127.0.0.1",
+                "--master-port", str(port), *target, *flags,
+                *(node_flags[node] if node_flags else ()),
+            ]  # fmt: skip
+            start = self._start if fresh else self._fork
+            start(folder, node, arguments, dict(environment or {}) | {MARKER: self.marker})
+
+    def _start(
+        self, folder: Path, node: int, arguments: list[str], environment: dict[str, str]
+    ) -> None:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        variables = os.environ | {"PYTHONPATH": path} | dict(environment or {})
-        variables[MARKER] = self.marker
-        self.agents = []
-        for node, file in enumerate(self._logs):
-            with file.open("wb") as log:
-                agent = subprocess.Popen(
-                    [sys.executable, "-m", "torch.distributed.run",
-                     "--nproc-per-node", str(num_ranks), "--nnodes", str(num_nodes),
-                     "--node-rank", str(node), "--master-addr", "127.0.0.1",
-                     "--master-port", str(port), *target, *flags,
-                     *(node_flags[node] if node_flags else ())],
-                    cwd=folder, env=variables, stdout=log, stderr=subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL, start_new_session=True,
-                )  # fmt: skip
-            self.agents.append(agent)
+        self._logs.append(folder / f"{self.marker}.{node}.log")
+        with self._logs[-1].open("wb") as log:
+            agent = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *arguments],
+                cwd=folder, env=os.environ | {"PYTHONPATH": path} | environment,
+                stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )  # fmt: skip
+        self.agents.append(agent)
+
+    def _fork(
+        self, folder: Path, node: int, arguments: list[str], environment: dict[str, str]
+    ) -> None:
+        assert "PYTHONPATH" not in environment, "forks have imported what is on their path"
+        own = folder / self.marker
+        own.mkdir(exist_ok=True)
+        command = {"arguments": arguments, "cwd": str(folder)}
+        (own / f"agent{node}.json").write_text(json.dumps(command))
+        self._logs.append(own / f"rank{node}.log")
+        self._logs[-1].touch()
+        path = os.pathsep.join([str(ROOT), *(entry for entry in sys.path if entry)])
+        variables = os.environ | {"PYTHONPATH": path, "RANK": str(node)} | environment
+        self.agents.append(SERVER.start(own, variables, "support.forked_torchrun"))
 
     def __enter__(self) -> TorchrunJob:
         return self
@@ -157,15 +186,20 @@ def run_to_end(
 
 
 def processes_of(marker: str) -> list[int]:
-    """Living processes that inherited the marker of a job."""
+    """Living processes of a job.
+
+    They inherited its marker: a new process in its environment, a fork by an open file.
+    """
     wanted = f"{MARKER}={marker}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             variables = (folder / "environ").read_bytes().split(b"\0")
+            open_file = folder / "fd" / str(MARKED_FILE)
+            of_fork = open_file.is_symlink() and marker in os.readlink(open_file)
         except OSError:  # it has just ended, or is another user's
             continue
-        if wanted in variables:
+        if of_fork or wanted in variables:
             found.append(int(folder.name))
     return found
 

@@ -38,7 +38,7 @@ NOT_RUN = {
     "python tools/soak.py": "minutes; tests/e2e/test_soak.py runs it",
     "pip wheel": "installs; test_package.py does so in a fresh environment",
     "IMAGE=": "docker, and a device",
-    "#!/bin/bash\n#SBATCH": "needs Slurm; its recipe is dry-run in tests/simulated/test_recipes.py",
+    "#!/bin/bash\n#SBATCH": "needs Slurm; test_slurm_script.py has a stand-in for it",
     "bash tools/device_check.sh": "minutes; tests/e2e/test_device_check.py runs it",
     "SOC_VERSION=": "compiles a package of others with CANN",
 }

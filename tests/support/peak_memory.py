@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Callable
 
 from mindspeed_rl.platforms.host_memory import peak_bytes, reset_peak_bytes
@@ -24,10 +25,13 @@ def peak_of(task: Callable[[], object], first: Callable[[], object]) -> int:
             task()
             os.write(writer, str(peak_bytes() - before).encode())
             status = 0
+        except BaseException:
+            os.write(writer, traceback.format_exc().encode())
         finally:
             os._exit(status)
     os.close(writer)
     with os.fdopen(reader) as told:
         text = told.read()
-    assert os.waitpid(child, 0)[1] == 0
+    status = os.waitpid(child, 0)[1]
+    assert status == 0, f"status {status}: {text}"
     return int(text)

@@ -395,7 +395,7 @@ def _process_state() -> dict[str, object]:
 
 def shared_memory() -> tuple[str, list[str]]:
     """This job's nonce, and the segments under its name that still have one."""
-    from mindspeed_rl.engines.vllm.patches import shared_memory_names
+    from mindspeed_rl.vllm_patches import shared_memory_names
 
     (nonce,) = shared_memory_names._KEYS
     return nonce, segments_of(nonce)

@@ -23,14 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from support.jobs import free_port
-from support.warm_ranks import Rank, Server
+from support.warm_ranks import SERVER, Rank, Server
 
 # How long the peers of a failed rank may take to fail by themselves before they are killed.
 GRACE_S = 5.0
 # A rank that is over its limit dumps its stacks and exits; the parent then waits this long.
 KILL_MARGIN_S = 10.0
 LOG_TAIL_CHARS = 4000
-_SERVER = Server()
 
 
 class RankError(AssertionError):
@@ -73,7 +72,7 @@ def run_ranks(
     (folder / "task.pkl").write_bytes(pickle.dumps(task))
     # a file of their own: reading them may import torch, before which the environment must be set
     (folder / "args.pkl").write_bytes(pickle.dumps(tuple(args)))
-    processes = [_start(folder, r, num_ranks, server or _SERVER) for r in range(num_ranks)]
+    processes = [_start(folder, r, num_ranks, server or SERVER) for r in range(num_ranks)]
     end_ranks(function.__name__, folder, processes, timeout_s)
     return [pickle.loads((folder / f"rank{r}.result").read_bytes()) for r in range(num_ranks)]
 
@@ -106,7 +105,7 @@ def run_command(
     (folder / "command.json").write_text(json.dumps(command))
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
-        _start(folder, rank, num_ranks, _SERVER, "support.command_rank", store)
+        _start(folder, rank, num_ranks, SERVER, "support.command_rank", store)
         for rank in range(num_ranks)
     ]
     end_ranks(module, folder, processes, timeout_s)
@@ -117,7 +116,7 @@ def _start(
     folder: Path,
     rank: int,
     world: int,
-    server: Server = _SERVER,
+    server: Server = SERVER,
     body: str = "support.spawn",
     more: Mapping[str, str] | None = None,
 ) -> Rank:

@@ -52,7 +52,7 @@ def step_sync_world(world: World, model: str, flags: Sequence[str]) -> dict[str,
 
     Every rank has as many requests as :data:`LOADS` says, so that one of them only keeps pace.
     """
-    from mindspeed_rl.engines.vllm.patches import step_sync
+    from mindspeed_rl.vllm_patches import step_sync
 
     job, engine = loaded_engine(world, model, ["--vllm-max-num-seqs", "16", *flags])
     requests = [

@@ -1,13 +1,13 @@
-"""A process that has imported the heavy libraries and forks the ranks of test worlds.
+"""A process that has imported what ranks need and forks the ranks of test worlds.
 
-Importing torch and megatron-core takes each rank longer than most tests. A line of standard input
-is a JSON object with ``folder`` and ``environment`` of a rank (see ``support/spawn.py``) and the
-module whose ``main`` is its ``body``; the answer is a line with its process id. When a rank ends,
-its exit status is written to ``rank<RANK>.exit`` in the folder. When standard input ends, what
-still runs is killed.
+Importing torch, megatron-core and vLLM takes each rank longer than most tests. A line of standard
+input is a JSON object with ``folder`` and ``environment`` of a rank (see ``support/spawn.py``) and
+the module whose ``main`` is its ``body``; the answer is a line with its process id. When a rank
+ends, its exit status is written to ``rank<RANK>.exit`` in the folder. When standard input ends,
+what still runs is killed.
 
 The forks share the hash seed of strings, and vLLM was imported before they had an environment of
-their own: the ranks that torchrun starts in tests/e2e are as those of a user.
+their own: tests in tests/e2e that ask for new processes have ranks as those of a user.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -37,10 +38,26 @@ TRAINER_LIBRARIES = (
 _ENGINE_LIBRARIES = (
     "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.v1.engine.llm_engine",
     "vllm.model_executor.models.qwen2", "vllm.model_executor.models.qwen3_moe",
-    "vllm.model_executor.models.deepseek_v2", "xgrammar", "scipy.stats",
+    "vllm.model_executor.models.deepseek_v2", "vllm.entrypoints.launchers.cli_args",
+    "vllm.model_executor.layers.quantization.online.base", "xgrammar",
 )  # fmt: skip
-# A server of few worlds, hardly any of which has an engine, leaves vLLM to the ranks.
-NO_ENGINE = "MINDSPEED_RL_TEST_NO_ENGINE"
+# Other libraries of a run, and modules of this project that bring most of the others with them.
+RUN_MODULES = (
+    "scipy.stats", "pandas", "pyarrow", "matplotlib.backends.backend_agg",
+    "torch.utils.tensorboard",
+    "mindspeed_rl.launch.entry", "mindspeed_rl.launch.watchdog", "mindspeed_rl.replay.run",
+    "mindspeed_rl.rl.build", "mindspeed_rl.selftest.loss", "mindspeed_rl.metrics.curves",
+)  # fmt: skip
+_CPU_MODULES = (
+    "mindspeed_rl.platforms.cpu_install", "mindspeed_rl.engines.vllm.engine",
+    "mindspeed_rl.engines.vllm.host_backend",
+)  # fmt: skip
+# A server of few worlds in which a fault is planted: hardly any of them has an engine, and modules
+# of this project are imported after the fault.
+FEW_WORLDS = "MINDSPEED_RL_TEST_FEW_WORLDS"
+# An open file of the forks of a job, by which they are found: their environment stays that of the
+# server in /proc, and libraries change their names.
+MARKED_FILE = 1000
 _POLL_S = 0.02
 
 
@@ -119,6 +136,9 @@ class Server:
         return process.stdin, process.stdout
 
 
+SERVER = Server()  # of this process
+
+
 def become_rank(folder: Path, environment: dict[str, str]) -> None:
     """Body of a fork until the task itself: its own log, environment and path."""
     log = os.open(
@@ -129,6 +149,7 @@ def become_rank(folder: Path, environment: dict[str, str]) -> None:
         os.dup2(descriptor, number)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # what it found in the environment of its parent
     sys.path[:] = environment["PYTHONPATH"].split(os.pathsep)
     sys.argv[1:] = [str(folder)]
 
@@ -176,7 +197,8 @@ def main() -> None:
     from mindspeed_rl.launch import bootstrap
 
     bootstrap.prepare_environment("cpu", os.environ)
-    for name in TRAINER_LIBRARIES + (() if os.environ.get(NO_ENGINE) else _ENGINE_LIBRARIES):
+    of_runs = _ENGINE_LIBRARIES + RUN_MODULES + _CPU_MODULES
+    for name in TRAINER_LIBRARIES + (() if os.environ.get(FEW_WORLDS) else of_runs):
         importlib.import_module(name)
     task = serve()
     if task is not None:

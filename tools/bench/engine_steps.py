@@ -77,8 +77,8 @@ class Clock:
 def baseline() -> Iterator[None]:
     """Leave vLLM's own ways in place in this process."""
     from mindspeed_rl.engines.vllm import engine, requests
-    from mindspeed_rl.engines.vllm.patches import sampled_logprobs, seeded_draws
     from mindspeed_rl.rollout import open_requests
+    from mindspeed_rl.vllm_patches import sampled_logprobs, seeded_draws
 
     settings = requests.sampling_params
 
@@ -108,7 +108,7 @@ def kernels_of_drawing(way: str) -> list[tuple[Any, str]]:
     """Return the functions that draw tokens, as objects with the names of their attributes."""
     if way == "baseline":
         return [(torch.ops._C, "fused_gumbel_argmax")]
-    from mindspeed_rl.engines.vllm.patches import seeded_draws
+    from mindspeed_rl.vllm_patches import seeded_draws
 
     return [(seeded_draws, "draw_tokens")]
 

@@ -97,6 +97,7 @@ CASES = {
     "qwen3-30b-a3b": ReshardCase("qwen3-30b-a3b", {}, *_EXPERTS, 8),
     "qwen3-30b-a3b-sliced": ReshardCase("qwen3-30b-a3b", {}, *_SLICED, 8),
     "deepseek-v3": ReshardCase("deepseek-v3", _FLAT, *_EXPERTS, 1),
+    "deepseek-v3-sliced": ReshardCase("deepseek-v3", _FLAT, *_SLICED, 1),
     "tiny": ReshardCase("qwen3-30b-a3b", _SMALL, *_EXPERTS, 2),
 }
 

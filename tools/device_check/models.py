@@ -179,7 +179,7 @@ def _offload(built: DeviceWork, notes: Notes) -> None:
 
 
 def engine_job(setting: Setting, recorder: Recorder) -> None:
-    """Run the stages engine, sync and logprobs."""
+    """Run the stages engine, sync, pauses and logprobs."""
     with recorder.stage("engine") as notes:
         built = build(setting)
         built.update()  # creates the moments
@@ -189,6 +189,8 @@ def engine_job(setting: Setting, recorder: Recorder) -> None:
     phases = DeviceScheduler(engine, lambda _: nullcontext(), sharing)
     with recorder.stage("sync") as notes:
         _sync(built, engine, phases, notes)
+    with recorder.stage("pauses") as notes:
+        _pauses(setting, built, engine, notes)
     with recorder.stage("logprobs") as notes:
         _logprobs(setting, built, engine, phases, notes)
 
@@ -242,6 +244,57 @@ def _sync(
     notes.figures["to_rollout_s"] = built.timed(phases.to_rollout)
 
 
+def _pauses(setting: Setting, built: DeviceWork, engine: InferenceEngine, notes: Notes) -> None:
+    """Sample each response in parts, between which it keeps its cache, then read it at once.
+
+    Log-probs of tokens behind a pause follow from what was kept; those of one pass over the whole
+    sequence do not. Where the engine cannot pause, each part reads the ones before it again.
+    """
+    from mindspeed_rl.engines.vllm.capabilities import can_pause
+    from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings
+    from mindspeed_rl.rollout.stats import StepStats
+
+    limit, parts = setting.size.response - 1, 4  # vLLM reads a sequence if one more token fits
+    wanted, stats = SamplingSettings(1.0, limit, ()), StepStats()
+    prompts = [tuple(sample.token_ids[: setting.size.prompt].tolist()) for sample in built.samples]
+    done: dict[int, Any] = {}
+    engine.stats = stats
+    for part in range(1, parts + 1):
+        most = limit * part // parts
+        requests = [
+            GenerationRequest(i, ids, 300 + 100 * part + i, most, later_tokens=limit - most)
+            if part == 1
+            else GenerationRequest(
+                i, ids, 300 + 100 * part + i, most, done[i].token_ids, done[i].logprobs,
+                later_tokens=limit - most,
+            )
+            for i, ids in enumerate(prompts)
+        ]  # fmt: skip
+        done = dict(engine.generate(requests, wanted, 2))
+    whole = [(*ids, *done[i].token_ids) for i, ids in enumerate(prompts)]
+    differences = [
+        abs(mine - theirs)
+        for i, scores in enumerate(engine.score(whole, 1.0, False, 2))
+        for mine, (theirs, _) in zip(done[i].logprobs, scores[-limit:], strict=True)
+    ]
+    mean = statistics.fmean(differences)
+    notes.figures |= {
+        "resumed": float(stats.resumed),
+        "kept_tokens": float(stats.kept_cached_tokens),
+        "mean_difference": mean,
+        "largest_difference": max(differences),
+    }
+    if can_pause(setting.platform) and stats.resumed != (parts - 1) * len(prompts):
+        raise StageFailed(f"{stats.resumed} of {(parts - 1) * len(prompts)} pauses went on")
+    _check_mean(setting, mean, "log-probs of parts and of one pass over the response")
+
+
+def _check_mean(setting: Setting, mean: float, what: str) -> None:
+    limit = HALF_LIMIT if setting.half else FULL_LIMIT
+    if not mean <= limit:
+        raise StageFailed(f"{what} differ by {mean:.3g} on average; {limit} is fine")
+
+
 def _logprobs(
     setting: Setting,
     built: DeviceWork,
@@ -286,8 +339,4 @@ def _logprobs(
         "mean_difference": mean,
         "largest_difference": most,
     }
-    limit = HALF_LIMIT if setting.half else FULL_LIMIT
-    if not mean <= limit:
-        raise StageFailed(
-            f"log-probs of engine and trainer differ by {mean:.3g} on average; {limit} is fine"
-        )
+    _check_mean(setting, mean, "log-probs of engine and trainer")

@@ -29,7 +29,7 @@ JOBS = (
     CheckProcess("doctor", ("doctor",), ()),
     CheckProcess("arithmetic", ("checksum", "attention", "head")),
     CheckProcess("trainer", ("trainer", "offload"), _TRAINER),
-    CheckProcess("engine", ("engine", "sync", "logprobs"), _ENGINE),
+    CheckProcess("engine", ("engine", "sync", "pauses", "logprobs"), _ENGINE),
     CheckProcess("steps", ("steps",), _ENTRY),
     CheckProcess("task", ("task",), _ENTRY),
 )
@@ -43,6 +43,7 @@ WHAT: Mapping[str, str] = {
     "offload": "parameters, gradients and moments off the device and back",
     "engine": "an engine beside the trainer on the same device, asleep and awake",
     "sync": "weights from trainer to engine, compared bit for bit",
+    "pauses": "responses sampled in parts, against one pass over each by the engine",
     "logprobs": "log-probs of sampled tokens, engine against trainer",
     "steps": "three whole GRPO steps",
     "task": "GRPO steps of the quickstart's task after a warm start",

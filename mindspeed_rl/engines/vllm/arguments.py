@@ -13,7 +13,10 @@ from mindspeed_rl.engines.vllm.cuda_arguments import cuda_arguments
 from mindspeed_rl.weight_layouts.rollout import RolloutLayout
 
 # Flags of the engine's execution that work on every platform.
-_EVERYWHERE = ("rollout_graph_count", "rollout_dp_sync", "rollout_dp_sync_interval")
+_EVERYWHERE = (
+    *("rollout_graph_count", "rollout_dp_sync", "rollout_dp_sync_interval"),
+    "rollout_expert_map",
+)
 # Values that ask for no graph here.
 _HARMLESS = (("rollout_graph_mode", "eager"), ("rollout_graph_sizes", ("auto",)))
 _ON_CUDA = ("rollout_graph_mode", "rollout_graph_sizes")

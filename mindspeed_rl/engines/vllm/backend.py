@@ -6,14 +6,16 @@ backend of its platform.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from mindspeed_rl.engines.vllm.patches.step_sync import StepSync
+from mindspeed_rl.engines.vllm.expert_load import ExpertLoad
+from mindspeed_rl.engines.vllm.expert_maps import place_experts
 from mindspeed_rl.rollout.open_requests import ExpertSource
+from mindspeed_rl.vllm_patches.step_sync import StepSync
 
 ROUTING_STRATEGY = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
 """Variable that makes vLLM route at random, evenly. A built engine goes on with what its variables
@@ -58,6 +60,14 @@ class FreeableMemory(Protocol):
         ...
 
 
+class CountedTokens(Protocol):
+    """The tokens of the experts of some layers, counted on this rank."""
+
+    def take(self) -> torch.Tensor:
+        """Return the counts, [layers, experts] int64 on the host, and begin anew."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class EngineParts:
     """The parts of a built engine.
@@ -69,6 +79,10 @@ class EngineParts:
         cache: Memory of the key/value cache.
         stable_addresses: Whether memory comes back at its address, so that graphs stay valid.
         weight_format: Description of the memory format of the weights, for the log; may be empty.
+        place_experts: Sets which rank has which experts; the arguments are those of
+            :func:`~mindspeed_rl.engines.vllm.expert_maps.place_experts`.
+        count_tokens: Begins to count the tokens of experts; the arguments are those of
+            :class:`~mindspeed_rl.engines.vllm.expert_load.ExpertLoad`.
     """
 
     model: torch.nn.Module
@@ -77,6 +91,8 @@ class EngineParts:
     cache: FreeableMemory
     stable_addresses: bool
     weight_format: str = ""
+    place_experts: Callable[..., None] = place_experts
+    count_tokens: Callable[..., CountedTokens] = ExpertLoad
 
 
 class Backend(Protocol):

@@ -30,14 +30,12 @@ class EngineCapabilities:
         expert_module: Path of the module with the experts of a layer, below the layer.
         packed_sync: Whether data-parallel ranks may agree through our packed reduction.
         own_drafts: Whether the engine's own drafts that need no weights are verified to change no
-            token, as ours are; see :mod:`~mindspeed_rl.engines.vllm.patches.verified_drafts`.
+            token, as ours are; see :mod:`~mindspeed_rl.vllm_patches.verified_drafts`.
         routed_experts: Whether the routing of a response can be recorded; see
-            :mod:`~mindspeed_rl.engines.vllm.patches.routed_experts` and, for the builds and layouts
+            :mod:`~mindspeed_rl.vllm_patches.routed_experts` and, for the builds and layouts
             of NPUs, :mod:`~mindspeed_rl.engines.vllm_ascend.routed_experts`.
-        pauses: Whether a request may pause and keep its cache; see
+        pauses: Whether a request may pause and keep its cache, with the pinned version; see
             :mod:`~mindspeed_rl.rollout.paused`.
-        places_experts: Whether every layer may have its experts on other ranks; see
-            :mod:`~mindspeed_rl.engines.vllm.expert_maps`.
         head_sizes: Channels per head that the attention kernels support; empty: not limited here.
         latent_sizes: Channels per token in the cache of latent attention that they support.
     """
@@ -50,7 +48,6 @@ class EngineCapabilities:
     own_drafts: bool = False
     routed_experts: bool = False
     pauses: bool = False
-    places_experts: bool = False
     head_sizes: tuple[int, ...] = ()
     latent_sizes: tuple[int, ...] = ()
 
@@ -62,12 +59,14 @@ CAPABILITIES: Mapping[str, EngineCapabilities] = {
         own_drafts=True,
         routed_experts=True,
         pauses=True,
-        places_experts=True,
         head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
         latent_sizes=(576,),
     ),
     # model_settings chooses the Triton kernel, which alone keeps experts as they are loaded.
-    "cuda": EngineCapabilities(own_drafts=True, places_experts=True),
+    # A pause leaves the runner what a running request is that a step does not schedule: all that a
+    # step reads of requests is copied to the device anew, and padding and dummy steps write nothing
+    # into the cache.
+    "cuda": EngineCapabilities(own_drafts=True, pauses=True),
     "npu": EngineCapabilities(
         whole_shared_experts=False,
         transposed_experts=True,
@@ -76,6 +75,17 @@ CAPABILITIES: Mapping[str, EngineCapabilities] = {
         routed_experts=True,
     ),
 }
+
+
+def can_pause(platform: str) -> bool:
+    """Whether requests of the installed engine may pause. Local; vLLM is not imported.
+
+    The older release on CUDA has another scheduler, which has not been examined.
+    """
+    engines = {name: pin for name, pin in pins(platform).items() if name.startswith("vllm")}
+    return CAPABILITIES[platform].pauses and all(
+        _minor(_installed_version(name, platform)) == _minor(pin) for name, pin in engines.items()
+    )
 
 
 def check_installed_engine(platform: str) -> None:

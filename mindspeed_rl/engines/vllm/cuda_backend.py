@@ -23,15 +23,15 @@ from mindspeed_rl.engines.vllm.cuda_arguments import (
     check_runner,
 )
 from mindspeed_rl.engines.vllm.engine_memory import kv_tensors
-from mindspeed_rl.engines.vllm.patches import seeded_draws
-from mindspeed_rl.engines.vllm.patches.derived_state import DerivedState
-from mindspeed_rl.engines.vllm.patches.step_sync import StepSync
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.platforms.cuda import free_blocks
 from mindspeed_rl.platforms.pool_memory import PoolMemory
 from mindspeed_rl.platforms.storages import as_bytes, storages_of
 from mindspeed_rl.rollout.open_requests import ExpertSource
 from mindspeed_rl.rollout.provider import EngineSettings
+from mindspeed_rl.vllm_patches import seeded_draws
+from mindspeed_rl.vllm_patches.derived_state import DerivedState
+from mindspeed_rl.vllm_patches.step_sync import StepSync
 
 
 class CudaBackend:

@@ -11,12 +11,11 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.errors import UsageError, refuse
 from mindspeed_rl.engines.vllm.capabilities import CAPABILITIES
 from mindspeed_rl.rollout.draft_costs import DraftRule
+from mindspeed_rl.rollout.draft_model import FLAG, OPTION, check_draft_model, draft_model_of
 from mindspeed_rl.rollout.draft_source import HistoryProposer
+from mindspeed_rl.vllm_patches import draft_weights
 from mindspeed_rl.weight_layouts.rollout import RolloutLayout
 
-OPTION = "speculative_config"
-# Drafts that come from no weights: an engine gets those of the policy alone.
-_METHODS = ("ngram", "suffix", "custom_class")
 # vLLM-Ascend's attention takes 16 tokens of a sequence in a step (attention/attention_v1.py).
 _ASCEND_LONGEST = 15
 
@@ -30,22 +29,17 @@ def history_drafts(rule: DraftRule) -> dict[str, object]:
     }
 
 
-def check_own_drafts(options: Mapping[str, object]) -> None:
-    """Refuse a ``--vllm-speculative-config`` whose drafts need weights of their own. Pure.
+def with_weights(given: Mapping[str, object], tp: int) -> dict[str, object]:
+    """Return a ``speculative_config`` whose model, if any, is loaded from its own files. Local.
 
-    Raises:
-        UsageError: The value is no configuration of one of the methods that need none.
+    The policy's weights are drawn when an engine is built, as the first update writes them.
     """
-    if OPTION not in options:
-        return
-    given = options[OPTION]
-    method = given.get("method") if isinstance(given, Mapping) else None
-    if method not in _METHODS:
-        raise UsageError(
-            f'--vllm-speculative-config {given}: must be a JSON object whose "method" is one of '
-            f"{', '.join(_METHODS)}; a model that drafts would have no weights, as the engine gets "
-            "those of the policy alone"
-        )
+    if draft_model_of({OPTION: given}) is None:
+        return dict(given)
+    if given["method"] == "draft_model":
+        draft_weights.apply()
+    load = {"load_format": "safetensors", "use_tqdm_on_load": False}
+    return {**given, "draft_load_config": load, "draft_tensor_parallel_size": tp}
 
 
 def check_drafts(config: RLRunConfig, platform: str) -> None:
@@ -58,7 +52,7 @@ def check_drafts(config: RLRunConfig, platform: str) -> None:
     ours = config.drafts.rollout_drafts != "none"
     if not (own or ours):
         return
-    flag = "--vllm-speculative-config" if own else "--rollout-drafts history"
+    flag = FLAG if own else "--rollout-drafts history"
     if own and ours:
         raise UsageError(f"{flag}: --rollout-drafts drafts already; give one of the two")
     if own and not CAPABILITIES[platform].own_drafts:
@@ -93,11 +87,16 @@ def check_drafts(config: RLRunConfig, platform: str) -> None:
 
 
 def check_drafted_layout(config: RLRunConfig, layout: RolloutLayout, platform: str) -> None:
-    """Refuse drafts where vLLM-Ascend's steps with drafts were not read. Pure.
+    """Refuse models that draft and do not fit, and steps of vLLM-Ascend that were not read. Local.
 
     Raises:
-        UsageError: Drafts are on, and the model has latent attention, or ranks exchange tokens.
+        UsageError: A model that drafts is for another policy, or not run in such an engine; or
+            drafts are on, and the model has latent attention, or ranks exchange tokens on an NPU.
     """
+    if (draft := draft_model_of(config.engine_options)) is not None:
+        model = config.model
+        tokenizer = model.tokenizer_name_or_path or model.hf_checkpoint
+        check_draft_model(draft, layout.spec, layout.engine, tokenizer)
     if platform != "npu" or config.drafts.rollout_drafts == "none":
         return
     engine = layout.engine

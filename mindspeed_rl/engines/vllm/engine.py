@@ -20,18 +20,15 @@ from mindspeed_rl.core.garbage import collection_afterwards
 from mindspeed_rl.core.graph_sizes import decode_batches
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.core.types import Completion
-from mindspeed_rl.engines.vllm.backend import Backend
-from mindspeed_rl.engines.vllm.capabilities import CAPABILITIES
-from mindspeed_rl.engines.vllm.drafting import OPTION, history_drafts
-from mindspeed_rl.engines.vllm.expert_load import ExpertLoad
-from mindspeed_rl.engines.vllm.expert_maps import place_experts
-from mindspeed_rl.engines.vllm.patches import shared_memory_names, verified_drafts
-from mindspeed_rl.engines.vllm.patches.derived_state import DERIVED_PARAMS
+from mindspeed_rl.engines.vllm.backend import Backend, CountedTokens
+from mindspeed_rl.engines.vllm.capabilities import can_pause
+from mindspeed_rl.engines.vllm.drafting import history_drafts, with_weights
 from mindspeed_rl.engines.vllm.requests import VllmPort, score_params
 from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.platforms.base import Platform
 from mindspeed_rl.platforms.kept_memory import KeptMemory
 from mindspeed_rl.platforms.process_state import preserved_environment, preserved_rng
+from mindspeed_rl.rollout.draft_model import OPTION
 from mindspeed_rl.rollout.draft_source import DraftSource
 from mindspeed_rl.rollout.engine import Arrivals, EngineState, OnStep, T
 from mindspeed_rl.rollout.open_requests import ExpertSource, OpenRequests, token_scores
@@ -41,6 +38,8 @@ from mindspeed_rl.rollout.rebalance import Rebalancer
 from mindspeed_rl.rollout.requests import GenerationRequest, SamplingSettings, requests_digest
 from mindspeed_rl.rollout.stats import StepStats, add_drafts
 from mindspeed_rl.rollout.step_loop import run_steps
+from mindspeed_rl.vllm_patches import shared_memory_names, verified_drafts
+from mindspeed_rl.vllm_patches.derived_state import DERIVED_PARAMS
 from mindspeed_rl.weight_layouts.rollout import Slots
 
 # Cores of engines. What frees one destroys all process groups, those of the trainer included, and
@@ -77,6 +76,20 @@ def _fixed_options(settings: EngineSettings) -> dict[str, Any]:
     return options
 
 
+def small_cache(arguments: Mapping[str, Any]) -> str:
+    """Return what to do when vLLM finds that its cache does not hold one sequence. Pure.
+
+    Args:
+        arguments: Arguments of ``vllm.LLM``.
+    """
+    cache: int = arguments["kv_cache_memory_bytes"]
+    return (
+        f"a key/value cache of {cache / 2**20:.3g} MiB on each rank does not hold one sequence of "
+        f"{arguments['max_model_len']} tokens: --rollout-kv-cache-gb must be more than "
+        f"{cache / 2**30:.2g} (GiB); raise it, or shorten the sequences"
+    )
+
+
 class VllmEngine:
     """One rank of a vLLM engine.
 
@@ -107,6 +120,7 @@ class VllmEngine:
         self._speculates = OPTION in arguments
         if self._speculates:
             verified_drafts.apply()
+            arguments[OPTION] = with_weights(arguments[OPTION], self._layout.engine.tp)
         with preserved_rng(platform), preserved_environment():
             self._agreement = backend.prepare()
             self._llm = self._build(settings.model_dir, arguments)
@@ -133,10 +147,12 @@ class VllmEngine:
         self.weight_format = parts.weight_format
         self._check_layout()
         self._pointers = self._addresses()
+        self._place_experts = parts.place_experts
         self._place(self._layout.layer_experts)
-        self._load: ExpertLoad | None = None
+        self._load: CountedTokens | None = None
         if layers := settings.counted_layers:
-            self._load = ExpertLoad(self._model, layers, self._layout, self._rank, platform.device)
+            counted = (self._model, layers, self._layout, self._rank, platform.device)
+            self._load = parts.count_tokens(*counted)
 
     def _backend(self, settings: EngineSettings, platform: Platform) -> Backend:
         if platform.name == "npu":
@@ -170,7 +186,7 @@ class VllmEngine:
                 ) from error
             if "KV cache" not in text:
                 raise
-            raise UsageError(f"--rollout-kv-cache-gb is too small: {text}") from error
+            raise UsageError(small_cache(arguments)) from error
         _CORES.append(llm.llm_engine.engine_core)
         return llm
 
@@ -243,7 +259,7 @@ class VllmEngine:
         """Change which rank has which experts, for the weights of the update that is open. Local.
 
         Raises:
-            RuntimeError: No update is open, or a layer has no map that could be changed.
+            RuntimeError: No update is open, or a layer has no map or table that could be changed.
         """
         if not self._updating:
             raise RuntimeError("place_experts: no update is open, so no weights follow")
@@ -251,7 +267,8 @@ class VllmEngine:
 
     def _place(self, layer_experts: Sequence[tuple[int, Slots]]) -> None:
         engine = self._layout.engine
-        place_experts(self._model, layer_experts, engine.expert_rank(self._rank), engine.size)
+        position = engine.expert_rank(self._rank)
+        self._place_experts(self._model, layer_experts, position, engine.size)
 
     def finish_update(self, version: int) -> None:
         """Derive the engine's state from the new weights, and empty the prefix cache of the old.
@@ -395,7 +412,7 @@ class VllmEngine:
         self.stats.running += decode_batches(counts, self.max_num_seqs)
 
     def _port(self, settings: SamplingSettings, follow: bool) -> VllmPort:
-        if self._paused is None and CAPABILITIES[self._platform.name].pauses:
+        if self._paused is None and can_pause(self._platform.name):
             self._paused = PausedRequests(self._engine)
         return VllmPort(self._engine, settings, follow, self.stats, self._paused)
 

@@ -13,8 +13,11 @@ from mindspeed_rl.engines.vllm.arguments import check_host_tuning, host_argument
 from mindspeed_rl.engines.vllm.backend import ROUTING_STRATEGY, EngineParts
 from mindspeed_rl.engines.vllm.capabilities import check_model_support
 from mindspeed_rl.engines.vllm.engine_memory import ZeroedMemory, kv_tensors
-from mindspeed_rl.engines.vllm.patches import (
+from mindspeed_rl.platforms.base import Platform
+from mindspeed_rl.rollout.provider import EngineSettings
+from mindspeed_rl.vllm_patches import (
     expert_parallel,
+    model_inspection,
     plain_linear,
     portable_kernels,
     sampled_logprobs,
@@ -22,11 +25,9 @@ from mindspeed_rl.engines.vllm.patches import (
     shared_memory_names,
     step_sync,
 )
-from mindspeed_rl.engines.vllm.patches.derived_state import DerivedState
-from mindspeed_rl.engines.vllm.patches.routed_experts import ExpertRecorder
-from mindspeed_rl.engines.vllm.patches.step_sync import StepSync
-from mindspeed_rl.platforms.base import Platform
-from mindspeed_rl.rollout.provider import EngineSettings
+from mindspeed_rl.vllm_patches.derived_state import DerivedState
+from mindspeed_rl.vllm_patches.routed_experts import ExpertRecorder
+from mindspeed_rl.vllm_patches.step_sync import StepSync
 
 
 class HostBackend:
@@ -50,7 +51,7 @@ class HostBackend:
         return host_arguments(options, self._layout, self._platform.name, self._tuning)
 
     def prepare(self) -> StepSync | None:
-        """Patch kernels, sampling, experts and names of shared memory, and step sync."""
+        """Patch kernels, sampling, experts, names of shared memory, inspection and step sync."""
         check_model_support(self._platform.name, self._layout.spec)
         if self._forces_balance:
             os.environ[ROUTING_STRATEGY] = "uniform_random"
@@ -58,6 +59,7 @@ class HostBackend:
         if engine.tp > 1 and os.environ.get("LOCAL_RANK", "0") == "0":  # before any rank builds
             ranks = int(os.environ.get("LOCAL_WORLD_SIZE", engine.tp))
             check_shared_memory(ranks, engine.tp)
+        model_inspection.apply()
         plain_linear.apply()
         portable_kernels.apply()
         sampled_logprobs.apply()

@@ -24,18 +24,14 @@ from mindspeed_rl.engines.vllm.capabilities import (
 )
 from mindspeed_rl.engines.vllm.cuda_arguments import ENVIRONMENT as CUDA_ENVIRONMENT
 from mindspeed_rl.engines.vllm.cuda_arguments import check_cuda_graphs, check_runner
-from mindspeed_rl.engines.vllm.drafting import (
-    check_drafted_layout,
-    check_drafts,
-    check_own_drafts,
-)
+from mindspeed_rl.engines.vllm.drafting import check_drafted_layout, check_drafts
 from mindspeed_rl.engines.vllm.layout import VllmLayout
 from mindspeed_rl.engines.vllm.options import (
     check_option_names,
     check_option_types,
     reserved_for,
 )
-from mindspeed_rl.engines.vllm.tuning import check_tuning
+from mindspeed_rl.engines.vllm.tuning import check_copies, check_tuning, mapped_experts
 from mindspeed_rl.engines.vllm_ascend.arguments import ENVIRONMENT as ASCEND_ENVIRONMENT
 from mindspeed_rl.engines.vllm_ascend.arguments import (
     ascend_arguments,
@@ -44,6 +40,7 @@ from mindspeed_rl.engines.vllm_ascend.arguments import (
     merged_arguments,
 )
 from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.rollout.draft_model import check_own_drafts
 from mindspeed_rl.rollout.provider import EngineProvider, EngineSettings, EngineSizes
 from mindspeed_rl.weight_layouts.rollout import RolloutLayout
 
@@ -64,6 +61,8 @@ DEFAULT_SEQUENCES = 256
 _BLOCK_TOKENS = 128
 # The exchange of data-parallel ranks that gathers all tokens, vLLM's default.
 _GATHERING = "allgather_reducescatter"
+# Values of --rollout-graph-mode without graphs, by platform; ``auto`` may capture some on NPUs.
+_UNCAPTURED = {"cpu": ("auto", "eager"), "cuda": ("auto", "eager"), "npu": ("eager",)}
 # Block size of latent attention in vLLM; vLLM-Ascend's kernels have one size for all models.
 _LATENT_BLOCK_TOKENS = 16
 
@@ -104,10 +103,13 @@ class VllmProvider(EngineProvider):
         self, spec: ModelSpec, engine: EngineLayout, tuning: EngineTuningConfig
     ) -> VllmLayout:
         """Return the layout with the experts of ``--rollout-expert-map`` in their slots."""
+        check_tuning(tuning, engine, spec)
+        physical, of_layers = mapped_experts(tuning, engine, spec)
         return VllmLayout(
             spec,
             engine,
-            physical_experts=check_tuning(tuning, engine, spec),
+            physical_experts=physical,
+            layer_experts=of_layers,
             flashcomm=tuning.rollout_flashcomm,
         )
 
@@ -166,6 +168,7 @@ class VllmProvider(EngineProvider):
         if platform != "npu":
             check_model_support(platform, layout.spec)
             check_host_tuning(tuning, platform)
+            check_copies(layout, tuning, platform)
             if platform == "cuda":
                 check_cuda_graphs(tuning, layout)
             self._check_step(host_arguments(options, layout, platform, tuning), config)
@@ -180,7 +183,8 @@ class VllmProvider(EngineProvider):
             given = tuple(int(size) for size in tuning.rollout_graph_sizes if size.isdigit())
             sequences = self.sizes(options, layout.spec, platform).sequences
             sizes = given or even_graph_sizes(sequences, tuning.rollout_graph_count)
-        arguments = merged_arguments(options, layout, ascend_arguments(tuning, sizes))
+        own = ascend_arguments(tuning, sizes, copies=bool(layout.physical_experts))
+        arguments = merged_arguments(options, layout, own)
         self._check_step(arguments, config)
 
     def _check_step(self, arguments: Mapping[str, Any], config: RLRunConfig) -> None:
@@ -227,20 +231,24 @@ def _check_routing(config: RLRunConfig, platform: str) -> None:
 
 def _check_placement(config: RLRunConfig, platform: str) -> None:
     """Refuse to place experts where more than a map in every layer decides who computes them."""
-    placement = config.balance.rollout_expert_placement
-    if placement == "linear":
+    placement, chosen = config.balance.rollout_expert_placement, config.engine.rollout_expert_map
+    given = f"--rollout-expert-placement {placement}"
+    if placement == "linear" and chosen:
+        given = f"--rollout-expert-map {chosen}"
+    elif placement == "linear":
         return
-    if not CAPABILITIES[platform].places_experts:
+    mode = config.engine.rollout_graph_mode
+    if placement == "balanced" and mode not in _UNCAPTURED[platform]:
         raise UsageError(
-            f"--rollout-expert-placement {placement}: vLLM-Ascend sends tokens to their experts by "
-            "tables that it makes once, from the file of --rollout-expert-map; use linear"
+            f"{given} with --rollout-graph-mode {mode}: graphs are captured before tokens are "
+            "counted, so those of decode steps would not be; give --rollout-graph-mode eager, or "
+            "--rollout-expert-placement trainer"
         )
     backend = config.engine_options.get("all2all_backend", _GATHERING)
     if backend != _GATHERING:
         raise UsageError(
             f"--vllm-all2all-backend {backend}: it sends tokens to ranks by the number of an "
-            f"expert, and --rollout-expert-placement {placement} gives experts other ranks; use "
-            f"{_GATHERING}, or linear"
+            f"expert, and {given} gives experts other ranks; use {_GATHERING}, or remove the flag"
         )
 
 

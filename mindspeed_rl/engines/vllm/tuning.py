@@ -1,24 +1,20 @@
-"""Checks the flags of the engine's execution and reads the map of experts."""
+"""Checks the flags of the engine's execution, and places experts as the user's map has them."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from mindspeed_rl.config.rollout import EngineTuningConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.graph_sizes import AUTO
 from mindspeed_rl.core.layout import EngineLayout
+from mindspeed_rl.expert_placement.map_file import read_expert_map
 from mindspeed_rl.models.spec import ModelSpec
+from mindspeed_rl.weight_layouts.rollout import RolloutLayout, Slots
 
 
-def check_tuning(
-    tuning: EngineTuningConfig, engine: EngineLayout, spec: ModelSpec
-) -> tuple[int, ...]:
-    """Check the flags of the engine's execution, and read the map of experts.
-
-    Returns:
-        The expert in each physical slot; empty without ``--rollout-expert-map``.
+def check_tuning(tuning: EngineTuningConfig, engine: EngineLayout, spec: ModelSpec) -> None:
+    """Check the flags of the engine's execution.
 
     Raises:
         UsageError: A flag does not fit the model or the engine.
@@ -37,14 +33,51 @@ def check_tuning(
         raise UsageError("--rollout-multistream-moe: the model has no experts; remove the flag")
     if tuning.rollout_flashcomm:
         _check_flashcomm(sizes, engine, spec)
+
+
+def mapped_experts(
+    tuning: EngineTuningConfig, engine: EngineLayout, spec: ModelSpec
+) -> tuple[Slots, tuple[tuple[int, Slots], ...]]:
+    """Return where ``--rollout-expert-map`` puts experts, as a layout of the weights has it.
+
+    Returns:
+        The expert in each slot of a layer, empty where every expert is there once and in order;
+        and the same for the layers with other places.
+
+    Raises:
+        UsageError: Experts are not spread over ranks, or the map is not for the model.
+    """
     if not tuning.rollout_expert_map:
-        return ()
+        return (), ()
+    if not spec.expert_layers:
+        raise UsageError(
+            f"--rollout-expert-map {tuning.rollout_expert_map}: the model has no experts; remove "
+            "the flag"
+        )
     if not engine.expert_parallel:
         raise UsageError(
             f"--rollout-expert-map {tuning.rollout_expert_map}: needs experts that are spread over "
             "ranks; set --rollout-ep to --rollout-tp x --rollout-dp"
         )
-    return read_expert_map(Path(tuning.rollout_expert_map), spec.num_experts, engine.ep)
+    path, layers = Path(tuning.rollout_expert_map), spec.expert_layers
+    found = read_expert_map(path, layers, spec.num_experts, engine.ep)
+    common = found[0][1] if len(found[0][1]) > spec.num_experts else ()
+    usual = common or tuple(range(spec.num_experts))
+    return common, tuple((layer, slots) for layer, slots in found if slots != usual)
+
+
+def check_copies(layout: RolloutLayout, tuning: EngineTuningConfig, platform: str) -> None:
+    """Refuse a map with several copies of an expert, for which vLLM itself makes no room. Pure.
+
+    Raises:
+        UsageError: The layout has copies.
+    """
+    if layout.physical_experts:
+        raise UsageError(
+            f"--rollout-expert-map {tuning.rollout_expert_map}: it has several copies of some "
+            f"experts, which needs vLLM-Ascend, and this is {platform}; give a map with every "
+            "expert once"
+        )
 
 
 def _check_flashcomm(sizes: tuple[str, ...], engine: EngineLayout, spec: ModelSpec) -> None:
@@ -64,46 +97,3 @@ def _check_flashcomm(sizes: tuple[str, ...], engine: EngineLayout, spec: ModelSp
             f"--rollout-graph-sizes {' '.join(uneven)}: with --rollout-flashcomm vLLM-Ascend "
             f"captures multiples of --rollout-tp {engine.tp} alone; give such sizes"
         )
-
-
-def read_expert_map(path: Path, num_experts: int, ep: int) -> tuple[int, ...]:
-    """Return the expert in each physical slot, slots in order over the ranks that share a layer.
-
-    The layout of the weights has one placement for all layers, so the layers of the file must
-    agree.
-
-    Args:
-        path: JSON file with ``layer_list[].device_list[].device_expert``.
-        num_experts: Number of experts in a layer of the model.
-        ep: Number of ranks that share the experts of a layer.
-
-    Raises:
-        UsageError: The file is no such map, its layers differ, or it is not for this model and
-            ``ep``.
-    """
-    name = f"--rollout-expert-map {path}"
-    try:
-        layers = json.loads(path.read_text())["layer_list"]
-        placements = {
-            tuple(tuple(int(e) for e in device["device_expert"]) for device in layer["device_list"])
-            for layer in layers
-        }
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"{name}: not a map of experts ({type(error).__name__}: {error}); it needs "
-            "layer_list, and device_list with device_expert in every layer"
-        ) from error
-    if len(placements) != 1:
-        raise UsageError(
-            f"{name}: its layers place experts in {len(placements)} ways; allowed is one way for "
-            "all layers, because a reshard has one layout of the experts"
-        )
-    (devices,) = placements
-    slots = tuple(expert for device in devices for expert in device)
-    uneven = len({len(device) for device in devices}) > 1
-    if len(devices) != ep or uneven or set(slots) != set(range(num_experts)):
-        raise UsageError(
-            f"{name}: {len(devices)} devices with {len(slots)} experts; needed are --rollout-ep "
-            f"{ep} devices with equally many, among them each of the model's {num_experts} experts"
-        )
-    return slots

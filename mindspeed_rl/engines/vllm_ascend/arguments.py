@@ -30,12 +30,16 @@ _GRAPHS = {
 }
 
 
-def ascend_arguments(tuning: EngineTuningConfig, sizes: tuple[int, ...] = ()) -> dict[str, Any]:
+def ascend_arguments(
+    tuning: EngineTuningConfig, sizes: tuple[int, ...] = (), *, copies: bool = False
+) -> dict[str, Any]:
     """Return the arguments of ``vllm.LLM`` for our flags, and those of every engine. Pure.
 
     Args:
         tuning: Flags of the engine's execution, with a graph mode other than ``auto``.
         sizes: Graph sizes to capture; empty leaves the engine's own.
+        copies: Whether the map of experts has several copies of some, for which vLLM-Ascend has
+            to make room itself.
     """
     assert tuning.rollout_graph_mode != "auto", "see graph_tuning"
     # Weights stay ND, CPUs are not bound, and every engine of a process reads its configuration.
@@ -61,7 +65,7 @@ def ascend_arguments(tuning: EngineTuningConfig, sizes: tuple[int, ...] = ()) ->
         arguments["enable_chunked_prefill"] = tuning.rollout_chunked_prefill == "on"
     if tuning.rollout_multistream_moe:
         additional["multistream_overlap_shared_expert"] = True
-    if tuning.rollout_expert_map:
+    if copies:
         additional["eplb_config"] = {"expert_map_path": tuning.rollout_expert_map}
     if tuning.rollout_dp_sync != "engine":
         additional["dp_allreduce_on_npu"] = True

@@ -13,9 +13,7 @@ import torch
 from mindspeed_rl.core.layout import round_up
 from mindspeed_rl.engines.vllm.backend import EngineParts
 from mindspeed_rl.engines.vllm.engine_memory import kv_tensors
-from mindspeed_rl.engines.vllm.patches import sampled_logprobs, step_sync
-from mindspeed_rl.engines.vllm.patches.step_sync import StepSync
-from mindspeed_rl.engines.vllm_ascend import drafts
+from mindspeed_rl.engines.vllm_ascend import drafts, expert_slots
 from mindspeed_rl.engines.vllm_ascend.arguments import (
     ENVIRONMENT,
     ascend_arguments,
@@ -36,6 +34,8 @@ from mindspeed_rl.platforms.npu_changes import ProcessChanges
 from mindspeed_rl.platforms.pool_memory import PoolMemory
 from mindspeed_rl.platforms.storages import as_bytes, storages_of
 from mindspeed_rl.rollout.provider import EngineSettings
+from mindspeed_rl.vllm_patches import sampled_logprobs, step_sync
+from mindspeed_rl.vllm_patches.step_sync import StepSync
 
 _NZ = 29  # ACL_FORMAT_FRACTAL_NZ
 
@@ -59,7 +59,9 @@ class AscendBackend:
             tp = settings.layout.engine.tp
             sizes = tuple(sorted({round_up(size, tp) for size in sizes}))
         self._drafts = settings.draft_rule is not None
-        self._arguments = ascend_arguments(tuning, sizes)
+        self._copies = bool(settings.layout.physical_experts)
+        self._moves = bool(settings.layout.layer_experts or settings.counted_layers)
+        self._arguments = ascend_arguments(tuning, sizes, copies=self._copies)
         if settings.recorded_layers:
             self._arguments |= ARGUMENTS
         config = json.loads((Path(settings.model_dir) / "config.json").read_text())
@@ -76,6 +78,8 @@ class AscendBackend:
             set_expandable_segments(False)
         if self._drafts:
             drafts.apply()
+        if self._moves:
+            expert_slots.apply()
         packed = self._tuning.rollout_dp_sync != "engine"
         return step_sync.apply("npu") if packed and self._layout.engine.dp > 1 else None
 
@@ -121,7 +125,11 @@ class AscendBackend:
             camem, "kv_cache", worker.wake_up, self._platform, save=False, lost=lambda: whole
         )
         derived = AscendWeights(model, process)
-        return EngineParts(model, derived, weights, cache, True, weight_format)
+        return EngineParts(
+            *(model, derived, weights, cache, True, weight_format),
+            place_experts=_placed_by_file if self._copies else expert_slots.place_experts,
+            count_tokens=expert_slots.ComputedExperts,
+        )
 
     def experts(self, llm: Any, layers: Sequence[int]) -> ReturnedExperts:
         return ReturnedExperts(llm, layers)
@@ -172,3 +180,7 @@ class AscendBackend:
             f"engine weights: not in NZ; formats of the {len(formats)} parameters: {numbers}; "
             f"{switches}"
         )
+
+
+def _placed_by_file(*_: object) -> None:
+    """Leave experts where vLLM-Ascend has put them and their copies, by the same file as we."""

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from mindspeed_rl.core.patching import Patch, apply_patch
-from mindspeed_rl.engines.vllm.patches.step_sync import import_worker
-from mindspeed_rl.engines.vllm.patches.verified_drafts import verified
 from mindspeed_rl.rollout.draft_source import HistoryProposer
+from mindspeed_rl.vllm_patches.step_sync import import_worker
+from mindspeed_rl.vllm_patches.verified_drafts import verified
 
 
 def apply() -> None:
@@ -30,7 +30,7 @@ def asks_us(original: Callable[..., Any]) -> Callable[..., Any]:
 
         if self.speculative_config.method != "custom_class":
             return original(self)
-        # The class by which the runner asks with sampled tokens on the host, and nothing of it.
+        # The runner gives subclasses of this class sampled tokens on the host; the rest is unused.
         drafter = type("AscendHistoryProposer", (HistoryProposer, AscendNgramProposer), {})
         return drafter(self.vllm_config)
 

@@ -6,7 +6,7 @@ reports log-probs from before the temperature and the truncation.
 It takes back 4 of a generator's offset after a step that read only a part of a prompt, whose token
 is discarded. A draw moves the offset of an NPU's generator by 12, so tokens would depend on how
 prompts are cut. Here no generator draws, and the draws of all requests of a step are one
-(:mod:`~mindspeed_rl.engines.vllm.patches.seeded_draws`).
+(:mod:`~mindspeed_rl.vllm_patches.seeded_draws`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mindspeed_rl.core.patching import Patch, apply_patch
-from mindspeed_rl.engines.vllm.patches.seeded_draws import check_noise, drawn_at_once, given_draws
+from mindspeed_rl.vllm_patches.seeded_draws import check_noise, drawn_at_once, given_draws
 
 MODE = "processed_logprobs"
 

@@ -96,7 +96,7 @@ class RemoteReward:
             text = answer.read(_RESPONSE_BYTES)
         try:
             return json.loads(text)["reward"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise RemoteError(
                 f'{self._shown} must answer {{"reward": number or null}}; '
                 f"got {text[:_SHOWN_CHARS]!r}"

@@ -19,8 +19,8 @@ _PINS = {
 # Which vLLM a file of ours runs on, by prefix; the first that fits. Others run on both.
 _VLLM_OF = (
     ("engines/vllm_ascend/", (VLLM_NPU,)),
-    ("engines/vllm/patches/step_sync.py", (VLLM_CPU, VLLM_NPU)),
-    ("engines/vllm/patches/", (VLLM_CPU,)),
+    ("vllm_patches/step_sync.py", (VLLM_CPU, VLLM_NPU)),
+    ("vllm_patches/", (VLLM_CPU,)),
     ("engines/vllm/host_backend.py", (VLLM_CPU,)),
     # the wheels for CUDA and CPU have these sources in common: support/cuda_wheel.py; the release
     # for torch 2.11 is that beneath vllm-ascend

@@ -153,13 +153,17 @@ def test_memory_by_hand(distributed: bool) -> None:
 
 def test_refusals() -> None:
     layout, lora = LAYOUTS["one"], LoraSettings(2)
-    check_adapters(layout, lora)
-    with pytest.raises(UsageError, match=r"--lora-rank 2: the linear layers of Transformer"):
-        check_adapters(replace(layout, modules=TRANSFORMER_ENGINE), lora)
-    check_adapters(replace(layout, modules=TRANSFORMER_ENGINE), LoraSettings())
+    check_adapters(layout, lora, "cuda")
+    foreign = replace(layout, modules=TRANSFORMER_ENGINE)
+    with pytest.raises(UsageError, match=r"--lora-rank 2: .* Transformer Engine .*-impl local"):
+        check_adapters(foreign, lora, "cuda")
+    check_adapters(foreign, LoraSettings(), "cuda")
+    check_adapters(foreign, lora, "npu")  # MindSpeed's
     allowed = "allowed: q_proj k_proj v_proj o_proj gate_proj up_proj down_proj, or all-linear"
     with pytest.raises(UsageError, match=rf"--lora-target kv_b_proj: .* no such layer; {allowed}"):
-        check_adapters(layout, LoraSettings(2, lora_target=("o_proj", "kv_b_proj")))
+        check_adapters(layout, LoraSettings(2, lora_target=("o_proj", "kv_b_proj")), "cpu")
     with pytest.raises(UsageError, match=r"--lora-target k_proj: .* kv_a_proj_with_mqa kv_b_proj"):
-        check_adapters(LAYOUTS["latent"], LoraSettings(2, lora_target=("k_proj",)))
-    check_adapters(LAYOUTS["latent"], LoraSettings(2, lora_target=("linear_qkv", "linear_kvb")))
+        check_adapters(LAYOUTS["latent"], LoraSettings(2, lora_target=("k_proj",)), "cpu")
+    check_adapters(
+        LAYOUTS["latent"], LoraSettings(2, lora_target=("linear_qkv", "linear_kvb")), "cpu"
+    )

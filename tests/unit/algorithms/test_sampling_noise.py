@@ -14,8 +14,8 @@ from mindspeed_rl.algorithms.sampling_noise import (
     draw_tokens,
     exponential_noise,
 )
-from mindspeed_rl.engines.vllm.patches import seeded_draws
 from mindspeed_rl.engines.vllm_ascend import sampling
+from mindspeed_rl.vllm_patches import seeded_draws
 
 DRAWS = 100_000
 # A request of many tokens, many requests at one token, and both at once.

@@ -8,6 +8,8 @@ import io
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -193,6 +195,23 @@ def test_the_arguments_of_a_run_are_read_and_other_objects_are_not(tmp_path: Pat
     with newest_sound.plain_objects_only(folder), pytest.raises(pickle.UnpicklingError):
         TorchCommonLoadStrategy().load_common(folder)
     assert not (tmp_path / "ran").exists()
+
+
+def test_objects_among_the_tensors_run_nothing(tmp_path: Path) -> None:
+    """torch's planner unpickles them with ``weights_only=False``."""
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    folder = write_folder(tmp_path / "iter_0000001", index_of("__0_0.distcp"))
+    stored = io.BytesIO()
+    torch.save(Runs(tmp_path / "ran"), stored)
+    planner: Any = DefaultLoadPlanner(flatten_state_dict=False)
+    planner.state_dict = {}
+    item: Any = SimpleNamespace(dest_index=SimpleNamespace(fqn="w"))
+    with newest_sound.plain_objects_only(folder), pytest.raises(pickle.UnpicklingError):
+        planner.load_bytes(item, io.BytesIO(stored.getvalue()))
+    assert not (tmp_path / "ran").exists()
+    planner.load_bytes(item, io.BytesIO(stored.getvalue()))
+    assert (tmp_path / "ran").exists(), "it runs outside of the block, so that the test can fail"
 
 
 @pytest.mark.parametrize("file", ["../other/__0_0.distcp", "/etc/passwd", ".."])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.fuzzing import JSON
+from support.fuzzing import JSON, damaged
 
 from mindspeed_rl.checkpoint import metadata_files, resume
 from mindspeed_rl.checkpoint.retention import BEST, keep
@@ -32,22 +32,6 @@ fuzz = settings(
     max_examples=20,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-DEEP = b"[" * 100_000
-
-
-def damaged(sound: bytes, data: st.DataObject) -> bytes:
-    """The bytes with some flipped, cut off or put in; or nested beyond what a parser takes."""
-    content = bytearray(sound)
-    for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(0, max(0, len(content) - 1)))
-        kind = data.draw(st.sampled_from(["flip", "cut", "insert", "deep"]))
-        if kind == "flip" and content:
-            content[at] ^= 1 << data.draw(st.integers(0, 7))
-        elif kind == "cut":
-            del content[at:]
-        else:
-            content[at:at] = DEEP if kind == "deep" else data.draw(st.binary(max_size=9))
-    return bytes(content)
 
 
 def write_record(path: Path, fields: Any) -> None:

@@ -33,6 +33,13 @@ def test_the_newest_and_the_best_stay(limit: int, best: int | None, gone: list[i
     assert removable([7, 1, 9, 3], limit, best) == gone
 
 
+@pytest.mark.parametrize(
+    ("steps", "told"), [((6,), "checkpoint of step 6 ("), ((6, 9), "checkpoints of steps 6, 9 (")]
+)
+def test_what_was_removed_is_told(steps: tuple[int, ...], told: str) -> None:
+    assert Kept(steps).removed_line == f"removed the {told}--save-total-limit)"
+
+
 def test_the_best_is_by_direction_and_the_later_of_equals() -> None:
     scores = {1: 0.5, 2: math.nan, 3: 0.75, 4: 0.25, 5: 0.75, 8: 9.0}
     assert best_step([1, 2, 3, 4, 5], scores, largest=True) == 5

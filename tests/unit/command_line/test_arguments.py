@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from support.checked_runs import write_model
 from support.published_scripts import script_flags
 
-from mindspeed_rl.command_line.arguments import ENTRIES, build_parser, help_text, own_flags, parse
+from mindspeed_rl.command_line.arguments import (
+    ENTRIES,
+    as_typed,
+    build_parser,
+    help_text,
+    own_flags,
+    parse,
+)
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig
 from mindspeed_rl.config.engine_options import take_engine_options
 from mindspeed_rl.core.errors import UsageError
@@ -192,6 +199,24 @@ def test_the_index_of_the_help_leads_to_every_flag(run_type, monkeypatch):
             assert bare in told or help_text(run_type, prog, bare) == alone
 
 
+def test_many_choices_are_a_sentence_of_the_help(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    text = help_text(RLRunConfig, PROGS[RLRunConfig], "lora-target")
+    assert "--lora-target NAME [NAME ...]" in text and text.count(" gate_proj,") == 1
+    assert max(map(len, text.splitlines())) < 100
+    assert "--log-level {info,debug}" in help_text(RLRunConfig, PROGS[RLRunConfig], "log-level")
+
+
+def test_mistakes_name_the_spelling_that_was_typed():
+    error = UsageError("--rl-default-top-p 0.9 and --lr 3", "--rl-default-top-p-x")
+    for typed, told in (
+        (["--rollout_top_p=0.9", "--lr", "3"], "--rollout-top-p 0.9 and --lr 3"),
+        (["--rollout-top-p", "1", "--rl-default-top-p", "0.9"], error.mistakes[0]),
+        (["--lr", "3"], error.mistakes[0]),
+    ):
+        assert as_typed(error, RLRunConfig, typed).mistakes == (told, error.mistakes[1])
+
+
 def test_help_of_what_does_not_exist_names_the_topics():
     with pytest.raises(ValueError, match=r"--help rewrds: .*did you mean rewards\?.*model"):
         parse(RLRunConfig, ["--lr", "1", "--help", "rewrds"], "mindspeed_rl.train_rl")
@@ -258,6 +283,7 @@ def inputs(tmp_path):
     [
         ("--prompt-data no.jsonl", ("--prompt-data no.jsonl", "no such file")),
         ("--prompt-dat x", ("unknown flag --prompt-dat", "--prompt-data")),
+        ("--rollout-top-p 0.9", ("error: --rollout-top-p 0.9: truncated", "allowed: 1")),
         ("--num-experts 8", ("--num-experts 8", "model has no experts", "remove the flag")),
         ("--rl-world-size 2", ("--rl-world-size 2", "torchrun started 1 rank; ")),
     ],

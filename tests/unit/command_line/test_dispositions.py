@@ -10,6 +10,7 @@ from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.command_line.dispositions import disposition_lines
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.launch.job import flag_lines
 from mindspeed_rl.metrics.telemetry import log_description
 
 FLAGS = (
@@ -28,14 +29,13 @@ def test_every_flag_is_counted_and_those_gone_without_are_named():
     ]  # fmt: skip
     counts, *rest = disposition_lines(parsed, parsed.ignored)
     assert counts == (
-        "flags: 4 honoured, 1 compared with the model, 2 without meaning here, "
-        "3 that the run goes on without"
+        "flags: 4 honoured, 2 compared with the model, 1 without meaning here, 3 not available here"
     )
     coc, reuse, ignored = rest
     assert coc.startswith("without --use-ascend-coc, --coc-mode 2: matrix products")
     assert reuse.startswith("without --reuse-fp32-param: optimizer states")
     assert "--swap-optimizer" in reuse
-    assert ignored == "flags without meaning here: --split 9,1,0, --swiglu"
+    assert ignored == "flags without meaning here: --split 9,1,0"
 
 
 # As scripts of MindSpeed-LLM pass them -> a word of what happens instead
@@ -61,13 +61,40 @@ def test_what_saves_time_or_memory_elsewhere_is_gone_without_and_told(typed):
     counts, *lines = disposition_lines(parsed, parsed.ignored)
     (line,) = [line for line in lines if line.startswith(f"without {typed}: ")]
     assert GONE_WITHOUT[typed] in line
-    assert "1 that the run goes on without" in counts and typed not in str(parsed.honoured)
+    assert "1 not available here" in counts and typed not in str(parsed.honoured)
 
 
 def test_flags_with_one_reason_are_one_line():
     parsed = parse(RLRunConfig, ["--disable-gloo-group", "--hccl-slice-size", "8"], "test")
-    _, line = disposition_lines(parsed, parsed.ignored)
+    counts, line = disposition_lines(parsed, parsed.ignored)
+    assert counts == "flags: 2 not available here"
     assert line.startswith("without --disable-gloo-group, --hccl-slice-size 8: ")
+
+
+def test_flags_of_a_model_are_compared_and_not_honoured():
+    """Those that are compared with it, and those with which every supported model agrees."""
+    script = (
+        "--num-layers 2 --hidden-size 64 --group-query-attention --num-query-groups 2 --swiglu "
+        "--max-position-embeddings 256 --disable-bias-linear --position-embedding-type rope "
+        "--normalization RMSNorm --norm-epsilon 1e-6 --lr 1e-6"
+    )
+    parsed = parse(RLRunConfig, script.split(), "test")
+    assert parsed.honoured == ("--lr",) and not parsed.ignored
+    assert disposition_lines(parsed, parsed.ignored) == [
+        "flags: 1 honoured, 10 compared with the model"
+    ]
+
+
+@pytest.mark.parametrize(("given", "told"), [(255, False), (256, False), (512, True)])
+def test_more_positions_than_the_model_has_are_told(tmp_path, given, told):
+    """Fewer say nothing wrong: a script may use a part of them."""
+    plan = check_rl_run(write_inputs(tmp_path))
+    flags = ["--max-position-embeddings", str(given)]
+    lines = flag_lines(parse(RLRunConfig, flags, "test"), plan, ())
+    assert [line for line in lines if "positions" in line or "position-emb" in line] == [
+        "note: --max-position-embeddings 512: the config.json of the model says 256, and that is "
+        "the limit"
+    ] * told
 
 
 def test_the_start_of_a_run_prints_them(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """Models that are named as on the hub: the cache of this machine, downloads, and refusals."""
 
+import json
 from pathlib import Path
 
 import huggingface_hub
@@ -45,6 +46,16 @@ def test_a_model_of_the_cache_is_its_directory(hub: Path) -> None:
         *("--critic-hf-checkpoint", "org/tiny@main", "--reward-model-hf-checkpoint", "/no/where"),
     )
     assert found == (str(hub), str(hub), str(hub), "/no/where")
+
+
+def test_a_model_that_drafts_is_its_directory(hub: Path) -> None:
+    """In the option of the engine that names it; a class of a user's own is no model."""
+    for given, wanted in (("org/tiny@main", str(hub)), ("package.Drafter", "package.Drafter")):
+        drafts = {"method": "draft_model", "model": given, "num_speculative_tokens": 3}
+        flags = ("--prompt-data", "x", "--vllm-speculative-config", json.dumps(drafts))
+        parsed = parse(RLRunConfig, flags, "test")
+        found = with_local_models(parsed, weights=False).config.engine_options
+        assert found == {"speculative_config": drafts | {"model": wanted}}
 
 
 def test_what_exists_here_is_no_name(hub: Path, tmp_path: Path) -> None:

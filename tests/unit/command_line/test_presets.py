@@ -136,6 +136,8 @@ def test_the_numbers_of_the_update_are_said():
     assert len(settings_lines(config, 2_000_000)) == 1  # tiny models learn by such rates
     slow = replace(config, train=replace(config.train, lr=2e-6))
     assert len(settings_lines(slow, 494_000_000)) == 1
+    share = parsed("--lr 2e-6 --lr-warmup-fraction .0015").config
+    assert "2e-06 constant after a warm-up of 0.15 % of the steps," in settings_lines(share, 1)[0]
     without = parsed("--rl-preset rloo").config
     assert settings_lines(without, 1)[0].endswith("temperature 1; no KL to a reference")
 

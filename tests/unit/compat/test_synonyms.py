@@ -47,12 +47,37 @@ def test_no_name_has_two_answers() -> None:
             "written --flag value here; --total-epochs is --epochs here",
         ),
         ("a.b=3", "a.b=3 is an override as in verl; flags are written --flag value here"),
+        ("actor_rollout_ref.rollout.n=8", "here; rollout.n is --grpo-group-size here"),
+        ("+data.max_prompt_length=7", "written --flag value here; --max-prompt-length is a flag"),
+        ("critic.optim.lr=1e-5", "written --flag value here; critic.optim.lr is --critic-lr here"),
+        ("--rollout-n 8", "--rollout-n of other stacks; it is --grpo-group-size here"),
         ("--learning-rat 1e-6", "unknown flag --learning-rat; "),
     ],
 )
 def test_the_message_of_an_unknown_flag(typed: str, told: str) -> None:
     with pytest.raises(UsageError, match=re.escape(told)):
         parse(RLRunConfig, typed.split(), "mindspeed_rl.train_rl")
+
+
+@pytest.mark.parametrize(
+    "path", ["actor_rollout_ref.rollout.seed", "critic.lr", "trainer.no_such_thing"]
+)
+def test_an_override_without_a_counterpart_names_no_flag_of_something_else(path: str) -> None:
+    with pytest.raises(UsageError) as found:
+        parse(RLRunConfig, [f"{path}=3"], "mindspeed_rl.train_rl")
+    assert str(found.value).endswith("flags are written --flag value here")
+
+
+def test_overrides_behind_a_flag_with_several_values_are_not_its_values() -> None:
+    words = "--reward-function math=0.9 actor_rollout_ref.rollout.n=8 algorithm.adv_estimator=grpo"
+    with pytest.raises(UsageError) as found:
+        parse(RLRunConfig, words.split(), "mindspeed_rl.train_rl")
+    group, estimator = found.value.mistakes
+    assert group.startswith("actor_rollout_ref.rollout.n=8 is an override as in verl")
+    assert estimator.endswith("--adv-estimator is --rl-advantage-estimator here")
+    shares = ("data.jsonl=0.7", "critic.parquet=0.3")
+    words = f"--prompt-data {' '.join(shares)} --reward-function math my.rewards.py:data=0.1"
+    assert parse(RLRunConfig, words.split(), "train_rl").config.prompts.prompt_data == shares
 
 
 def test_what_a_published_script_says_of_thinking_is_what_happens() -> None:

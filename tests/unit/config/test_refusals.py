@@ -117,6 +117,7 @@ REFUSED = {
         --rl-agent a.py:f --partial-rollout-tokens 3 --old-logprob rollout -> 3: not with --rl-agent
         --rl-agent a.py:f --rl-eval-in-rollouts -> --rl-eval-in-rollouts: not with --rl-agent a.py:f
         --rl-agent a.py:f --rl-endpoint-host 0.0.0.0 -> --rl-endpoint-host 0.0.0.0 & every interface
+        --rl-agent a.py:f --rl-endpoint-host ::ffff:0.0.0.0 -> ::ffff:0.0.0.0 & every interface
         --rl-agent a.py:f --rl-endpoint-host here -> --rl-endpoint-host here & 127.0.0.1
         --rl-agent-workers 3 -> --rl-agent-workers 3 has no effect without --rl-agent
         --prompt-order by-length --grpo-prompts-per-step 1 -> --prompt-order & --grpo-prompts-per-
@@ -136,6 +137,18 @@ REFUSED = {
         --grpo-kl-beta 1 --reference-pass tail --grpo-filter-groups-with-same-reward \
             -> --reference-pass tail: not with --grpo-filter-groups-with-same-reward
         --grpo-kl-beta 1 --reference-pass tail --rl-agent a.py:f -> not with --rl-agent a.py:f
+        --old-logprob-pass single -> pass single has no effect with --old-logprob on-policy
+        --old-logprob rollout --old-logprob-pass tail -> with --old-logprob rollout & recompute
+        --old-logprob recompute --old-logprob-pass tail --rl-offload all \
+            -> --old-logprob-pass tail: not with --rl-offload all & away
+        --old-logprob recompute --old-logprob-pass tail --partial-rollout-tokens 8 \
+            --rl-inference-logprobs-is-correction -> pass tail: not with --partial-rollout-tokens 8
+        --old-logprob recompute --old-logprob-pass tail --grpo-kl-beta 1 --reference-pass tail \
+            --rollout-rebalance all -> --old-logprob-pass tail: not & --reference-pass tail: not
+        --old-logprob recompute --old-logprob-pass single --rl-routing-replay trainer \
+            -> --old-logprob-pass single: not with --rl-routing-replay trainer & packed
+        --old-logprob recompute --old-logprob-pass tail --rl-routing-replay rollout \
+            -> --old-logprob-pass tail: not with --rl-routing-replay rollout
         --rl-clip-ratio-c 0.5 -> --rl-clip-ratio-c 0.5 & above 1
         --rl-clip-ratio-c 1 -> --rl-clip-ratio-c 1 & above 1
         --rl-policy-loss sapo --rl-sapo-tau-pos 0 -> --rl-sapo-tau-pos & more than 0
@@ -175,11 +188,15 @@ REFUSED = {
         --grpo-kl-beta 1 --reference-pass single --context-parallel-size 2 \
             --pipeline-model-parallel-size 1 -> --reference-pass single & --context-parallel-size 2
         --grpo-kl-beta 1 --reference-pass tail --tensor-model-parallel-size 4 -> one replica
+        --old-logprob recompute --old-logprob-pass tail --tensor-model-parallel-size 4 \
+            -> --old-logprob-pass tail & one replica & use --old-logprob-pass packed
+        --old-logprob recompute --old-logprob-pass single --context-parallel-size 2 \
+            --pipeline-model-parallel-size 1 -> --old-logprob-pass single & --context-parallel-size
         --grpo-kl-beta 1 --reference-pass tail --tensor-model-parallel-size 1 --rollout-tp 4 \
             -> --reference-pass tail & --rollout-tp 4 & several data-parallel replicas
         --grpo-group-size 1
-        --rl-default-top-p 0.9 -> --rl-default-top-p 0.9 & allowed: top-p 1, top-k -1
-        --rl-default-top-k 40 -> --rl-default-top-k 40 & allowed: top-p 1
+        --rl-default-top-p 0.9 -> --rl-default-top-p 0.9: truncated & allowed: 1; remove
+        --rl-default-top-k 40 -> --rl-default-top-k 40: truncated & allowed: -1; remove
         --rl-default-temperature 0 -> --rl-default-temperature & more than 0
         --global-batch-size 5 -> --global-batch-size 5 & 16 samples
         --grpo-prompts-per-step 3 --grpo-group-size 3 -> 9 samples & data-parallel size 2
@@ -271,6 +288,7 @@ REFUSED = {
         --tokens DIR/in.npz --output o --recompute-num-layers 2 -> --recompute-num-layers & full
         --tokens DIR/in.npz --output o --temperature 0.5 --backend engine -> with --backend engine
         --tokens DIR/in.npz --output o --tensor-model-parallel-size 2 -> world size 1
+        --tokens DIR/in.npz --output o --vllm-speculative-config {"method":"ngram"} -> drafts
     """,
 }
 

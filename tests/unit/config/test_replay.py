@@ -63,6 +63,15 @@ def test_a_run_of_weeks_is_replayed_by_its_command_line() -> None:
     assert configured(RLRunConfig, back + "--replay 5 out").alarms.rl_alarms == ("grad-norm=skip",)
 
 
+def test_passes_of_a_replay_come_after_its_rollouts() -> None:
+    """Their results are the same, and in the tail a rank has as many as the clock allows."""
+    passes = "--reference-pass tail --old-logprob recompute --old-logprob-pass tail "
+    assert configured(RLRunConfig, RUN + passes).rl.tail_passes == ["old", "reference"]
+    found = configured(RLRunConfig, RUN + passes + "--replay 5 out").rl
+    assert found.passes == {"old": "single", "reference": "single"}
+    assert set(configured(RLRunConfig, RUN + "--replay 5 out").rl.passes.values()) == {"packed"}
+
+
 def test_a_replay_is_not_started_again() -> None:
     """Numbers that differ once would differ again."""
     launch = configured(RLRunConfig, RUN + IN_RAY).launch

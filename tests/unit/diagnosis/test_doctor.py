@@ -351,7 +351,7 @@ def test_rows_for_a_terminal() -> None:
         "a:", "  ok    fine", "  ok    too", "b:", "  RED   broken", "        fix: mend it",
     ]  # fmt: skip
     assert "\x1b[31;1mRED " in "\n".join(lines(rows, colour=True))
-    assert verdict(rows) == "2 ok, 0 to know, 1 red: mend the red ones first"
+    assert verdict(rows) == "2 ok, 0 notes, 1 red: fix the red ones first"
 
 
 def test_a_fix_that_rows_share_is_told_once_in_each_area() -> None:

@@ -24,9 +24,11 @@ from mindspeed_rl.elastic.meeting import (
     JobSize,
     Meeting,
     NodeNote,
+    Seen,
     chosen_round,
     may_start,
     read_round,
+    waiting_for,
     write_round,
 )
 from mindspeed_rl.launch import attempt
@@ -35,46 +37,73 @@ WAIT_S = 0.3
 
 
 class Clock:
-    """Time in which the whole process ran.
+    """Time that passes by one beat when every living node has beaten.
 
-    All nodes of a test are threads of it. While a busy machine does not run it, none of them can
-    beat, which on machines of their own happens to one alone.
+    All nodes of a test are threads of one process on a machine that may be busy. A thread that is
+    not run for a while, or waits for the disk, then stops the time of all instead of being lost.
     """
-
-    _LONGEST_S = 0.1  # between two looks of some thread
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._at, self._now = time.monotonic(), 0.0
+        self._beats: dict[Meeting, int] = {}
+        self._silent: dict[Meeting, float] = {}
+        self._now = 0.0
+
+    def add(self, starter: Meeting) -> Meeting:
+        with self._lock:
+            self._beats[starter] = 0
+        return starter
 
     def monotonic(self) -> float:
         with self._lock:
-            at = time.monotonic()
-            self._now += min(at - self._at, self._LONGEST_S)
-            self._at = at
+            living = [s for s in self._beats if not s._closed.is_set()]
+            heard = [s for s in living if self._silent.get(s, 0.0) <= self._now]
+            if all(starter._mine.beat > self._beats[starter] for starter in heard):
+                self._beats = {starter: starter._mine.beat for starter in living}
+                self._now += meeting.BEAT_S
             return self._now
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass."""
+        until = self.monotonic() + seconds
+        while self.monotonic() < until:
+            time.sleep(meeting.BEAT_S / 2)
+
+    def silence(self, starter: Meeting, seconds: float) -> None:
+        """Let a node write nothing for some time, as on a disk that stands still."""
+        until, write = self.monotonic() + seconds, starter._write
+
+        def late() -> None:
+            while self.monotonic() < until:
+                time.sleep(meeting.BEAT_S / 2)
+            write()
+
+        self._silent[starter] = until
+        starter._write = late  # type: ignore[method-assign]
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     running = SimpleNamespace(monotonic=clock.monotonic, sleep=time.sleep, time=time.time)
     monkeypatch.setattr(meeting, "time", running)
     for name, value in (("BEAT_S", 0.02), ("HERE_S", 0.5), ("GONE_S", 0.8), ("JOIN_LIMIT_S", 3.0)):
         monkeypatch.setattr(meeting, name, value)
+    return clock
 
 
 class Nodes:
     """The starters of a job's nodes, in threads of this process."""
 
-    def __init__(self, folder: Path, pool: ThreadPoolExecutor, nodes: int, fewest: int) -> None:
-        self.folder, self.pool, self.size = folder, pool, JobSize(nodes, fewest, WAIT_S)
+    def __init__(self, folder: Path, pool: ThreadPoolExecutor, clock: Clock, size: JobSize) -> None:
+        self.folder, self.pool, self.clock, self.size = folder, pool, clock, size
         self.said: list[str] = []
         self.over = threading.Event()
         self.problems: dict[int, str] = {}
 
     def starter(self, node: int) -> Meeting:
-        return Meeting(self.folder, self.size, node, f"10.0.0.{node}", self.said.append)
+        address = f"10.0.0.{node}"
+        return self.clock.add(Meeting(self.folder, self.size, node, address, self.said.append))
 
     def join(self, starter: Meeting, restarts: int) -> Future[AttemptRound | JobEnd | None]:
         problem_of: Callable[[int], str] = lambda count: self.problems.get(count, "")  # noqa: E731
@@ -97,12 +126,13 @@ def kill(starter: Meeting) -> None:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[[int, int], Nodes]]:
+def make(tmp_path: Path, clock: Clock) -> Iterator[Callable[[int, int], Nodes]]:
     made: list[Nodes] = []
     with ThreadPoolExecutor(8) as pool:
 
         def nodes(count: int, fewest: int) -> Nodes:
-            made.append(Nodes(tmp_path / "nodes", pool, count, fewest))
+            size = JobSize(count, fewest, WAIT_S)
+            made.append(Nodes(tmp_path / "nodes", pool, clock, size))
             return made[-1]
 
         yield nodes
@@ -132,7 +162,7 @@ def test_a_living_node_is_waited_for_however_long_its_ranks_take_to_end(
     nodes = make(2, 1)
     first, second = nodes.first()
     waiting = nodes.join(first, 1)
-    time.sleep(5 * WAIT_S)
+    nodes.clock.wait(5 * WAIT_S)
     assert not waiting.done()
     other = nodes.join(second, 1).result(90)
     assert waiting.result(90) == other and isinstance(other, AttemptRound) and other.nodes == (0, 1)
@@ -146,7 +176,7 @@ def test_a_node_that_comes_back_joins_the_next_attempt(make: Callable[[int, int]
     assert isinstance(alone, AttemptRound) and alone.nodes == (1,)
     back = nodes.starter(0)
     waiting = nodes.join(back, 0)
-    time.sleep(5 * WAIT_S)
+    nodes.clock.wait(5 * WAIT_S)
     assert not waiting.done(), "the job goes on meanwhile"
     again = nodes.join(second, 2)
     assert waiting.result(90) == again.result(90)
@@ -164,9 +194,10 @@ def test_a_job_has_as_many_nodes_as_its_layout_allows(make: Callable[[int, int],
     for node in (0, 2):
         found = waiting[node].result(90)
         assert isinstance(found, AttemptRound) and found.nodes == (0, 2)
-    time.sleep(3 * WAIT_S)
+    while not any("goes on without this node" in line for line in nodes.said):
+        time.sleep(meeting.BEAT_S)
+    nodes.clock.wait(3 * WAIT_S)
     assert not waiting[3].done()
-    assert any("goes on without this node" in line for line in nodes.said)
     starters[0].leave(0, "it is done")
     assert waiting[3].result(90) == JobEnd(0, "node 0 ended the job: it is done")
 
@@ -212,7 +243,7 @@ def test_a_job_that_is_started_anew_does_not_take_old_notes_for_its_own(
         kill(starter)
     again = [nodes.starter(node) for node in (1, 0)]
     late = nodes.join(again[0], 0)
-    time.sleep(5 * WAIT_S)
+    nodes.clock.wait(5 * WAIT_S)
     assert not late.done(), "a first start waits for all nodes"
     both = [nodes.join(again[1], 0).result(90), late.result(90)]
     assert both[0] == both[1] and isinstance(both[0], AttemptRound) and both[0].nodes == (0, 1)
@@ -233,6 +264,36 @@ def test_a_folder_that_cannot_be_written_for_a_while_is_told_once(
         time.sleep(WAIT_S)
     assert isinstance(waiting.result(90), AttemptRound)
     assert [line for line in nodes.said if "No space left" in line] == nodes.said
+
+
+def test_a_node_that_is_silent_when_the_others_decide_is_not_left_out(
+    make: Callable[[int, int], Nodes],
+) -> None:
+    nodes = make(3, 1)
+    starters = nodes.first()
+    kill(starters[1])
+    first, second = [nodes.join(starters[node], 1) for node in (0, 2)]
+    nodes.clock.wait(0.5)
+    nodes.clock.silence(starters[2], 0.7)  # they decide 0.6 s later
+    found = first.result(90)
+    assert isinstance(found, AttemptRound) and found.nodes == (0, 2)
+    assert second.result(90) == found
+
+
+@pytest.mark.parametrize(
+    ("age_s", "changed", "is_here", "is_known"),
+    [
+        (0.0, True, True, True), (0.6, True, False, False), (0.9, True, False, True),
+        (0.0, False, False, False), (0.9, False, False, True),
+    ],
+)  # fmt: skip
+def test_it_is_known_of_a_node_that_it_waits_or_that_it_is_lost(
+    age_s: float, changed: bool, is_here: bool, is_known: bool
+) -> None:
+    surely = Seen(note(1), 0.1, True)
+    found = waiting_for(3, [surely, Seen(note(2), age_s, changed)])
+    assert found == ([note(1), note(2)][: 1 + is_here], is_known)
+    assert waiting_for(4, [surely, Seen(note(2), age_s, changed)]) == ([], True)
 
 
 def note(number: int, restarts: int = 0, began: float = 5.0) -> NodeNote:
@@ -282,6 +343,21 @@ def test_a_round_is_decided_once(tmp_path: Path) -> None:
     (tmp_path / "round-5.json").write_text('{"nodes": 3}')
     with pytest.raises(ValueError, match=r"round-5\.json"):
         read_round(tmp_path, 5)
+
+
+def test_a_disk_that_fills_while_a_round_is_written_keeps_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Starters decide again every second until there is room."""
+
+    def fills(path: Path, text: str) -> None:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fills)
+    with pytest.raises(OSError, match="No space left"):
+        write_round(tmp_path, 4, AttemptRound((0,), ("s",), ("h",), 0, 1.5))
+    assert not list(tmp_path.iterdir())
 
 
 COMMAND = (

@@ -141,3 +141,17 @@ def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError, match="the body is") as caught:
         parse_request(body)
     assert caught.value.body["error"]["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, "[" * 70 + "]" * 70, '"\\ud800"', '{"a": "\\udfff"}']
+)
+def test_what_no_template_or_tokenizer_takes_is_refused(content: str) -> None:
+    body = f'{{"model": "policy", "messages": [{{"role": "user", "content": {content}}}]}}'
+    with pytest.raises(ApiError, match="the body is no JSON: ") as caught:
+        parse_request(body.encode())
+    assert caught.value.status == 400
+    call = {"function": {"name": "f", "arguments": f'{{"a": {content}}}'}}
+    given = [{"role": "assistant", "tool_calls": [call]}, *MESSAGES]
+    with pytest.raises(ApiError, match="arguments: give a JSON object"):
+        parsed(messages=given)

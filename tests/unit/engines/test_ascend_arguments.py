@@ -41,7 +41,6 @@ CASES: list[tuple[dict[str, Any], tuple[int, ...], dict[str, object]]] = [
             ("flashcomm", True, "additional_config.enable_flashcomm1", True),
             ("chunked_prefill", "off", "enable_chunked_prefill", False),
             ("chunked_prefill", "on", "enable_chunked_prefill", True),
-            ("expert_map", "m.json", "additional_config.eplb_config.expert_map_path", "m.json"),
         )
     ),
     ({"rollout_dp_sync": "packed"}, (), {}),
@@ -70,6 +69,14 @@ def test_a_flag_sets_its_key_and_nothing_else(
     assert paths(ascend_arguments(tuning(**flags), sizes)) == ALWAYS | expected
 
 
+def test_only_a_map_with_copies_is_given_to_the_engine() -> None:
+    """It makes room for them; other maps are set in its tables after it was built."""
+    mapped = tuning(rollout_expert_map="m.json")
+    assert paths(ascend_arguments(mapped)) == ALWAYS
+    key = "additional_config.eplb_config.expert_map_path"
+    assert paths(ascend_arguments(mapped, copies=True)) == ALWAYS | {key: "m.json"}
+
+
 def test_the_engines_own_agreement_is_left_alone() -> None:
     found = paths(ascend_arguments(tuning(rollout_dp_sync="engine")))
     assert found.keys() == ALWAYS.keys() - {"additional_config.dp_allreduce_on_npu"}
@@ -79,7 +86,7 @@ def test_every_key_is_read_by_the_pinned_version() -> None:
     """Against the keys and arguments in its sources: it says nothing of keys it does not know."""
     read = snapshot()["settings"]
     used = {path for flags, sizes, _ in CASES
-            for path in paths(ascend_arguments(tuning(**flags), sizes))}  # fmt: skip
+            for path in paths(ascend_arguments(tuning(**flags), sizes, copies=True))}  # fmt: skip
     for path in sorted(used):
         top, _, rest = path.partition(".")
         if top == "additional_config":

@@ -22,9 +22,9 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.engines.vllm.cuda_backend import CudaBackend
 from mindspeed_rl.engines.vllm.layout import VllmLayout
-from mindspeed_rl.engines.vllm.patches import seeded_draws
 from mindspeed_rl.platforms.cached_memory import free_ranges
 from mindspeed_rl.platforms.cpu import CpuPlatform
+from mindspeed_rl.vllm_patches import seeded_draws
 
 
 class Device(CpuPlatform):

@@ -35,6 +35,7 @@ from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.core.patching import Patch
 from mindspeed_rl.core.versions import pins, read_matrix
 from mindspeed_rl.engines.registry import engine_provider
+from mindspeed_rl.engines.vllm import capabilities
 from mindspeed_rl.engines.vllm.arguments import host_arguments
 from mindspeed_rl.engines.vllm.cuda_arguments import (
     RUNNER,
@@ -43,7 +44,8 @@ from mindspeed_rl.engines.vllm.cuda_arguments import (
 )
 from mindspeed_rl.engines.vllm.engine import VllmEngine, _fixed_options
 from mindspeed_rl.engines.vllm.layout import VllmLayout
-from mindspeed_rl.engines.vllm.patches import (
+from mindspeed_rl.vllm_patches import (
+    draft_weights,
     seeded_draws,
     shared_memory_names,
     verified_drafts,
@@ -98,6 +100,38 @@ def test_the_wheels_belong_to_the_matrix(
     assert "vllm/cumem_allocator.abi3.so" in found["extensions"], "the pool of sleep mode"
 
 
+@pytest.mark.parametrize(
+    ("platform", "installed", "expected"),
+    [("cuda", "0.32.1", True), ("cuda", OLDER, False), ("cpu", "0.32.0", True),
+     ("npu", "0.23.0", False)],
+)  # fmt: skip
+def test_requests_pause_where_the_scheduler_is_the_one_that_was_read(
+    platform: str, installed: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capabilities, "version", lambda name: installed)
+    assert capabilities.can_pause(platform) is expected
+
+
+def test_steps_that_pad_or_idle_write_into_no_block_of_a_paused_request() -> None:
+    """What is sent to the device of a request, and where padding goes, by the sources."""
+    worker = "vllm.v1.worker."
+    (runner, table) = (
+        cast(Path, installed_file(worker + name)).read_text()
+        for name in ("gpu_model_runner", "block_table")
+    )
+
+    def function(source: str, name: str) -> str:
+        nodes = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
+        return ast.unparse(next(n for n in nodes if n.name == name))
+
+    dummy = function(runner, "_dummy_run")
+    assert dummy.index("_get_slot_mappings(") < dummy.index("sm.fill_(-1)") < dummy.index("model(")
+    padding = "tl.store(slot_mapping_ptr + offsets, PAD_ID, mask=offsets < max_num_tokens)"
+    assert padding in function(table, "kernel")
+    prepared = function(runner, "_prepare_inputs")
+    assert "self.input_batch.block_table.commit_block_table(num_reqs)" in prepared
+
+
 def test_vllm_knows_every_argument() -> None:
     from dataclasses import fields
     from typing import get_args
@@ -147,9 +181,10 @@ def older_function(module: str, name: str, **names: object) -> Callable[..., Any
 
 
 @pytest.mark.parametrize(
-    "patch", [seeded_draws._RUNNER, seeded_draws._SAMPLER, verified_drafts._PATCH],
+    "patch",
+    [seeded_draws._RUNNER, seeded_draws._SAMPLER, verified_drafts._PATCH, draft_weights._PATCH],
     ids=lambda patch: patch.target.rpartition(":")[2],
-)  # fmt: skip
+)
 def test_the_patches_of_sampling_fit_the_older_release(patch: Patch) -> None:
     """What is patched on CUDA; the parameters of the newer release are compared as it is used."""
     module, _, path = patch.target.partition(":")

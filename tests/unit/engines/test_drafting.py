@@ -21,17 +21,16 @@ from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout
-from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.engines.vllm.drafting import check_drafted_layout, check_drafts
 from mindspeed_rl.engines.vllm.layout import VllmLayout
-from mindspeed_rl.engines.vllm.patches import verified_drafts
-from mindspeed_rl.engines.vllm.patches.seeded_draws import Draws, drawn_at_once, use_in
-from mindspeed_rl.engines.vllm.patches.verified_drafts import per_row, verified
 from mindspeed_rl.rollout.draft_costs import DraftController, DraftPlan, DraftRule
 from mindspeed_rl.rollout.draft_history import DraftHistory, prompt_key
 from mindspeed_rl.rollout.draft_source import DraftSource, HistoryProposer
 from mindspeed_rl.rollout.drafts import Drafter
 from mindspeed_rl.rollout.requests import GenerationRequest
+from mindspeed_rl.vllm_patches import verified_drafts
+from mindspeed_rl.vllm_patches.seeded_draws import Draws, drawn_at_once, use_in
+from mindspeed_rl.vllm_patches.verified_drafts import per_row, verified
 
 TOKENS = st.integers(0, 2)
 REQUESTS = st.lists(
@@ -336,10 +335,3 @@ def test_drafts_are_refused_for_layouts_whose_steps_were_not_read() -> None:
         check_drafted_layout(config_of(), layout, "npu")
     for case in (GQA, MOE):
         check_drafted_layout(drafted, VllmLayout(spec_of(case), EngineLayout(2, 2)), "npu")
-
-
-@pytest.mark.parametrize("value", ["eagle", {"method": "eagle", "model": "m"}, {"model": "m"}])
-def test_drafts_that_need_weights_are_refused(value: object) -> None:
-    with pytest.raises(UsageError, match="--vllm-speculative-config"):
-        engine_provider().check_options({"speculative_config": value})
-    engine_provider().check_options({"speculative_config": {"method": "ngram"}})

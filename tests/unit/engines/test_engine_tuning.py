@@ -20,10 +20,12 @@ from mindspeed_rl.engines.registry import engine_provider
 from mindspeed_rl.engines.vllm.cuda_backend import CudaBackend
 from mindspeed_rl.engines.vllm.host_backend import HostBackend
 from mindspeed_rl.engines.vllm.layout import VllmLayout
-from mindspeed_rl.engines.vllm.tuning import check_tuning, read_expert_map
+from mindspeed_rl.engines.vllm.tuning import check_copies, check_tuning, mapped_experts
+from mindspeed_rl.expert_placement.map_file import read_expert_map
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.platforms.process_state import preserved_environment
 from mindspeed_rl.rollout.provider import EngineSettings
+from mindspeed_rl.weight_layouts.rollout import Slots
 
 VARIABLE = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
 
@@ -39,7 +41,6 @@ VARIABLE = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
             "no graphs with --rollout-graph-mode eager",
         ),
         (GQA, {"rollout_multistream_moe": True}, "no experts; remove the flag"),
-        (MOE, {"rollout_expert_map": "m.json"}, "set --rollout-ep to --rollout-tp x --rollout-dp"),
     ],
 )
 def test_mistakes_are_named(case: object, flags: dict[str, object], message: str) -> None:
@@ -93,7 +94,8 @@ def test_sizes_and_flags_that_fit_pass() -> None:
         rollout_graph_sizes=("8", "64"),
         rollout_multistream_moe=True,
     )
-    assert check_tuning(tuning, EngineLayout(1, 1), spec_of(MOE)) == ()
+    check_tuning(tuning, EngineLayout(1, 1), spec_of(MOE))
+    assert mapped_experts(tuning, EngineLayout(1, 1), spec_of(MOE)) == ((), ())
 
 
 def write_map(path: Path, *layers: list[list[int]]) -> Path:
@@ -105,41 +107,81 @@ def write_map(path: Path, *layers: list[list[int]]) -> Path:
     return path
 
 
+def test_a_map_needs_experts_that_are_spread() -> None:
+    tuning = EngineTuningConfig(rollout_expert_map="m.json")
+    with pytest.raises(UsageError, match="set --rollout-ep to --rollout-tp x --rollout-dp"):
+        mapped_experts(tuning, EngineLayout(1, 1), spec_of(MOE))
+    with pytest.raises(UsageError, match=r"m\.json: the model has no experts; remove the flag"):
+        mapped_experts(tuning, EngineLayout(2, 2, expert_parallel=True), spec_of(GQA))
+
+
+def mapped(path: Path) -> tuple[Slots, tuple[tuple[int, Slots], ...]]:
+    """Where a file puts the four experts of both layers, over two ranks of an engine."""
+    engine = EngineLayout(2, 2, expert_parallel=True)
+    return mapped_experts(EngineTuningConfig(rollout_expert_map=str(path)), engine, spec_of(MOE))
+
+
 def test_a_map_of_experts_becomes_slots_of_the_layout(tmp_path: Path) -> None:
-    """Redundant experts; the layout then sends every copy its weights."""
+    """Copies of experts; the layout then sends every copy its weights."""
     devices = [[1, 0, 3], [2, 3, 1], [0, 1, 2], [3, 2, 0]]
-    path = write_map(tmp_path / "map.json", devices, devices)
+    other = [devices[1], devices[0], *devices[2:]]
+    path = write_map(tmp_path / "map.json", devices, other, devices)
     spec = spec_of(MOE)
     tuning = EngineTuningConfig(rollout_expert_map=str(path))
     engine = EngineLayout(4, 2, dp=2, expert_parallel=True)
-    slots = check_tuning(tuning, engine, spec)
+    slots, of_layers = mapped_experts(tuning, engine, spec)
     assert slots == (1, 0, 3, 2, 3, 1, 0, 1, 2, 3, 2, 0)
-    shapes = VllmLayout(spec, engine, physical_experts=slots).local_shapes(0)
+    assert of_layers == ((spec.expert_layers[1], (2, 3, 1, 1, 0, 3, 0, 1, 2, 3, 2, 0)),)
+    layout = VllmLayout(spec, engine, physical_experts=slots, layer_experts=of_layers)
+    shapes = layout.local_shapes(0)
     assert {s[0] for name, s in shapes.items() if name.endswith("w13_weight")} == {3}
+    with pytest.raises(UsageError, match="several copies of some experts, which needs vLLM-Ascend"):
+        check_copies(layout, tuning, "cpu")
+
+
+def test_every_layer_of_a_map_without_copies_has_its_places(tmp_path: Path) -> None:
+    """Those of neighbouring experts need none; further layers are those of other heads."""
+    first, second, third = spec_of(MOE).expert_layers
+    linear, moved, other = [[0, 1], [2, 3]], [[3, 1], [0, 2]], [[0, 2], [1, 3]]
+    path = write_map(tmp_path / "map.json", linear, moved, other, moved)
+    assert mapped(path) == ((), ((second, (3, 1, 0, 2)), (third, (0, 2, 1, 3))))
+    assert mapped(write_map(path, moved, linear, linear)) == ((), ((first, (3, 1, 0, 2)),))
+    assert mapped(write_map(path, linear, linear, linear)) == ((), ())
 
 
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ([[[0, 1], [2, 3]], [[0, 2], [1, 3]]], "place experts in 2 ways; allowed is one way"),
-        ([[[0, 1], [2, 2]]], "2 devices with 4 experts; needed are --rollout-ep 2 devices"),
-        ([[[0, 1, 2], [3]]], "equally many"),
-        ([[[0, 1, 2, 3]]], "1 devices with 4 experts"),
+        ([[[0, 1], [2, 3]]], "it has 1 layers, and the model has 2 with experts"),
+        ([[[0, 1], [2, 3]], [[0, 1], [2, 2]]], "layer 3 .* 2 devices with 4 experts; needed are"),
+        ([[[0, 1], [2, 3]], [[0, 1, 2], [2, 3, 0]]], "layer 3 .* equally many in all layers"),
+        ([[[0, 1, 2], [3]]] * 2, "layer 2 .* equally many"),
+        ([[[0, 1, 2, 3]]] * 2, "1 devices with 4 experts; needed are --rollout-ep 2 devices"),
+        ([[]] * 2, "0 devices with 0 experts"),
     ],
 )
 def test_maps_that_do_not_fit(layers: list[list[list[int]]], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        read_expert_map(write_map(tmp_path / "map.json", *layers), 4, 2)
+        read_expert_map(write_map(tmp_path / "map.json", *layers), (2, 3), 4, 2)
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"layer_list": [{"device_list": [{}]}]}', None])
+def of_experts(*experts: object) -> str:
+    """A map of one expert for each of two ranks, in one layer."""
+    return json.dumps({"layer_list": [{"device_list": [{"device_expert": [e]} for e in experts]}]})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "{", '{"layer_list": [{"device_list": [{}]}]}', of_experts(0, 1.5), of_experts(0, "1"),
+     None],
+)  # fmt: skip
 def test_files_that_are_no_maps(text: str | None, tmp_path: Path) -> None:
-    """Or that are not there."""
+    """Or that are not there; numbers of experts are not rounded."""
     path = tmp_path / "map.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ValueError, match=r"--rollout-expert-map .*map\.json"):
-        read_expert_map(path, 4, 2)
+    with pytest.raises(ValueError, match=r"--rollout-expert-map .*map\.json: not a map"):
+        read_expert_map(path, (2,), 2, 2)
 
 
 def test_flags_of_vllm_ascend_are_refused_elsewhere() -> None:

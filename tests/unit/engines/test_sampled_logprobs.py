@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_rl.engines.vllm.patches.sampled_logprobs import without_ranks
 from mindspeed_rl.rollout.open_requests import sampled_logprobs
+from mindspeed_rl.vllm_patches.sampled_logprobs import without_ranks
 
 
 def test_only_the_sampled_token_is_gathered() -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mindspeed_rl.algorithms.sampling_noise import draw_keys, exponential_noise
-from mindspeed_rl.engines.vllm.patches import seeded_draws
-from mindspeed_rl.engines.vllm.patches.seeded_draws import Draws, drawn_at_once, given_draws
+from mindspeed_rl.vllm_patches import seeded_draws
+from mindspeed_rl.vllm_patches.seeded_draws import Draws, drawn_at_once, given_draws
 
 SEEDS = {"a": 2**62 + 5, "b": 17, "c": 3}
 POSITIONS = {"a": 9, "b": 4, "c": 31}

@@ -21,9 +21,9 @@ from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.engines.vllm import host_backend
 from mindspeed_rl.engines.vllm.layout import VllmLayout
-from mindspeed_rl.engines.vllm.patches import shared_memory_names
 from mindspeed_rl.platforms.cpu import CpuPlatform
 from mindspeed_rl.rollout.provider import EngineSettings
+from mindspeed_rl.vllm_patches import shared_memory_names
 
 MIB = 1 << 20
 
@@ -82,7 +82,7 @@ OWNER = """
 import os, sys
 from pathlib import Path
 import torch.distributed as dist
-from mindspeed_rl.engines.vllm.patches import shared_memory_names
+from mindspeed_rl.vllm_patches import shared_memory_names
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
 shared_memory_names.own()
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue

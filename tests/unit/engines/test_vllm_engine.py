@@ -20,12 +20,13 @@ from support.layout_cases import GQA, MOE, Case, layouts_of, with_attention
 from mindspeed_rl.core.layout import EngineLayout
 from mindspeed_rl.engines.vllm import capabilities
 from mindspeed_rl.engines.vllm.arguments import model_settings
-from mindspeed_rl.engines.vllm.engine import VllmEngine
+from mindspeed_rl.engines.vllm.engine import VllmEngine, small_cache
 from mindspeed_rl.engines.vllm.options import check_option_names
-from mindspeed_rl.engines.vllm.patches import shared_memory_names
 from mindspeed_rl.models.layers import GroupedQueryAttention, LatentAttention
 from mindspeed_rl.platforms.process_state import preserved_environment
 from mindspeed_rl.rollout.requests import GenerationRequest, NewTokens, SamplingSettings
+from mindspeed_rl.vllm_patches import shared_memory_names
+from mindspeed_rl.vllm_patches.derived_state import DerivedState
 
 SETTINGS = SamplingSettings(temperature=1.0, max_response_tokens=4, stop_token_ids=(1,))
 CALLS = ("free cache", "free weights", "wake weights", "wake cache", "begin", "finish", "generate")
@@ -205,6 +206,20 @@ def test_weights_that_are_kept_come_back_with_their_bits_and_version(keeps: bool
         assert len(answers(engine, version)) == 2
 
 
+def test_experts_that_are_packed_in_place_have_lost_their_bits_at_the_next_update() -> None:
+    """So that changes cannot be added to them; all others have kept theirs."""
+    engine = EngineDouble(keeps_weights=True)
+    assert engine.keeps_bits
+    experts = torch.nn.Module()
+    experts.w13_weight, experts.w2_weight = (torch.nn.Parameter(torch.ones(2, 4, 4)) for _ in "ab")
+    kernel = SimpleNamespace(fused_experts=SimpleNamespace(isa="vec"))
+    experts.quant_method = SimpleNamespace(moe_kernel=kernel)  # type: ignore[assignment]
+    engine._derived = DerivedState(torch.nn.Sequential(experts), torch.float32)
+    assert not engine.keeps_bits
+    engine.begin_update()
+    assert not experts.w13_weight.any() and not experts.w2_weight.any()
+
+
 def test_weights_of_an_update_that_did_not_finish_are_kept_by_no_version() -> None:
     engine = EngineDouble(keeps_weights=True)
     update(engine, 5)
@@ -338,6 +353,12 @@ def test_options_that_the_engine_does_not_have_are_refused(
     flag = "--vllm-" + option.replace("_", "-")
     with pytest.raises(ValueError, match=f"{flag}: .*{hint}"):
         check_option_names({"max_num_seqs": 4, option: 1})
+
+
+def test_a_cache_without_room_for_a_sequence_is_told_in_mib_and_with_our_flag() -> None:
+    told = small_cache({"kv_cache_memory_bytes": 3 * 2**18, "max_model_len": 12})
+    assert "0.75 MiB" in told and "12 tokens" in told
+    assert "--rollout-kv-cache-gb must be more than 0.00073 (GiB)" in told
 
 
 def test_a_model_without_kernels_of_the_engine_is_refused() -> None:

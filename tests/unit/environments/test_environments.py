@@ -18,7 +18,7 @@ from support.rl_run import PROMPTS, TableRun, make_run
 from support.table_engine import STOP, TableEngine, first_table, single_rank
 
 from mindspeed_rl.core.errors import UsageError
-from mindspeed_rl.core.types import Completion, Prompt, Rollout, TrainSample
+from mindspeed_rl.core.types import Completion, EarlyLogprobs, Prompt, Rollout, TrainSample
 from mindspeed_rl.environments import (
     LocalRunner,
     Observation,
@@ -104,14 +104,15 @@ def test_the_tail_of_a_rollout_sees_whole_conversations(tmp_path: Path) -> None:
     run.set_rollouts(columns=columns)
     seen: dict[int, int] = {}
 
-    def tail(rollouts: Sequence[Rollout]) -> Mapping[int, bytes]:
+    def tail(rollouts: Sequence[Rollout]) -> Mapping[int, EarlyLogprobs]:
         seen.update({r.sample_id: len(r.completion.token_ids) for r in rollouts})
-        return {i: struct.pack(f"{n}f", *(-i - k for k in range(n))) for i, n in seen.items()}
+        said = {i: struct.pack(f"{n}f", *(-i - k for k in range(n))) for i, n in seen.items()}
+        return {i: EarlyLogprobs(reference=values) for i, values in said.items()}
 
     run.parts = replace(run.parts, tail=tail, samples=replace(run.parts.samples, columns=columns))
     samples = run.generate().samples
     assert seen == {i: 6 + i // 3 % 2 for i in range(6)}
-    assert all(sample.has_reference for sample in samples)
+    assert all(sample.has_early for sample in samples)
     for i, said in enumerate(run.said(samples)):
         assert said[EARLY_REFERENCE.name].tolist() == [-i - k for k in range(seen[i])]
 

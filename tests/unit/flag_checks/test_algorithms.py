@@ -50,6 +50,8 @@ def check(flags: str) -> RLRunConfig:
         "--rl-routing-replay trainer --old-logprob recompute",
         "--rl-routing-replay rollout --old-logprob rollout",
         "--rl-routing-replay rollout --rollout-rebalance waiting",
+        "--old-logprob recompute --old-logprob-pass tail --grpo-kl-beta 0.1 --reference-pass tail "
+        "--lora-rank 4",
         "--prompt-order by-length --response-length-cap-factor 1.5 --response-length-cap-floor 16 "
         "--rl-overlong-buffer 8 --rollout-rebalance all",
     ],

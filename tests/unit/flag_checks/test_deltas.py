@@ -6,9 +6,9 @@ import pytest
 from support.checked_runs import configured
 
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.config.needs import check_needs
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.flag_checks.deltas import check_deltas_on, cost_of_deltas
+from mindspeed_rl.flag_checks.needs import check_needs
 
 DELTAS = "--reshard-deltas device"
 

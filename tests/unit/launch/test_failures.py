@@ -375,6 +375,24 @@ def test_sigterm_asks_for_a_save_unless_a_neighbour_is_gone(
             thread.join()
 
 
+@pytest.mark.parametrize("where", ["last files", "exit", "train"])
+@pytest.mark.usefixtures("store_address")
+def test_sigterm_does_not_end_a_job_that_is_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    """Rank 0 writes its last files, for which the others wait."""
+    ended: list[Failure] = []
+    settings = WatchdogSettings(cause_timeout_s=0.3)
+    dog = watchdog.Watchdog(World(0, 1, 0, 1), PhaseLimits(600.0), "entry", settings)
+    monkeypatch.setattr(dog, "_follow", ended.append)
+    dog._store.beat(where, 0.0)
+    dog._leaving = where == "exit"
+    with dog.phase(where):
+        dog._end_on_signal(signal.SIGTERM)
+    assert [(f.kind, f.phase) for f in ended] == [("stopped", "train")] * (where == "train")
+    assert ("writes its last files" in capsys.readouterr().err) is (where == "last files")
+
+
 @pytest.mark.usefixtures("store_address")
 def test_a_launcher_that_is_gone_is_said_so() -> None:
     with pytest.raises(RuntimeError, match="launcher of the first node"):

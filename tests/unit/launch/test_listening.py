@@ -9,9 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from mindspeed_rl.launch import bootstrap
-from mindspeed_rl.launch.bound_store import BoundStore, bind_address, bound_socket
+from mindspeed_rl.launch.bound_store import BoundStore, bind_address, bound_socket, main
 from mindspeed_rl.launch.ray import open_store
 from mindspeed_rl.rewards import ray_pool
 
@@ -31,6 +32,26 @@ def listening_on(port: int) -> set[str]:
 
 
 LOOPBACK = {"0100007F"}
+
+
+@pytest.mark.parametrize("codes", [(2, 2), (2, -15), (1, 2), (-9, 1)])
+def test_a_mistake_of_the_user_ends_the_launcher_without_its_report(
+    monkeypatch: pytest.MonkeyPatch, codes: tuple[int, ...]
+) -> None:
+    """The rank has told it, and torchrun ends the others; of other failures it reports as ever."""
+    failures = {
+        rank: ProcessFailure(rank, 1000 + rank, code, error_file="")
+        for rank, code in enumerate(codes)
+    }
+
+    def torchrun(*_: object, **__: object) -> None:
+        raise ChildFailedError("entry", failures)
+
+    monkeypatch.setattr("runpy.run_module", torchrun)
+    monkeypatch.setattr("torch.distributed.TCPStore", None)
+    with pytest.raises(SystemExit if codes[0] == 2 else ChildFailedError) as found:
+        main()
+    assert codes[0] != 2 or found.value.args == (2,)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])

@@ -13,12 +13,13 @@ from mindspeed_rl.launch.start_up import LEAST_S, stage, start_stage
 def test_a_stage_that_takes_long_is_told_while_it_runs_and_at_its_end() -> None:
     told: list[str] = []
     with stage(told.append, "inference engine", beat_s=0.05, least_s=0.0):
-        time.sleep(0.13)
-    assert told[0] == "inference engine: 0 s so far"
-    assert re.fullmatch(r"inference engine: 0\.\d s", told[-1])
-    assert len(told) == 3
+        while len(told) < 2:
+            time.sleep(0.01)
+    assert all(re.fullmatch(r"inference engine: \d+ s so far", line) for line in told[:-1])
+    assert re.fullmatch(r"inference engine: \d+\.\d s", told[-1])
+    lines = len(told)
     time.sleep(0.1)
-    assert len(told) == 3, "nothing is told after its end"
+    assert len(told) == lines, "nothing is told after its end"
 
 
 def test_a_quick_stage_has_no_line() -> None:
@@ -51,5 +52,5 @@ def test_a_function_of_a_job_is_a_stage() -> None:
 
     job = _Job()
     assert export(job, "hf", step=7) == "hf/7"
-    assert len(job.told) == 1 and job.told[0].startswith("export: 0.")
+    assert len(job.told) == 1 and job.told[0].startswith("export: ")
     assert export.__name__ == "export"

@@ -65,7 +65,8 @@ def test_all_panels_show_their_metric_with_units() -> None:
         assert axes.get_ylabel()
         assert "not logged" not in _texts(axes)
     assert panels["Train/rollout mismatch"].get_yscale() == "log"
-    strict = panels["Held-out accuracy"].get_lines()[-1]
+    strict, lenient = panels["Held-out accuracy"].get_lines()
+    assert strict.get_label() == "strict" and lenient.get_linestyle() == "--"
     assert np.asarray(strict.get_ydata()).tolist() == [
         record["eval/accuracy"] for record in _records()
     ]
@@ -102,6 +103,17 @@ def test_every_panel_of_a_run_of_any_length_is_drawn_into(num_steps: int, tmp_pa
     for row in np.array_split(pixels[..., :3], 2, axis=0):
         for panel in np.array_split(row, 3, axis=1):
             assert len(np.unique(panel.reshape(-1, 3), axis=0)) > 10
+
+
+@pytest.mark.parametrize("value", [0.0, 7.0])
+def test_lines_of_constant_values_are_inside_their_panels(value: float) -> None:
+    """Shares at 0, too, which the axis would cover by half."""
+    names = ("response/length_mean", "throughput/tokens_per_s", "eval/accuracy")
+    panels = _panels([record | dict.fromkeys(names, value) for record in _records()])
+    for title in ("Response length", "Throughput"):
+        bottom, top = panels[title].get_ylim()
+        assert bottom == 0 and 1.03 * value < top < 1.2 * max(value, 1)
+    assert panels["Held-out accuracy"].get_ylim()[0] < 0
 
 
 def test_equal_engines_are_drawn_on_a_linear_scale(tmp_path: Path) -> None:

@@ -12,7 +12,11 @@ from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.command_line.dispositions import disposition_lines
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.diagnostics import TrackerConfig
+from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.redaction import is_secret, redacted, redacted_command, redacted_text
+from mindspeed_rl.flag_checks.absent_files import absent_files
+from mindspeed_rl.flag_checks.single_flags import check_rl_flags
+from mindspeed_rl.launch.job import Job
 from mindspeed_rl.launch.ray import forwarded
 from mindspeed_rl.metrics.trackers import make_trackers
 from mindspeed_rl.rewards import RewardRequest
@@ -81,7 +85,9 @@ def test_trackers_get_no_secrets(tmp_path: Path) -> None:
 
 
 def test_flags_that_mean_nothing_are_listed_without_secrets() -> None:
-    parsed: Any = SimpleNamespace(without=[], honoured=(), checked_arch=(), preset=None)
+    parsed: Any = SimpleNamespace(
+        without=[], honoured=(), checked_arch=(), compared=(), preset=None
+    )
     lines = disposition_lines(parsed, [f"--data-path http://u:{SECRET}@h/x"])
     assert lines and SECRET not in "".join(lines) and "--data-path" in lines[-1]
 
@@ -109,3 +115,32 @@ def test_words_of_a_command_line() -> None:
     words = "--lr 1 --api-key hunter2 x --hf-token=hunter2 --prompt-key key --url http://a:b@c/d"
     shown = "--lr 1 --api-key *** *** --hf-token=*** --prompt-key key --url http://***@c/d"
     assert " ".join(redacted_command(words.split())) == shown
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"--hf-token={SECRET}",
+        f"--wandb-api-key={SECRET}",
+        f"--hf-token {SECRET}",
+        f"--reward-url ftp://me:{SECRET}@h/s",
+        f"--prompt-data http://me:{SECRET}@h/x --train-iters 1",
+        f"--load http://me:{SECRET}@h/x --train-iters nine",
+    ],
+)
+def test_errors_about_flags_show_no_secrets(words: str) -> None:
+    """The line, the report to other nodes and the file for torchrun have the text of the error."""
+    with pytest.raises(UsageError) as told:
+        check_rl_flags(parse(RLRunConfig, words.split(), "x").config, 1, files=True)
+    assert SECRET not in str(told.value) + repr(told.value)
+
+
+def test_lines_of_a_run_show_no_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+    config: Any = parse(
+        RLRunConfig, ["--prompt-data", f"http://me:{SECRET}@h/x", "--train-iters", "1"], "x"
+    ).config
+    (note,) = absent_files(config)
+    job: Any = SimpleNamespace(world=SimpleNamespace(rank=0))
+    Job.log_rank0(job, f"prompts: http://me:{SECRET}@h/x has 3 rows")
+    shown = note + capsys.readouterr().out
+    assert SECRET not in shown and shown.count("http://***@h/x") == 2

@@ -120,11 +120,21 @@ in_a_browser = pytest.mark.skipif(
 )
 
 
-def shown(page: Path, state: str = "", script: str = "") -> tuple[str, str]:
+PHONE = "--window-size=500,844"  # the narrowest window of a headless chromium
+
+
+def shown(page: Path, state: str = "", script: str = "", *options: str) -> tuple[str, str]:
     """List and opened response of the page in a browser, after a script."""
     text = page.read_text().replace("</body>", f"<script>{script}</script></body>")
     page.write_text(text)
-    command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command = [
+        "chromium",
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--dump-dom",
+        *options,
+    ]
     address = f"file://{page}#{state}"
     done = subprocess.run([*command, address], capture_output=True, text=True, timeout=120)
     body = done.stdout[done.stdout.index("<main>") : done.stdout.index('id="data"')]
@@ -168,3 +178,62 @@ def test_a_browser_says_that_the_run_kept_no_responses(tmp_path: Path) -> None:
     listed, opened = shown(write_page(tmp_path))
     assert "0 of 0 responses" in listed and "none matches" not in listed
     assert "The run kept no responses (--log-rollouts)." in opened
+
+
+@in_a_browser
+def test_a_reward_is_found_by_the_number_that_is_shown(tmp_path: Path) -> None:
+    """0.9 in fp32 is less than 0.9, and 0.171 stands for 0.1714."""
+    rewards = {"below": 0.85, "fp32": 0.8999999761581421, "above": 0.95, "small": 0.1714}
+    write(tmp_path, "rollouts.jsonl", [row(1, reward=x, prompt=p) for p, x in rewards.items()])
+    for state, expected in (
+        ("reward0=0.9&reward1=0.9", {"fp32"}),
+        ("reward1=0.171", {"small"}),
+        ("reward0=0.1714&reward1=0.1714", {"small"}),
+        ("reward0=0.9", {"fp32", "above"}),
+    ):
+        listed, _ = shown(write_page(tmp_path), state)
+        assert {prompt for prompt in rewards if prompt in listed} == expected, state
+
+
+@in_a_browser
+def test_the_list_has_only_the_beginnings_of_long_texts(tmp_path: Path) -> None:
+    """Thousands of characters in each of its lines would make every filter slow."""
+    write(tmp_path, "rollouts.jsonl", [row(s, response="abcd " * 3000) for s in range(5)])
+    listed, opened = shown(write_page(tmp_path))
+    assert 5 * 30 < listed.count("abcd") < 5 * 50 and opened.count("abcd") == 3000
+
+
+@in_a_browser
+def test_values_behind_long_names_are_on_the_screen_of_a_phone(tmp_path: Path) -> None:
+    name = "rewards_of_my_project.py:" + "a_long_name_of_a_reward_function_" * 4
+    write(tmp_path, "rollouts.jsonl", [row(1, parts={name: 0.25})])
+    script = """const right = Math.max(...[...document.querySelectorAll("td")].map(
+        cell => cell.getBoundingClientRect().right));
+        detail.append(right > 0 && right <= innerWidth ? "all are seen" : "cut off");"""
+    _, opened = shown(write_page(tmp_path), "at=0", script, PHONE)
+    assert "all are seen" in opened
+
+
+@in_a_browser
+def test_on_a_phone_a_response_is_left_for_the_list(tmp_path: Path) -> None:
+    """An address names the response that covers the list, and none when the list is seen."""
+    write(tmp_path, "rollouts.jsonl", [row(s, prompt=f"question {s}") for s in range(1, 4)])
+    say = "list.append(` [${view} ${location.hash} ${history.state}]`);"
+    choose = 'list.querySelectorAll("button")[1].click();'
+    back = 'document.getElementById("back").click();'
+    for state, script, expected in (
+        ("", say, "[ #order=newest null]"),
+        ("", choose + say, "[reading #order=newest&amp;at=1 reading]"),
+        ("order=low&at=2", say, "[reading #order=low&amp;at=2 null]"),
+        ("order=low&at=2", back + say, "[ #order=low null]"),
+    ):
+        listed, _ = shown(write_page(tmp_path), state, script, PHONE)
+        assert expected in listed
+
+
+@in_a_browser
+def test_tokens_that_were_only_read_look_different(tmp_path: Path) -> None:
+    pieces = {"pieces": ["one", "two"], "mismatch": [0.0, None], "length": 1, "read": 1}
+    write(tmp_path, "rollouts.jsonl", [row(1, **pieces)])
+    _, opened = shown(write_page(tmp_path))
+    assert '<span>one</span><span class="read">two</span>' in opened and "1 token<" in opened

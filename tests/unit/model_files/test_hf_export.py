@@ -365,6 +365,29 @@ def test_code_of_two_directories_with_one_name_is_refused(tmp_path: Path, with_c
         code_files(tmp_path, other)
 
 
+@pytest.mark.parametrize("reference", ["../key.Model", "/etc/key.Model", ".Model", "a/b.Model"])
+def test_auto_map_names_modules_of_its_own_directory(tmp_path: Path, reference: str) -> None:
+    """An export would take the file along, wherever it lies."""
+    (tmp_path / "key.py").write_text("secret = 3\n")
+    (tmp_path / "model").mkdir()
+    names_code(tmp_path / "model", AutoModel=reference)
+    with pytest.raises(UsageError, match=r"config.json: auto_map names .* no file of its dir"):
+        code_files(tmp_path / "model", tmp_path / "model")
+
+
+@pytest.mark.parametrize("mask", [0o027, 0o002])
+def test_files_of_an_export_have_the_rights_of_the_umask(tmp_path: Path, mask: int) -> None:
+    source, target = tmp_path / "model", tmp_path / "hf"
+    write_tiny_model(source)
+    before = os.umask(mask)
+    try:
+        write_export(target, source, {"weight": torch.zeros(2)})
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in target.iterdir()}
+    assert set(modes.values()) == {0o666 & ~mask} and "model.safetensors" in modes, modes
+
+
 def test_a_bare_tokenizer_is_to_the_run_what_it_is_to_readers_of_the_export(tmp_path: Path) -> None:
     """Beside a tokenizer.json alone nothing says its class, which adds tokens: config.json does."""
     from transformers import AutoTokenizer

@@ -60,7 +60,7 @@ def test_a_dry_run_packs_as_the_run() -> None:
     assert packing["mean_length"] == pytest.approx(250, rel=0.02)
     assert 0.98 < packing["real_share"] <= 1.0
     assert 60 <= packing["num_micro_batches"] <= 70, "256 x 250 tokens in rows of 1000"
-    assert any("tokens travel per real one" in line for line in lines(found))
+    assert any("tokens per real token, with padding" in line for line in lines(found))
     padded = find_out(
         config_of("--max-tokens-per-micro-batch 0 --equal-micro-batch-lengths"), 8
     ).packing

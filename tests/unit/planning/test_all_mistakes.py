@@ -72,6 +72,15 @@ def test_a_mistake_is_told_alone_where_it_is_the_only_one(flags: str, folder: Pa
     assert RL[flags] in line
 
 
+def test_flags_without_effect_are_told_with_those_that_have_their_default(folder: Path) -> None:
+    flags = "--critic-lr 1e-5 --gae-lambda 0.9 --rl-kl-estimator k3 --rl-gamma 1"
+    ends = " has no effect with --rl-advantage-estimator grpo; it is read with "
+    told = sorted(line.partition(ends)[0] for line in lines_of(flags, folder) if ends in line)
+    assert told == ["--critic-lr 1e-05", "--gae-lambda 0.9", "--rl-gamma 1.0"]
+    parsed = parse(RLRunConfig, ["--hf-checkpoint", "x", "--critic-lr", "1e-5"], "test")
+    assert not parsed.refused  # alone it changes nothing, so a script may have it
+
+
 def test_a_missing_critic_is_told_with_what_is_wrong_of_the_policy(folder: Path) -> None:
     flags = "--rl-preset ppo --critic-hf-checkpoint nowhere --num-layers 7 --train-iters 9"
     lines = lines_of(flags, folder)

@@ -93,19 +93,44 @@ def test_the_choices_differ_with_the_device() -> None:
     assert set(found.values()) >= {OffloadMode.NONE, OffloadMode.ALL}
 
 
-def test_a_reference_that_computes_during_rollouts_stays_and_its_pass_counts() -> None:
+@pytest.mark.parametrize(
+    ("flag", "owner"),
+    [
+        ("--reference-pass", MemoryOwner.REFERENCE),
+        ("--old-logprob-pass", MemoryOwner.PARAMETERS),
+    ],
+)
+def test_a_model_that_computes_during_rollouts_stays_and_its_pass_counts(
+    flag: str, owner: MemoryOwner
+) -> None:
     flags = ("--rl-dry-run-machine", "h200", "--expert-model-parallel-size", "2")
-    single, tail = (config_of(*flags, "--reference-pass", c) for c in ("single", "tail"))
+    flags += ("--old-logprob", "recompute")
+    single, tail = (config_of(*flags, flag, c) for c in ("single", "tail"))
     small = [run_on("cuda", 10, config)[0].offload for config in (single, tail)]
     assert small == [OffloadMode.ALL, OffloadMode.OPTIMIZER]
     prediction = run_on("cuda", 141, tail)[0]
     table = prediction.rank_table(0)[MemoryPhase.ROLLOUT]
-    assert table[MemoryOwner.REFERENCE] > 0
+    assert table[owner] > 0
     states = 4 * 2048 * 2048 * 2 // 2  # of one sequence, bf16, which two ranks share
     assert states < table.pop(MemoryOwner.ACTIVATIONS) < 64 * states
     assert replace(prediction, config=single).rank_table(0)[MemoryPhase.ROLLOUT] == table
     found = suggest(run_on("cuda", 10, tail)[0], (0,), GIB)
-    assert "--reference-pass single" in [suggestion.flags for suggestion in found]
+    assert f"{flag} single" in [suggestion.flags for suggestion in found]
+
+
+def test_a_pass_beside_the_engine_merges_adapters_for_a_moment() -> None:
+    """A base whose adapters are switched off is the reference; then the policy has to stay."""
+    flags = ("--rl-dry-run-machine", "h200", "--expert-model-parallel-size", "2", "--lora-rank")
+    found = []
+    for more in ("0", "4"):
+        tail = config_of(*flags, more, "--grpo-kl-beta", "0.1", "--reference-pass", "tail")
+        assert run_on("cuda", 6, tail)[0].offload is OffloadMode.OPTIMIZER
+        found.append(run_on("cuda", 141, tail)[0].rank_table(0)[MemoryPhase.ROLLOUT])
+    without, adapted = found
+    assert MemoryOwner.REFERENCE in without and MemoryOwner.REFERENCE not in adapted
+    assert adapted[MemoryOwner.PARAMETERS] > without[MemoryOwner.PARAMETERS]
+    more = adapted[MemoryOwner.ACTIVATIONS] - without[MemoryOwner.ACTIVATIONS]
+    assert more >= 8 * 2048 * 768, "of one expert's projection, at least"
 
 
 def test_the_optimizer_leaves_beside_the_update_where_both_fit() -> None:

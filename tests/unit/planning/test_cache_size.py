@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from support.published import PUBLISHED
 
+from mindspeed_rl.building.engine import scored_cache_bytes
 from mindspeed_rl.command_line.arguments import parse
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.memory import FIXED_MODES, MemoryPhase
@@ -13,6 +14,7 @@ from mindspeed_rl.planning.cache_size import with_cache_size
 from mindspeed_rl.planning.findings import find_out
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.run_plan import plan_rl
+from mindspeed_rl.rollout.provider import EngineSizes
 
 WORLD = 8
 FLAGS = f"""--hf-checkpoint {PUBLISHED["qwen2.5-7b"]} --prompt-data rl.jsonl --train-iters 1
@@ -43,7 +45,7 @@ def rollout_bytes(*flags: str) -> int:
 def test_all_sequences_of_an_engine_where_they_fit():
     size, line = chosen(10**12)
     assert size == 96 // 4 * SEQUENCE  # 96 samples, 4 engines
-    assert "24 of 24 sequences" in line and "(2000 tokens)" in line and "wait" not in line
+    assert "all 24 sequences" in line and "length of 2000 tokens" in line and "wait" not in line
     assert chosen(10**12, "--vllm-max-num-seqs", "7")[0] == 7 * SEQUENCE
 
 
@@ -51,7 +53,7 @@ def test_what_is_left_beside_the_rest_else():
     room = int((rollout_bytes() + 5.5 * SEQUENCE) / 0.95)
     size, line = chosen(room)
     assert size == 5 * SEQUENCE
-    assert "5 of 24 sequences" in line and "the others wait" in line
+    assert "5 of the 24 sequences" in line and "the others wait" in line
     assert chosen(room, shared=True)[0] == 2 * SEQUENCE  # others use the host as well
     assert chosen(0)[0] == SEQUENCE  # less makes no engine; the dry run says that it does not fit
 
@@ -64,6 +66,13 @@ def test_weights_of_the_trainer_that_stay_take_their_part():
     room = int((stays + 3.5 * SEQUENCE) / 0.95)
     assert chosen(room, "--rl-offload", "none")[0] == 3 * SEQUENCE
     assert chosen(room)[0] > 3 * SEQUENCE
+
+
+@pytest.mark.parametrize(("longest", "tokens"), [(2, 256), (12, 256), (128, 256), (129, 384)])
+def test_a_sequence_takes_whole_blocks_and_one_that_the_engine_keeps(longest: int, tokens: int):
+    sizes = EngineSizes(batched_tokens=64, sequences=3, block_tokens=128)
+    assert sizes.sequence_tokens(longest) == tokens
+    assert scored_cache_bytes(sizes, token_bytes=10, longest=longest) == 16 * tokens * 10
 
 
 def test_a_size_that_was_given_is_kept():

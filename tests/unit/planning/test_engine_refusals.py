@@ -76,8 +76,8 @@ REFUSED = [
     (
         "a3",
         MOE,
-        "--rollout-expert-placement trainer --rollout-ep 4",
-        "--rollout-expert-placement trainer",
+        "--rollout-expert-map m.json --rollout-ep 4 --reshard-path stream",
+        "--reshard-path",
     ),
     (
         "h200",
@@ -87,6 +87,13 @@ REFUSED = [
         "--vllm-all2all-backend deepep_low_latency",
     ),
     ("h200", MOE, "--rollout-expert-placement balanced", "set --rollout-ep"),
+    ("a3", MOE, "--rollout-expert-placement balanced --rollout-ep 4", "--rollout-graph-mode eager"),
+    (
+        "h200",
+        MOE,
+        "--rollout-expert-placement balanced --rollout-ep 4 --rollout-graph-mode full-decode",
+        "graphs are captured before tokens are counted",
+    ),
     ("h200", DENSE, "--rollout-expert-placement trainer", "set --rollout-ep"),
     (
         "h200",

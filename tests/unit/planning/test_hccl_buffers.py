@@ -143,12 +143,13 @@ def test_it_follows_flags_and_machine(flags: list[str], needed: int) -> None:
     assert hccl_buffers(config, plan, name, {}).needed_mb == needed
 
 
-def test_a_map_of_experts_is_refused_where_the_dispatch_loses_them(tmp_path: Path) -> None:
-    """On an A2, unless every expert is in the slot of its number; in a start and a dry run."""
+def test_copies_of_experts_are_refused_where_the_dispatch_loses_them(tmp_path: Path) -> None:
+    """On an A2, in a start and a dry run; other maps are not."""
     ranks = [[2 * rank, 2 * rank + 1] for rank in range(128)]
-    for name, order in (("same", ranks), ("moved", [ranks[1], ranks[0], *ranks[2:]])):
+    copies = [[*experts, (experts[0] + 7) % 256] for experts in ranks]
+    for name, order in (("moved", [ranks[1], ranks[0], *ranks[2:]]), ("copies", copies)):
         devices = [{"device_expert": experts} for experts in order]
-        layers = [{"layer_id": 0, "device_list": devices}]
+        layers = [{"layer_id": layer, "device_list": devices} for layer in range(58)]
         (tmp_path / f"{name}.json").write_text(json.dumps({"layer_list": layers}))
 
     def starts(name: str, machine: str) -> None:
@@ -156,12 +157,12 @@ def test_a_map_of_experts_is_refused_where_the_dispatch_loses_them(tmp_path: Pat
         sized(*flags, "--rl-dry-run-machine", machine)
         find_out(parsed(*flags, "--rl-dry-run-machine", machine).config, WORLD)
 
-    starts("same", "a2")
-    starts("moved", "a3")
-    moved = ["--rollout-expert-map", str(tmp_path / "moved.json"), "--rl-dry-run-machine", "a2"]
+    starts("moved", "a2")
+    starts("copies", "a3")
+    copied = ["--rollout-expert-map", str(tmp_path / "copies.json"), "--rl-dry-run-machine", "a2"]
     for refused in (sized, lambda *flags: find_out(parsed(*flags).config, WORLD)):
         with pytest.raises(UsageError, match="--rollout-expert-map: on an Atlas A2"):
-            refused(*moved)
+            refused(*copied)
 
 
 def test_what_fits_changes_nothing() -> None:

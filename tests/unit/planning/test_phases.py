@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from support.draft_models import LENGTH, speculation, write_draft_model
 from support.planned_run import RECOMPUTE, WORLD, expert_config
 
 from mindspeed_rl.config.dry_run import MACHINES
@@ -12,6 +14,7 @@ from mindspeed_rl.core.memory import FIXED_MODES, MemoryOwner, MemoryPhase, Offl
 from mindspeed_rl.planning.budget import resolve_offload
 from mindspeed_rl.planning.prediction import MemoryPrediction
 from mindspeed_rl.planning.suggestions import plan_of
+from mindspeed_rl.rollout.draft_model import draft_model_of
 
 RANK = 17
 
@@ -52,6 +55,34 @@ def test_borders_are_what_the_ledger_reads() -> None:
     away = prediction_of(offload=OffloadMode.ALL)
     assert set(away.border(RANK, "idle")) == {"parameters"}
     assert set(away.border(RANK, "rollout")) == {"engine_weights", "kv_cache"}
+
+
+def test_a_model_that_drafts_stays_on_a_host_and_leaves_a_device(tmp_path: Path) -> None:
+    """It is in the engine's pool on a device; its part of the cache is a part of every token."""
+    changes = {"vocab_size": prediction_of().plan.spec.vocab_size}
+    drafts = speculation("draft_model", write_draft_model(tmp_path, changes))
+    plain = prediction_of(offload=OffloadMode.ALL)
+    flags = (*RECOMPUTE, *drafts)
+    found = prediction_of(*flags, offload=OffloadMode.ALL)
+    draft, tp = draft_model_of(found.config.engine_options), found.plan.engine.tp
+    assert draft is not None
+    item, tokens = found.engine.item, found.engine.sizes.batched_tokens
+    size = (draft.elements(tp) + 2 * tokens * 48) * item
+    for phase, table in found.rank_table(RANK).items():
+        assert table.pop(MemoryOwner.DRAFT_MODEL) == size, phase
+        table.pop(MemoryOwner.ENGINE_WORKSPACE, None)  # has the logits of drafts
+        wanted = plain.rank_table(RANK)[phase]
+        assert {o: b for o, b in wanted.items() if o in table and o != MemoryOwner.KV_CACHE} == {
+            o: b for o, b in table.items() if o != MemoryOwner.KV_CACHE
+        }
+    more = found.engine.token_bytes() - plain.engine.token_bytes()
+    assert more == draft.cached_values(tp) * item
+    assert found.engine.rows == 1 + LENGTH
+    device = prediction_of(*flags, offload=OffloadMode.ALL, machine="h200").rank_table(RANK)
+    other = prediction_of(offload=OffloadMode.ALL, machine="h200").rank_table(RANK)
+    owner = MemoryOwner.ENGINE_WEIGHTS
+    assert device[MemoryPhase.ROLLOUT][owner] == other[MemoryPhase.ROLLOUT][owner] + size
+    assert all(MemoryOwner.DRAFT_MODEL not in table for table in device.values())
 
 
 def test_auto_takes_the_least_offload_that_fits() -> None:

@@ -22,6 +22,7 @@ case "$*" in
     *"-m pip "*" --version") ;;
     *"-m pip "*)
         echo "$*" >> "$ASKED"
+        [[ "$*" == *--report* ]] || sleep "${PIP_S:-0}"
         [[ "$*" != *--report* ]] ||
             echo "{\\"install\\": [{\\"download_info\\": {\\"url\\": \\"$WHEEL\\"}}]}" ;;
     *) exec "$REAL" "$@" ;;
@@ -94,6 +95,15 @@ def test_what_is_installed_and_that_it_is_done_once(machine: Machine) -> None:
     matrix.write_text(matrix.read_text().replace("torch = ==2.13.0", "torch = ==2.14.0"))
     _, calls = machine.set_up()
     assert "install torch==2.14.0" in calls
+
+
+def test_a_line_now_and_then_says_what_is_installed(machine: Machine) -> None:
+    done, _ = machine.set_up(PIP_S="0.5", SETUP_LINE_S="0.1")
+    assert done.returncode == 0 and done.stdout == f"{machine.folder}/.venv/bin/python\n"
+    for what in ("torch==2.13.0", "the pinned dependencies", "vLLM"):
+        assert f"setup_env: still installing {what}, " in done.stderr
+    quick, _ = machine.set_up("--dev")
+    assert quick.returncode == 0 and "still" not in quick.stderr
 
 
 def test_the_index_for_torch_is_asked_for_torch_alone(machine: Machine) -> None:

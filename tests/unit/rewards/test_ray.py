@@ -23,6 +23,7 @@ def cluster() -> Iterator[Any]:
 
     path = worker_environment(os.environ)["PYTHONPATH"]
     ray.init(
+        address="local", _node_ip_address="127.0.0.1",  # another Ray of this machine is not joined
         num_cpus=2, include_dashboard=False, log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": path}}, object_store_memory=80 << 20,
     )  # fmt: skip

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import struct
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +20,30 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.family_models import FAMILY_CASES
-from support.fuzzing import JSON
+from support.fuzzing import DEEP, JSON, damaged, read_or_refused
 
-from mindspeed_rl.checkpoint.safetensors_files import safetensors_entries
 from mindspeed_rl.command_line.arguments import own_flags, parse
 from mindspeed_rl.compat.foreign_flags import foreign_flags
 from mindspeed_rl.config import PretrainRunConfig, RLRunConfig, ScoreRunConfig
+from mindspeed_rl.config.outputs import EXPORT_FORMAT, EXPORT_RECORD, exported_files
 from mindspeed_rl.convert.torch_files import read_torch_file
 from mindspeed_rl.core.errors import UsageError
+from mindspeed_rl.core.graph_sizes import HISTORY_FILE, read_history
+from mindspeed_rl.core.nesting import is_too_deep
+from mindspeed_rl.data import cache
 from mindspeed_rl.data.chat import PromptEncoder
 from mindspeed_rl.data.metadata import metadata_from_json, metadata_to_json
 from mindspeed_rl.data.rows import read_rows
 from mindspeed_rl.data.scores import read_sequences
 from mindspeed_rl.data.tokenizer import read_tokenizer
+from mindspeed_rl.endpoint.requests import ApiError, parse_request
+from mindspeed_rl.endpoint.workers import read_end
+from mindspeed_rl.expert_placement.map_file import read_expert_map
 from mindspeed_rl.metrics.jsonl import JsonlWriter, read_jsonl
+from mindspeed_rl.models.hf_code import code_files
 from mindspeed_rl.models.hf_files import read_index
 from mindspeed_rl.models.registry import spec_from_hf_config, value_spec_from_hf_config
+from mindspeed_rl.models.safetensors_files import safetensors_entries
 from mindspeed_rl.models.spec import read_hf_config
 from mindspeed_rl.rollout.draft_history import DraftHistory, prompt_key
 
@@ -45,31 +53,6 @@ fuzz = settings(
     max_examples=25,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-
-
-def damaged(sound: bytes, data: st.DataObject) -> bytes:
-    """The bytes with a few flipped, cut off, doubled or put in."""
-    content = bytearray(sound)
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, max(0, len(content) - 1)))
-        kind = data.draw(st.sampled_from(["flip", "cut", "insert", "repeat"]))
-        if kind == "flip" and content:
-            content[at] ^= 1 << data.draw(st.integers(0, 7))
-        elif kind == "cut":
-            del content[at:]
-        elif kind == "insert":
-            content[at:at] = data.draw(st.binary(max_size=9))
-        else:
-            content[at:at] = content[at : at + 20]
-    return bytes(content)
-
-
-def read_or_refused(read: Callable[[], object], *named: str) -> None:
-    """The reader returns, or refuses in one line with one of the names; nothing else is raised."""
-    try:
-        read()
-    except UsageError as error:
-        assert any(name in str(error) for name in named), str(error)
 
 
 # -- flags -----------------------------------------------------------------------------------------
@@ -82,7 +65,8 @@ SPELLINGS = sorted(
 )
 WORDS = st.sampled_from(SPELLINGS) | st.sampled_from(
     ["-1", "0", "1e999", "nan", "-lr", "--", "-", "", "=", "--=", "--vllm-", "--vllm-x", "[1,",
-     "{}", "auto", "FILE.py:f", "\0", "\ud800", "--lr=", "--no-", "1,2,3", "9" * 40]
+     "{}", "auto", "FILE.py:f", "\0", "\ud800", "--lr=", "--no-", "1,2,3", "9" * 40,
+     "9" * 5000, DEEP.decode()]
 ) | st.text(max_size=6)  # fmt: skip
 
 
@@ -190,10 +174,23 @@ def test_any_json_of_a_model_directory(data: st.DataObject, tmp_path: Path) -> N
 @fuzz
 @given(data=st.data())
 def test_any_safetensors_file(data: st.DataObject, tmp_path: Path) -> None:
-    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    entry: dict[str, Any] = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    if data.draw(st.booleans()):
+        entry[data.draw(st.sampled_from(sorted(entry)))] = data.draw(
+            JSON | st.lists(st.integers(-9, 9), max_size=3)
+        )
+    header = json.dumps({"a": entry}).encode()
+    if data.draw(st.booleans()):  # its length is right
+        header = damaged(header, data)
+    content = struct.pack("<Q", len(header)) + header + bytes(8)
     file = tmp_path / "model.safetensors"
-    file.write_bytes(damaged(struct.pack("<Q", len(header)) + header + bytes(8), data))
-    read_or_refused(lambda: safetensors_entries(file), str(file))
+    file.write_bytes(damaged(content, data) if data.draw(st.booleans()) else content)
+
+    def read() -> None:
+        for found in safetensors_entries(file).values():
+            assert all(type(n) is int and n >= 0 for n in (*found.shape, found.offset))
+
+    read_or_refused(read, str(file))
 
 
 # -- files that other programs wrote with pickle ---------------------------------------------------
@@ -273,6 +270,92 @@ def test_any_history_of_drafts(data: st.DataObject) -> None:
     if data.draw(st.booleans()):
         content = damaged(content, data)
     history = DraftHistory(10_000)
-    reason = history.load(content, "digest")
+    reason = history.load(content, "digest", 9)
     assert reason == "" or len(history) == 0
     assert 0 <= history.num_bytes <= 10_000
+    assert all(0 <= token < 9 for key in ([1, 2], [7]) for r in history.earlier(prompt_key(key))
+               for token in r)  # fmt: skip
+
+
+@fuzz
+@given(data=st.data())
+@pytest.mark.parametrize(
+    ("name", "sound", "read"),
+    [
+        (HISTORY_FILE, {"format": 1, "steps": {"3": 4}}, read_history),
+        (EXPORT_RECORD, {"format": EXPORT_FORMAT, "files": {"a": {}}}, exported_files),
+        ("map.json", {"layer_list": [{"device_list": [{"device_expert": [0, 1]}] * 2}]},
+         lambda folder: read_expert_map(folder / "map.json", (0,), 2, 2)),
+        ("config.json", {"auto_map": {"AutoModel": "m.M", "AutoTokenizer": ["t.S", None]}},
+         lambda folder: code_files(folder, folder)),
+        ("rows.json", {"bytes": 2, "xxh3": "0"},
+         lambda folder: cache._damage(folder / "rows", folder / "rows.json")),
+    ],
+)  # fmt: skip
+def test_any_small_file_of_json(
+    name: str, sound: Any, read: Any, data: st.DataObject, tmp_path: Path
+) -> None:
+    (tmp_path / "rows").write_bytes(b"ab")
+    fields = dict(sound)
+    for _ in range(data.draw(st.integers(0, 2))):
+        fields[data.draw(st.sampled_from(sorted(sound)))] = data.draw(JSON)
+    content = json.dumps(fields).encode()
+    if data.draw(st.booleans()):
+        content = damaged(content, data)
+    (tmp_path / name).write_bytes(content)
+    read_or_refused(lambda: read(tmp_path), str(tmp_path))
+
+
+# -- what others send ------------------------------------------------------------------------------
+
+REQUEST = {
+    "model": "policy", "max_tokens": 5, "stream": True, "stream_options": {"include_usage": True},
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "tool", "content": "b"},
+    ],
+}  # fmt: skip
+
+
+@fuzz
+@given(data=st.data())
+def test_any_request_to_the_endpoint(data: st.DataObject) -> None:
+    """It is parsed into texts that a tokenizer takes, or refused with a status below 500."""
+    fields: Any = json.loads(json.dumps(REQUEST))
+    tool, call = fields["tools"][0], fields["messages"][1]["tool_calls"][0]
+    places = [fields, tool, tool["function"], *fields["messages"], call, call["function"]]
+    for _ in range(data.draw(st.integers(0, 2))):
+        place = data.draw(st.sampled_from(places))
+        place[data.draw(st.sampled_from([*place, "n", "x"]))] = data.draw(
+            JSON | st.sampled_from(["\ud800", DEEP.decode(), '{"a": "\\ud800"}', 10**400])
+        )
+    body = json.dumps(fields).encode()
+    if data.draw(st.booleans()):
+        body = damaged(body, data)
+    try:
+        found = parse_request(body)
+    except ApiError as error:
+        assert 400 <= error.status < 500
+        json.dumps(error.body, ensure_ascii=False).encode()
+    else:
+        json.dumps([found.messages, found.tools], ensure_ascii=False).encode()
+        assert found.messages and not any(map(is_too_deep, (*found.messages, *found.tools)))
+
+
+@fuzz
+@given(data=st.data())
+def test_any_line_of_a_process_of_agents(data: st.DataObject) -> None:
+    fields: dict[str, Any] = {"number": 3, "reward": 0.5}
+    if data.draw(st.booleans()):
+        fields[data.draw(st.sampled_from(["number", "reward", "raised"]))] = data.draw(JSON)
+    line = json.dumps(fields).encode()
+    if data.draw(st.booleans()):
+        line = damaged(line, data)
+    try:
+        number, end = read_end(line + b"\n")
+    except ValueError:
+        return
+    assert type(number) is int and isinstance(end.raised, str)
+    assert end.reward is None or (type(end.reward) is float and math.isfinite(end.reward))

@@ -159,7 +159,7 @@ def test_checkpoints_of_the_steps_that_a_rule_counted_are_set_aside(
             "--rl-alarms grad-norm:9=rollback --save x --save-interval 1 --no-save-optim",
             "remove --no-save-optim",
         ),
-        ("--rl-alarms dead-rewards=rollback", "earlier weights do not mend"),
+        ("--rl-alarms dead-rewards=rollback", "earlier weights do not repair"),
     ],
 )
 def test_a_rollback_needs_whole_checkpoints(tmp_path: Path, flags: str, told: str) -> None:

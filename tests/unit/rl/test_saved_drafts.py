@@ -22,12 +22,21 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved_drafts.dist, "broadcast_object_list", lambda objects, source: None)
 
 
-def run_with(history: DraftHistory | None, rank: int = 0, words: dict[str, int] = WORDS) -> Any:
+def run_with(
+    history: DraftHistory | None,
+    rank: int = 0,
+    words: dict[str, int] = WORDS,
+    vocab_size: int = 5,
+) -> Any:
     lines: list[str] = []
     return SimpleNamespace(
         rollouts=SimpleNamespace(drafts=history),
         data=SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=lambda: words)),
-        job=SimpleNamespace(world=SimpleNamespace(rank=rank), log_rank0=lines.append),
+        job=SimpleNamespace(
+            world=SimpleNamespace(rank=rank),
+            log_rank0=lines.append,
+            plan=SimpleNamespace(spec=SimpleNamespace(vocab_size=vocab_size)),
+        ),
         lines=lines,
     )
 
@@ -65,7 +74,12 @@ def test_a_folder_without_the_file_begins_anew(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("case", "reason"),
-    [("cut", "corrupt"), ("larger", "limit of 10"), ("other tokenizer", "another tokenizer")],
+    [
+        ("cut", "corrupt"),
+        ("larger", "limit of 10"),
+        ("other tokenizer", "another tokenizer"),
+        ("fewer tokens", "vocabulary of 4"),
+    ],
 )
 def test_a_file_that_does_not_fit_is_dropped_with_a_line(
     tmp_path: Path, case: str, reason: str
@@ -76,7 +90,7 @@ def test_a_file_that_does_not_fit_is_dropped_with_a_line(
         path.write_bytes(path.read_bytes()[:-1])
     history = DraftHistory(10 if case == "larger" else 10_000)
     words = {"b": 0, "a": 1} if case == "other tokenizer" else WORDS
-    run = run_with(history, words=words)
+    run = run_with(history, words=words, vocab_size=4 if case == "fewer tokens" else 5)
     restore_drafts(run, str(tmp_path))
     assert len(history) == 0
     (line,) = run.lines

@@ -99,7 +99,7 @@ def test_a_row_says_who_wrote_what_and_what_training_made_of_it() -> None:
     ]
     assert made["mismatch"] == [-0.25, 0.5, None, 0.0]
     assert made["pieces"] == ["<10>", "<11>", "<12>", "<13>"]
-    assert made["advantage"] == 0.5 and made["length"] == 4
+    assert made["advantage"] == 0.5 and (made["length"], made["read"]) == (3, 1)
     assert (made["sample_id"], made["group"], made["reward"]) == (7, 1, 0.5)
     assert made["prompt_text"] == Words().decode(list(PROMPTS[0].token_ids))
 
@@ -107,6 +107,7 @@ def test_a_row_says_who_wrote_what_and_what_training_made_of_it() -> None:
 def test_a_sample_that_was_not_trained_on_has_no_advantage() -> None:
     made = row(3, {})
     assert made["advantage"] is None and "mismatch" not in made and "turns" not in made
+    assert made["length"] == 3 and "read" not in made
 
 
 def test_long_responses_have_the_first_tokens_one_by_one() -> None:

@@ -151,6 +151,14 @@ def test_rewards_and_lengths_of_a_step(tmp_path: Path) -> None:
     }
 
 
+def test_lengths_count_what_the_model_sampled() -> None:
+    """In a conversation an environment wrote the rest."""
+    samples = [replace(sample(i), num_tokens=40 + i, num_sampled=3 + i) for i in range(3)]
+    values = sample_metrics(samples, ("format",), 3)
+    names = ("mean", "min", "max", "p50")
+    assert [values[f"response/length_{name}"] for name in names] == [4.0, 3.0, 5.0, 4.0]
+
+
 def test_where_every_sample_abstains_rewards_have_no_mean() -> None:
     values = sample_metrics([sample(i, math.nan) for i in range(3)], ("format",), 3)
     rewards = ("mean", "std", "min", "max", "p50", "format")

@@ -11,6 +11,7 @@ import pytest
 from mindspeed_rl.rollout.draft_history import DraftHistory, prompt_key
 
 LIMIT = 100_000
+VOCAB = 151_936
 RESPONSES = {i: [[i, j, 151_000 + j] for j in range(3)] for i in range(5)}
 
 
@@ -62,7 +63,7 @@ def test_a_response_larger_than_the_limit_is_not_kept() -> None:
 
 def test_a_file_restores_everything() -> None:
     saved, restored = filled(), DraftHistory(LIMIT)
-    assert restored.load(saved.to_bytes("tokens"), "tokens") == ""
+    assert restored.load(saved.to_bytes("tokens"), "tokens", VOCAB) == ""
     assert content(restored) == RESPONSES and restored.num_bytes == saved.num_bytes
     assert restored.to_bytes("tokens") == saved.to_bytes("tokens")
 
@@ -83,7 +84,7 @@ def test_a_file_restores_everything() -> None:
 def test_a_spoiled_file_is_dropped(spoil: object) -> None:
     assert callable(spoil)
     history = DraftHistory(LIMIT)
-    assert history.load(spoil(filled().to_bytes("tokens")), "tokens")
+    assert history.load(spoil(filled().to_bytes("tokens")), "tokens", VOCAB)
     assert len(history) == 0
 
 
@@ -94,7 +95,7 @@ def test_a_file_whose_records_are_cut_is_dropped_whole(length: int) -> None:
     digest = hashlib.blake2b(body[:length], digest_size=16).hexdigest()
     fields = json.loads(header) | {"bytes": length, "digest": digest}
     history = DraftHistory(LIMIT)
-    reason = history.load(json.dumps(fields).encode() + b"\n" + body[:length], "tokens")
+    reason = history.load(json.dumps(fields).encode() + b"\n" + body[:length], "tokens", VOCAB)
     assert reason == "it is corrupt" and len(history) == history.num_bytes == 0
 
 
@@ -102,5 +103,18 @@ def test_a_file_of_another_tokenizer_or_above_the_limit_is_dropped() -> None:
     data = filled().to_bytes("tokens")
     for limit, fingerprint in ((LIMIT, "others"), (100, "tokens")):
         history = DraftHistory(limit)
-        assert history.load(data, fingerprint)
+        assert history.load(data, fingerprint, VOCAB)
         assert len(history) == 0
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, 2**31 - 1, -(2**31)])
+def test_a_file_with_tokens_that_the_model_does_not_have_is_dropped_whole(token: int) -> None:
+    """Its digests are right; the engine would look up a row that is not there."""
+    saved, history = filled(), DraftHistory(LIMIT)
+    saved.add(prompt_key((5,)), [0, VOCAB - 1])
+    assert history.load(saved.to_bytes("tokens"), "tokens", VOCAB) == ""
+    saved.add(prompt_key((6,)), [1, token, 2])
+    other = DraftHistory(LIMIT)
+    reason = other.load(saved.to_bytes("tokens"), "tokens", VOCAB)
+    assert reason == f"it has tokens outside the model's vocabulary of {VOCAB}"
+    assert len(other) == other.num_bytes == 0

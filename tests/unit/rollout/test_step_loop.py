@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from support.table_engine import single_rank
 
-from mindspeed_rl.engines.vllm.patches.step_sync import StepSync
 from mindspeed_rl.rollout.stats import StepStats
 from mindspeed_rl.rollout.step_loop import run_steps
+from mindspeed_rl.vllm_patches.step_sync import StepSync
 
 LENGTHS = (5, 2, 4)
 GROUP = SimpleNamespace(world_size=1, device="cpu", device_group=None)
@@ -90,7 +90,7 @@ def test_ranks_stop_together_when_nobody_has_requests(
     """At the first look after a step that nobody needed: all ranks see it in the same step."""
     clock = SimpleNamespace(perf_counter=count().__next__)  # every look at it is a second later
     monkeypatch.setattr("mindspeed_rl.rollout.step_loop.time", clock)
-    monkeypatch.setattr("mindspeed_rl.engines.vllm.patches.step_sync.time", clock)
+    monkeypatch.setattr("mindspeed_rl.vllm_patches.step_sync.time", clock)
     sync = StepSync()
     engine = Engine(LENGTHS, sync)
     finished, stats = all_steps(engine, sync, interval)

@@ -19,7 +19,6 @@ from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.core.errors import UsageError
 from mindspeed_rl.core.types import Completion, Prompt, Rollout
 from mindspeed_rl.engines.registry import engine_provider
-from mindspeed_rl.engines.vllm.patches.routed_experts import ExpertRecorder
 from mindspeed_rl.engines.vllm_ascend.routed_experts import ReturnedExperts
 from mindspeed_rl.rollout.open_requests import OpenRequests
 from mindspeed_rl.rollout.requests import GenerationRequest
@@ -28,6 +27,7 @@ from mindspeed_rl.samples.device_cache import TensorCache
 from mindspeed_rl.samples.exchange import Redistribution
 from mindspeed_rl.samples.rollout_info import RolloutInfo, SampleKey
 from mindspeed_rl.samples.store import as_train_samples, keep_rollouts, responses_in
+from mindspeed_rl.vllm_patches.routed_experts import ExpertRecorder
 
 LAYERS, TOP_K = 4, 2
 EXPERT_LAYERS = (1, 3)

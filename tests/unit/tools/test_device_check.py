@@ -42,7 +42,7 @@ def setting(folder: Path, platform: str = "cpu", size: str = "tiny") -> Setting:
 
 
 def test_every_stage_belongs_to_one_process_and_says_what_it_is() -> None:
-    assert len(set(STAGES)) == len(STAGES) == 11
+    assert len(set(STAGES)) == len(STAGES) == 12
     assert set(plan.WHAT) == set(STAGES)
 
 

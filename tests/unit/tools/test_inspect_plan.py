@@ -15,6 +15,7 @@ import inspect_plan
 import pytest
 from reshard_figures import RoundTraffic, critical_bytes, round_traffic
 from support.published import PUBLISHED, Reshard
+from support.tiers import slow_but
 
 from mindspeed_rl.weight_layouts.base import pieces_of
 from mindspeed_rl.weights.planner import plan_reshard
@@ -109,6 +110,51 @@ def test_reference_cases_are_those_of_the_docs() -> None:
     page = (ROOT / "docs" / "resharding.md").read_text()
     for _, train, rollout, world in inspect_plan.CASES.values():
         assert f"`--train {train} --rollout {rollout}`" in page and f" on {world} ranks" in page
+
+
+def rows_of(figures: dict[str, Any]) -> tuple[str, str]:
+    """The cells of a case in the tables of docs/resharding.md, but for its name: plan, handover."""
+
+    def gb(size: float, digits: int = 2) -> str:
+        return f"{size / 1e9:.{digits}f}"
+
+    recv, floor, need, inter = (
+        figures[key]["mean"]
+        for key in ("recv_bytes", "floor_bytes", "need_bytes", "recv_inter_node_bytes")
+    )
+    plan = [
+        *(f"{gb(recv)} ({gb(floor)}) GB", f"{gb(need)} GB", f"{gb(inter)} GB" if inter else "0"),
+        *(f"{gb(figures['critical_bytes'])} GB", str(figures["rounds"])),
+        f"{figures['messages_per_rank']:.0f} / {figures['most_messages']}",
+    ]
+    joint = figures["handover"]
+    gather, sync, both, least = (joint[key] for key in ("gather", "sync", "both", "floor"))
+    saved = 1 - least["of_all_ranks"] / both["of_all_ranks"]
+    waiting = joint["waiting_bytes"] / (both["most_of_a_rank"] + joint["waiting_bytes"])
+    handover = [
+        *(f"{gb(of['of_all_ranks'], 3)} ({gb(of['most_of_a_rank'], 3)})" for of in (gather, sync)),
+        *(gb(of["of_all_ranks"], 3) for of in (both, least)),
+        *(f"{100 * share:.2f} %" for share in (saved, waiting)),
+    ]
+    return " | ".join(plan), " | ".join(handover)
+
+
+@pytest.mark.parametrize("name", slow_but(tuple(inspect_plan.CASES), ("A", "E")))
+def test_the_docs_have_the_figures_of_the_cases(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both tables; small cases are of all ranks, the others of every eleventh, as the page says."""
+    world = inspect_plan.CASES[name][-1]
+    ranks = "all" if world <= 16 else ",".join(map(str, range(0, world, 11)))
+    out = tmp_path / "plan.json"
+    flags = ["--case", name, "--ranks", ranks, "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", ["inspect_plan.py", *flags])
+    inspect_plan.main()
+    (figures,) = json.loads(out.read_text())
+    page = (ROOT / "docs" / "resharding.md").read_text()
+    plan, handover = rows_of(figures)
+    assert re.search(rf"^\| {name}: [^|]*\| {re.escape(plan)} \|$", page, re.MULTILINE), plan
+    assert f"\n| {name} | {handover} |\n" in page, handover
 
 
 # --- counting ----------------------------------------------------------------------------------

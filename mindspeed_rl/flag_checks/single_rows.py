@@ -1,16 +1,15 @@
-"""Checks where the reference may compute in rows of one sequence each, and beside the engines."""
+"""Checks where models may compute in rows of one sequence each, and beside the engines."""
 
 from __future__ import annotations
 
 from mindspeed_rl.config import RLRunConfig
+from mindspeed_rl.config.rl import PASS_FLAGS
 from mindspeed_rl.core.errors import refuse
 from mindspeed_rl.core.layout import EngineLayout, ParallelLayout
 
 
-def check_reference_pass(
-    config: RLRunConfig, parallel: ParallelLayout, engine: EngineLayout
-) -> None:
-    """Refuse ``--reference-pass`` where the layout makes ranks wait for each other. Pure.
+def check_single_rows(config: RLRunConfig, parallel: ParallelLayout, engine: EngineLayout) -> None:
+    """Refuse rows of one sequence where the layout makes ranks wait for each other. Pure.
 
     A data-parallel replica of the trainer computes rows of one sequence for itself: another has
     other numbers of them, or has not begun.
@@ -23,9 +22,17 @@ def check_reference_pass(
     Raises:
         UsageError: The message names the flag, the reason and the fix.
     """
-    choice = config.rl.reference_pass
-    if choice == "packed":
-        return
+    refuse(
+        f"{PASS_FLAGS[name]} {choice}: {reason}; use {PASS_FLAGS[name]} packed"
+        for name, choice in config.rl.passes.items()
+        if choice != "packed"
+        for applies, reason in _reasons(choice, parallel, engine)
+        if applies
+    )
+
+
+def _reasons(choice: str, parallel: ParallelLayout, engine: EngineLayout) -> list[tuple[bool, str]]:
+    """Return reasons against ``single`` or ``tail``, each with whether it applies. Pure."""
     experts = parallel.ep * parallel.etp
     reasons = [
         (
@@ -55,8 +62,4 @@ def check_reference_pass(
                 "replicas of the trainer",
             ),
         ]
-    refuse(
-        f"--reference-pass {choice}: {reason}; use --reference-pass packed"
-        for applies, reason in reasons
-        if applies
-    )
+    return reasons

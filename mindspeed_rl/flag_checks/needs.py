@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 from mindspeed_rl.algorithms.advantages import ESTIMATORS
@@ -31,6 +32,39 @@ def check_needs(config: Any) -> None:
     Raises:
         UsageError: There are such flags; each message names one, what it needs and the fix.
     """
+    refuse(one.line for one in _unread(config) if one.changed)
+
+
+def unread_beside(config: Any, typed: Collection[str]) -> list[str]:
+    """Return what to say of flags that were typed with their default where nothing reads them.
+
+    Alone such a flag ends no run. Beside one that :func:`check_needs` refuses for the same flag, it
+    is the next to remove. Local.
+
+    Args:
+        config: Configuration of an entry.
+        typed: Canonical spellings of the flags that were typed.
+    """
+    unread = _unread(config)
+    deciding = {one.deciding for one in unread if one.changed}
+    return [
+        one.line
+        for one in unread
+        if one.deciding in deciding and one.name in typed and not one.changed
+    ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Unread:
+    """A flag that nothing reads, the flag that decides so, and the message about it."""
+
+    name: str
+    deciding: str
+    changed: bool
+    line: str
+
+
+def _unread(config: Any) -> list[_Unread]:
     sections = [getattr(config, field.name) for field in dataclasses.fields(config)]
     flags = {
         flag_names(field)[0]: (field, getattr(section, field.name))
@@ -38,20 +72,21 @@ def check_needs(config: Any) -> None:
         if dataclasses.is_dataclass(section)
         for field in dataclasses.fields(section)
     }
-    found: list[str] = []
+    found: list[_Unread] = []
     for name, (field, value) in flags.items():
         needs = needs_of(field)
-        if value == field.default or needs is None or needs.met_by(flags[needs.flag][1]):
+        if needs is None or needs.met_by(flags[needs.flag][1]):
             continue
-        typed = name if isinstance(value, bool) else f"{name} {_text(value)}"
-        if not needs.values:
-            found.append(f"{typed} has no effect without {needs.flag}; add it, or remove the flag")
-            continue
-        found.append(
-            f"{typed} has no effect with {needs.flag} {_text(flags[needs.flag][1])}; it is read "
-            f"with {', '.join(needs.values)}; remove it, or change {needs.flag}"
-        )
-    refuse(found)
+        line = name if isinstance(value, bool) else f"{name} {_text(value)}"
+        if needs.values:
+            line += (
+                f" has no effect with {needs.flag} {_text(flags[needs.flag][1])}; it is read with "
+                f"{', '.join(needs.values)}; remove it, or change {needs.flag}"
+            )
+        else:
+            line += f" has no effect without {needs.flag}; add it, or remove the flag"
+        found.append(_Unread(name, needs.flag, value != field.default, line))
+    return found
 
 
 def _text(value: object) -> str:

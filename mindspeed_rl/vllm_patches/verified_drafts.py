@@ -3,7 +3,7 @@
 vLLM keeps a drafted token with the probability that the model gives it, and samples another one in
 place of the first that it does not keep: the distribution is that of the model, the tokens are not
 those of a run without drafts. Here every row of a step, drafted or not, goes through the sampler
-with the noise of its own position (:mod:`~mindspeed_rl.engines.vllm.patches.seeded_draws`), and a
+with the noise of its own position (:mod:`~mindspeed_rl.vllm_patches.seeded_draws`), and a
 draft is kept up to the first token that differs from the sampled one.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 from mindspeed_rl.algorithms.drafted_tokens import grid_of_rows, kept_places
 from mindspeed_rl.core.patching import Patch, apply_patch
-from mindspeed_rl.engines.vllm.patches.seeded_draws import Draws, to_device
+from mindspeed_rl.vllm_patches.seeded_draws import Draws, to_device
 
 
 def apply() -> None:

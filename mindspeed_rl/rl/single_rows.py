@@ -1,17 +1,17 @@
-"""Log-probs of the reference in rows of one sequence each, also while engines still generate.
+"""Old log-probs and those of the reference in rows of one sequence each, also during rollouts.
 
 A row of one sequence gives the same bits wherever and whenever it is computed, so a sample may get
 its log-probs in either of two places:
 
 - during the rollout, on the data-parallel replica whose engines sampled it, as soon as all engines
-  of the replica are done (:class:`TailReference`). They become a column of the sample and move with
+  of the replica are done (:class:`TailPasses`). They become columns of the sample and move with
   its tokens;
 - after the rollout, on the replica that trains on it (:func:`single_row_logprobs`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl.adapters.base_model import BaseModel
+from mindspeed_rl.building.models import Models
 from mindspeed_rl.config import RLRunConfig
-from mindspeed_rl.core.types import Rollout, TrainSample
+from mindspeed_rl.core.types import EarlyLogprobs, Rollout, TrainSample
 from mindspeed_rl.launch.job import Job
 from mindspeed_rl.parallel.small_collectives import gather_objects
 from mindspeed_rl.planning.run_plan import RLPlan
 from mindspeed_rl.rl.batches import StepBatches
-from mindspeed_rl.samples.columns import EARLY_REFERENCE
+from mindspeed_rl.samples.columns import EARLY_COLUMNS, Column
 from mindspeed_rl.samples.packing import MicroBatch
 from mindspeed_rl.samples.placement import BatchRules
 from mindspeed_rl.samples.store import SampleStore
@@ -46,45 +47,49 @@ class _Finished:
 
 
 @dataclass(frozen=True)
-class TailReference:
-    """The pass of the reference between the end of a replica's engines and that of the last ones.
+class TailPasses:
+    """The passes between the end of a replica's engines and that of the last ones.
 
     Attributes:
-        reference: Reference of this rank, whose weights stay on the device during rollouts.
+        models: Model of each pass by its name, a field of :class:`EarlyLogprobs`. Their weights on
+            this rank stay on the device during rollouts; the policy has those that the engines
+            sample with. A pass changes nothing that another one reads, so their order is free.
         rules: Rules of the rows.
         group: Group on the host of the ranks of this data-parallel replica.
         leads_engine: Whether this rank has the samples of its engine, for all ranks that share it.
         drop_truncated: Whether responses that were cut need no log-probs.
     """
 
-    reference: TrainEngine | BaseModel
+    models: Mapping[str, TrainEngine | BaseModel]
     rules: BatchRules
     group: dist.ProcessGroup
     leads_engine: bool
     drop_truncated: bool
 
-    def __call__(self, rollouts: Sequence[Rollout]) -> dict[int, bytes]:
+    def __call__(self, rollouts: Sequence[Rollout]) -> dict[int, EarlyLogprobs]:
         """Work on finished samples until all engines are done. Collective: the world.
 
         It begins when all engines of this replica are done. The first rank of the replica sees
         whether all other ranks of the world have come here, too, and the replica stops between two
-        bundles of rows, so the last engine of all waits for one bundle at most.
+        bundles of rows, so the last engine of all waits for the passes over one bundle at most.
 
         Args:
             rollouts: Rollouts of this rank's engine.
 
         Returns:
-            Log-probs of all tokens of a response, fp32, by sample id; of samples of this replica.
+            Log-probs of all tokens of a response by sample id; of samples of this replica. A
+            sample has those of all passes.
         """
         everyone = dist.all_reduce(torch.zeros(1), async_op=True)
         samples = self._samples_of_replica(rollouts)
-        mine: dict[int, bytes] = {}
+        mine: dict[int, EarlyLogprobs] = {}
         for start in range(0, len(samples), self.rules.bundle):
             if self._is_over(everyone):
                 break
             mine |= self._logprobs(samples[start : start + self.rules.bundle])
         everyone.wait()
-        parts = gather_objects(mine if self.reference.is_metrics_rank else {}, self.group)
+        tells = all(model.is_metrics_rank for model in self.models.values())
+        parts = gather_objects(mine if tells else {}, self.group)
         return {sample_id: values for part in parts for sample_id, values in part.items()}
 
     def _samples_of_replica(self, rollouts: Sequence[Rollout]) -> list[_Finished]:
@@ -103,24 +108,32 @@ class TailReference:
         dist.broadcast(seen, group=self.group, group_src=0)
         return bool(seen)
 
-    def _logprobs(self, samples: Sequence[_Finished]) -> dict[int, bytes]:
+    def _logprobs(self, samples: Sequence[_Finished]) -> dict[int, EarlyLogprobs]:
         """Return the log-probs of a bundle, on the last pipeline stage. Collective: the replica."""
         rows = self.rules.pack_alone([s.as_train_sample() for s in samples])
-        found = self.reference.logprobs(self.reference.prepare(rows))
+        found: list[dict[str, bytes]] = [{} for _ in samples]
+        for name, model in self.models.items():
+            # The rows behind those of the samples are empty.
+            for of_sample, values in zip(found, model.logprobs(model.prepare(rows)), strict=False):
+                if values is not None:
+                    of_sample[name] = values.cpu().numpy().tobytes()
         return {
-            sample.sample_id: values.cpu().numpy().tobytes()
-            for sample, values in zip(samples, found, strict=False)  # the rest of the rows is empty
-            if values is not None
+            sample.sample_id: EarlyLogprobs(**of_sample)
+            for sample, of_sample in zip(samples, found, strict=True)
+            if of_sample
         }
 
 
 def build_tail(
-    job: Job[RLRunConfig, RLPlan], reference: TrainEngine | BaseModel | None, store: SampleStore
-) -> TailReference | None:
-    """Build the pass of the reference during rollouts; ``None`` without it. Collective: world."""
-    if job.config.rl.reference_pass != "tail":
+    job: Job[RLRunConfig, RLPlan], models: Models, store: SampleStore
+) -> TailPasses | None:
+    """Build the passes during rollouts; ``None`` where there are none. Collective: the world."""
+    passes = job.config.rl.tail_passes
+    if not passes:
         return None
-    assert reference is not None, "refused before the run"
+    of_pass: dict[str, TrainEngine | BaseModel] = {"old": models.policy}
+    if models.reference is not None:
+        of_pass["reference"] = models.reference
     parallel, rank = job.plan.parallel, job.world.rank
     own = None
     for dp in range(parallel.dp):
@@ -129,8 +142,8 @@ def build_tail(
         if rank in ranks:
             own = group
     assert own is not None
-    return TailReference(
-        reference,
+    return TailPasses(
+        {name: of_pass[name] for name in passes},
         store.rules,
         own,
         leads_engine=job.plan.engine.tp_rank(rank) == 0,
@@ -139,14 +152,21 @@ def build_tail(
 
 
 def single_row_logprobs(
-    store: SampleStore, reference: TrainEngine | BaseModel, batches: StepBatches
+    store: SampleStore, name: str, model: TrainEngine | BaseModel, batches: StepBatches
 ) -> list[torch.Tensor | None]:
-    """Return the reference's log-probs of each micro-batch; ``None`` off the last stage.
+    """Return a model's log-probs of each micro-batch; ``None`` off the last stage.
 
     Those of samples that have none yet are computed, in a row for each sample. Collective: the
     pipeline and tensor-parallel groups.
+
+    Args:
+        store: Has the tokens of the samples.
+        name: Name of the pass, which says in which column early log-probs came.
+        model: Its model.
+        batches: Batches of the step.
     """
-    placed = batches.placed
+    placed, column = batches.placed, EARLY_COLUMNS[name]
+    came = column in store.columns
     place = {sample.sample_id: i for i, sample in enumerate(placed.samples)}
     found: list[torch.Tensor | None] = []
     for update in batches.updates:
@@ -154,27 +174,29 @@ def single_row_logprobs(
         missing = [
             i
             for i in items
-            if not placed.samples[i].has_reference and store.num_trained(placed.samples[i])
+            if not (came and placed.samples[i].has_early) and store.num_trained(placed.samples[i])
         ]
         computed: dict[int, torch.Tensor] = {}
         if missing:
-            rows = reference.prepare(store.pack_alone(placed, missing))
-            values = reference.logprobs(rows)
+            rows = model.prepare(store.pack_alone(placed, missing))
+            values = model.logprobs(rows)
             computed = {
                 placed.samples[i].sample_id: v
                 for i, v in zip(missing, values, strict=False)  # the rest of the rows is empty
                 if v is not None
             }
         found += [
-            _of_micro_batch(micro, computed) if reference.is_last_stage else None
+            _of_micro_batch(micro, computed, column) if model.is_last_stage else None
             for micro in update.micro_batches
         ]
     return found
 
 
-def _of_micro_batch(micro: MicroBatch, computed: dict[int, torch.Tensor]) -> torch.Tensor:
+def _of_micro_batch(
+    micro: MicroBatch, computed: dict[int, torch.Tensor], column: Column
+) -> torch.Tensor:
     """Return [N] fp32: what was computed now, and for other samples what came with their tokens."""
     nothing = torch.zeros(micro.sequence_of.numel(), device=micro.sequence_of.device)
-    came = torch.split(micro.columns.get(EARLY_REFERENCE.name, nothing), [*micro.num_trained])
+    came = torch.split(micro.columns.get(column.name, nothing), [*micro.num_trained])
     parts = [computed.get(i, part) for i, part in zip(micro.sample_ids, came, strict=True)]
     return torch.cat(parts) if parts else nothing
