@@ -24,6 +24,8 @@ _TESTS = str(Path(__file__).resolve().parent)
 if _TESTS not in sys.path:  # for `from support.spawn import run_ranks`
     sys.path.insert(0, _TESTS)
 
+from support.telling import Telling, leave_out_when_late  # noqa: E402
+
 # The same examples at every run; pytest --hypothesis-profile search draws new ones.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("search", print_blob=True, deadline=None)
@@ -53,38 +55,27 @@ LONG_FILES = tuple(
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Failures are told when they happen: a run that is ended from outside prints no summary."""
+    """What is told beside pytest's own lines."""
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None:  # of the process that prints, not of its workers
-        config.pluginmanager.register(_FailuresAtOnce(terminal))
-
-
-class _FailuresAtOnce:
-    """Prints a failure's name and the end of its report."""
-
-    _NUM_LINES = 40
-
-    def __init__(self, terminal: pytest.TerminalReporter) -> None:
-        self._terminal = terminal
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Called for each part of each test."""
-        if not report.failed:
-            return
-        lines = report.longreprtext.splitlines()
-        self._terminal.ensure_newline()
-        self._terminal.write_line(f"FAILED {report.nodeid} ({report.when})")
-        if (left_out := len(lines) - self._NUM_LINES) > 0:
-            self._terminal.write_line(f"[{left_out} lines of it at the end of the run]")
-        for line in lines[-self._NUM_LINES :]:
-            self._terminal.write_line(f"    {line}")
+        config.pluginmanager.register(Telling(terminal))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files come first, the others as they are."""
+    """Files with tests of the first tier come first, then long ones, then the rest as it is."""
     place = {name: number for number, name in enumerate(LONG_FILES)}
-    last = len(place)
-    items.sort(key=lambda item: place.get("/".join(item.path.parts[-2:]), last))
+    quick = {item.path for item in items if not item.get_closest_marker("slow")}
+
+    def order(item: pytest.Item) -> tuple[bool, int]:
+        return item.path not in quick, place.get("/".join(item.path.parts[-2:]), len(place))
+
+    items.sort(key=order)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Slow tests whose turn comes too late are left out."""
+    leave_out_when_late(item)
 
 
 @pytest.fixture(scope="session")

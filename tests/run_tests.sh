@@ -5,7 +5,8 @@
 #        tests/run_tests.sh --all                 both tiers
 #        tests/run_tests.sh --rest                the second alone: slow tests, Ray, planted faults
 #        tests/run_tests.sh PYTEST ARGUMENTS      a part, such as tests/unit
-#   TESTS_WITHIN_S=...  of --all: after these seconds no more faults are planted, and the rest is told
+#   TESTS_WITHIN_S=...  of --all: after these seconds no slow test is begun and no fault is planted any
+#                       more; what was left out is told
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -54,8 +55,10 @@ case "$*" in
     "") with_style "not slow" ;;
     --rest) tests slow; faults ;;
     --all)  # both tiers of a part at once, so that they share fixtures
-        with_style "slow or not slow"
         SHORT=()
+        [[ -z "${TESTS_WITHIN_S:-}" ]] || export TESTS_END_AT="$(( $(date +%s) - SECONDS + TESTS_WITHIN_S ))"
+        with_style "slow or not slow"
+        unset TESTS_END_AT  # the tests of planted faults do not look at it
         [[ -z "${TESTS_WITHIN_S:-}" ]] || SHORT=(--within "$(( TESTS_WITHIN_S - SECONDS ))")
         # where all is green, the tests that must turn red have just passed
         if (( STATUS )); then faults "${SHORT[@]}"; else faults --proven "${SHORT[@]}"; fi ;;
