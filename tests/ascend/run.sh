@@ -20,7 +20,7 @@ export PYTHONPATH="$ROOT:$ROOT/tests:$PYTHONPATH" OMP_NUM_THREADS=1
 if [[ "${1:-}" == --halves ]]; then
     shift
     RANKS=(
-        tests/ascend/test_{census,checkpoint,engine,families,left_out,movement,profiler,sampling}.py
+        tests/ascend/test_{census,checkpoint,engine,families,left_out,movement,profiler}.py
         tests/ascend/test_{training,whole_job}.py
     )
     OUTPUT="$(mktemp)"

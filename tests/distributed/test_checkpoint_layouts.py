@@ -31,15 +31,16 @@ EXPERTS_APART = {"expert_model_parallel_size": 2}
 def layouts_that_keep(world: World, model: str, folder: str) -> dict[str, str]:
     """Rank function: what is wrong in each layout of the self-test's covering array; "" if none.
 
-    Every other layout has a distributed optimizer; then experts in groups, and frozen parts.
+    Once for each way to cut a model: how ranks exchange a row's context changes nothing that is
+    kept. Every other layout has a distributed optimizer; then experts in groups, and frozen parts.
     """
     from mindspeed_rl.selftest.loss import Layout
     from mindspeed_rl.selftest.models import EXPERTS
 
     from .test_selftest import chosen_rows
 
-    layouts = list(dict.fromkeys(layout for layout, _, _ in chosen_rows(world.size)))
-    cases = [(layout, {} if i % 2 else SHARDED, "") for i, layout in enumerate(layouts)]
+    cuts = {(at.tp, at.pp, at.cp, at.sp, at.model): at for at, _, _ in chosen_rows(world.size)}
+    cases = [(layout, {} if i % 2 else SHARDED, "") for i, layout in enumerate(cuts.values())]
     pipeline, whole = Layout(pp=2, model=EXPERTS), Layout(model=EXPERTS)
     cases += [(pipeline, EXPERTS_APART, ""), (whole, SHARDED | EXPERTS_APART, "")]
     cases += [(pipeline, SHARDED, ""), (whole, {}, ""), (pipeline, EXPERTS_APART | SHARDED, "")]
@@ -158,9 +159,10 @@ def difference(models: object, folder: Path) -> str:
     return ", ".join(wrong)
 
 
+@pytest.mark.timeout(900)
 def test_every_layout_saves_resumes_and_exports(tiny_model: Path, tmp_path: Path) -> None:
     args = (str(tiny_model), str(tmp_path / "saved"))
-    results = run_ranks(layouts_that_keep, 4, work_dir=tmp_path, args=args, timeout_s=900)
-    assert len(results[0]) >= 14, "the covering array has lost layouts"
+    results = run_ranks(layouts_that_keep, 4, work_dir=tmp_path, args=args, timeout_s=800)
+    assert len(results[0]) >= 20, "the covering array has lost layouts"
     for rank, found in enumerate(results):
         assert {name: wrong for name, wrong in found.items() if wrong} == {}, f"rank {rank}"
