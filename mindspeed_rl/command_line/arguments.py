@@ -18,6 +18,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache, partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -444,6 +445,14 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> typing.NoReturn:
         raise UsageError(message.removeprefix("argument "))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            if near := get_close_matches(str(value), list(map(str, action.choices or ())), n=1):
+                error.message += f"; did you mean {near[0]!r}?"
+            raise
 
 
 def _add_flag(group: Any, flag: OwnFlag, columns: int) -> None:

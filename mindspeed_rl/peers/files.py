@@ -179,11 +179,20 @@ class StateFile:
 
 
 def write_record(folder: Path, record: CopyRecord) -> None:
-    """Make a copy valid whose state is written. Local."""
+    """Make a copy valid whose state is written. Local.
+
+    Raises:
+        OSError: It cannot be written; nothing is left of the copy.
+    """
     hidden = folder / f".{record.id.name}.json"
-    with os.fdopen(_create(hidden), "w", encoding="utf-8") as file:
-        file.write(record.to_text())
-    hidden.rename(folder / f"{record.id.name}.json")
+    try:
+        with os.fdopen(_create(hidden), "w", encoding="utf-8") as file:
+            file.write(record.to_text())
+        hidden.rename(folder / f"{record.id.name}.json")
+    except OSError:
+        for path in (hidden, state_path(folder, record.id)):
+            path.unlink(missing_ok=True)
+        raise
 
 
 def list_copies(folder: Path) -> dict[CopyId, str]:

@@ -227,6 +227,13 @@ def test_help_of_what_does_not_exist_names_the_topics():
         help_text(RLRunConfig, "mindspeed_rl.train_rl", "--xyz")
 
 
+def test_a_mistyped_choice_is_answered_with_the_nearest_one():
+    with pytest.raises(UsageError, match=r"--rl-policy-loss: .*'gpso'.*; did you mean 'gspo'\?"):
+        parse(RLRunConfig, ["--rl-policy-loss", "gpso"], PROGS[RLRunConfig])
+    with pytest.raises(UsageError, match=r"--rl-policy-loss: .*'xyzzy' \(choose from [^;]*\)$"):
+        parse(RLRunConfig, ["--rl-policy-loss", "xyzzy"], PROGS[RLRunConfig])
+
+
 def test_a_reader_of_the_help_may_end_early():
     command = f"{sys.executable} -m mindspeed_rl.train_rl --help all | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)

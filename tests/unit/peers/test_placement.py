@@ -95,3 +95,11 @@ def test_a_copy_that_does_not_fit_leaves_nothing(
     with pytest.raises(OSError, match="shared memory"):
         write_copy(tmp_path, CopyId(1, 0), "run", {"a": torch.ones(100)}, {})
     assert not list(tmp_path.iterdir())
+
+
+def test_a_copy_whose_record_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    copy = CopyId(1, 0)
+    (tmp_path / f"{copy.name}.json").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        write_copy(tmp_path, copy, "run", {"a": torch.ones(100)}, {})
+    assert [path.name for path in tmp_path.iterdir()] == [f"{copy.name}.json"]
