@@ -239,7 +239,8 @@ def _read(method: str, folder: Path, tokens: int, given_tp: int | None) -> Draft
 def _check_kind(method: str, folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse kinds of models that were not run as drafting ones."""
     slides = config.get("use_sliding_window", config.get("sliding_window") is not None)
-    others = set(config.get("layer_types") or ()) - {"full_attention"}
+    types = config.get("layer_types") or []
+    others = not isinstance(types, list) or any(kind != "full_attention" for kind in types)
     refuse(
         f"{FLAG}: {folder / 'config.json'}: {reason}, with which drafts were not verified; {fix}"
         for applies, reason, fix in (
@@ -254,7 +255,7 @@ def _check_kind(method: str, folder: Path, config: Mapping[str, Any]) -> None:
                 "give a dense model",
             ),
             (
-                bool(config.get("kv_lora_rank")) or slides or bool(others),
+                bool(config.get("kv_lora_rank")) or slides or others,
                 "it has latent or sliding attention",
                 "give a model whose layers all have full attention",
             ),

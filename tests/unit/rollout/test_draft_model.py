@@ -118,6 +118,8 @@ def test_configurations_that_are_wrong_are_refused(
         ("draft_model", {"num_experts": 8}, "has experts"),
         ("draft_model", {"kv_lora_rank": 512}, "latent or sliding"),
         ("draft_model", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
+        ("draft_model", {"layer_types": [["full_attention"]]}, "sliding"),
+        ("draft_model", {"layer_types": 4}, "sliding"),
         ("draft_model", {"sliding_window": 128}, "sliding"),
         ("draft_model", {"quantization_config": {}}, "quantised"),
         ("draft_model", {"hidden_size": None}, "hidden_size is None"),
