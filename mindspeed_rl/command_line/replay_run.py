@@ -79,7 +79,7 @@ def _restored(config: RLRunConfig) -> CheckpointConfig:
     left out of the one that the run began with.
 
     Raises:
-        UsageError: Nothing says where the checkpoints of the run are.
+        UsageError: Nothing says where the checkpoints of the run are, or it has none.
     """
     given = config.checkpoint
     if config.replay.step > 1 and given.save:
@@ -91,10 +91,16 @@ def _restored(config: RLRunConfig) -> CheckpointConfig:
             f"{_typed(config)}: neither --save nor --load says where the checkpoints of the "
             "run are; add the --save of the run"
         )
+    if config.replay.step > 1 and given.finetune:
+        raise UsageError(
+            f"{_typed(config)}: the run counts its own steps from the weights of --load "
+            f"{given.load} (--finetune), and without --save there is no checkpoint of them; add "
+            "the --save of the run, or replay step 1"
+        )
     own = given.save and Path(given.load).resolve() == Path(given.save).resolve()
     return CheckpointConfig(
         load="" if own else given.load,  # it was empty when the run began
-        finetune=given.finetune and config.replay.step == 1,
+        finetune=given.finetune,
         no_load_optim=given.no_load_optim,
         no_load_rng=given.no_load_rng,
     )

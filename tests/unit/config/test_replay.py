@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from support.checked_runs import configured
 
 from mindspeed_rl.command_line.replay_run import recorded_flags
 from mindspeed_rl.config import RLRunConfig
 from mindspeed_rl.config.launch import LaunchConfig
 from mindspeed_rl.config.training import CheckpointConfig
+from mindspeed_rl.core.errors import UsageError
 
 RUN = (
     "--hf-checkpoint m --train-iters 9 --save out/save --save-interval 2 --output-dir out "
@@ -92,6 +94,10 @@ def test_the_first_step_starts_as_the_run_did() -> None:
     first, second = (configured(RLRunConfig, f"{flags} {n} out").checkpoint for n in (1, 2))
     assert (first.load, first.finetune) == ("warm", True)
     assert (second.load, second.finetune) == ("out/save", False)
+    unsaved = flags.replace("--save out/save --save-interval 2 ", "")
+    assert configured(RLRunConfig, f"{unsaved} 1 out").checkpoint.finetune
+    with pytest.raises(UsageError, match=r"--replay 2 out: .* --load warm \(--finetune\)"):
+        configured(RLRunConfig, f"{unsaved} 2 out")
 
 
 def test_the_flags_of_a_record_are_those_that_may_change_numbers() -> None:
