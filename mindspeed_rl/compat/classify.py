@@ -6,12 +6,13 @@ import difflib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from mindspeed_rl.compat.foreign_flags import Disposition, ForeignFlag
 
 # A flag with one dash, such as -lr or -lr=3, and no negative number such as -3, -.5 or -inf.
 _ONE_DASH = re.compile(r"-(?!inf$|nan$)[A-Za-z][\w-]+(=.*)?", re.DOTALL)
-# An override of verl; data.jsonl=0.5 is a share of a data set.
+# An override of verl; data.jsonl=0.5 is a share of a data set, as is that of any file or folder.
 _OVERRIDE = re.compile(
     r"\+{0,2}(actor_rollout_ref|algorithm|critic|custom_reward_function|data|reward|reward_model"
     r"|trainer)(\.\w+)*\.(?!(arrow|csv|jsonl?|parquet)=)\w+=.*",
@@ -127,9 +128,13 @@ def _end_of_values(argv: Sequence[str], start: int, own_flags: Collection[str]) 
         token = argv[position]
         if token.startswith("--") or (token.startswith("-") and token in own_flags):
             return position
-        if position > start and (_ONE_DASH.fullmatch(token) or _OVERRIDE.fullmatch(token)):
+        if position > start and (_ONE_DASH.fullmatch(token) or _is_override(token)):
             return position
     return len(argv)
+
+
+def _is_override(token: str) -> bool:
+    return bool(_OVERRIDE.fullmatch(token)) and not Path(token.partition("=")[0]).exists()
 
 
 def _miscounted(flag: ForeignFlag, written: str, values: tuple[str, ...], *, attached: bool) -> str:

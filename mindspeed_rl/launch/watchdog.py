@@ -318,11 +318,11 @@ class Watchdog:
     def _end_on_signal(self, number: int) -> None:
         if number not in _HANDLED:  # a library installed a handler for it
             return
-        if number == signal.SIGTERM and self._settings.saves_at_sigterm and not self._leaving:
-            self._save_unless_neighbour_is_gone()
-            return
         if number == signal.SIGTERM and (self._leaving or self._phases.name == LAST_FILES):
             self._finish_unless_neighbour_is_gone()
+            return
+        if number == signal.SIGTERM and self._settings.saves_at_sigterm:
+            self._save_unless_neighbour_is_gone()
             return
         self._asked.set()
         self._claim_end()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -304,7 +304,7 @@ def _number(folder: Path, config: Mapping[str, Any], key: str, default: int | No
 
 def _check_tokens(where: str, folder: Path, policy: Path) -> None:
     """Refuse a tokenizer in which an id stands for another token than in the policy's."""
-    mine, wanted = (dict(_vocabulary(place / "tokenizer.json")) for place in (folder, policy))
+    mine, wanted = (_vocabulary(place / "tokenizer.json") for place in (folder, policy))
     for number in sorted(mine.keys() & wanted.keys()):
         if mine[number] != wanted[number]:
             raise UsageError(
@@ -313,20 +313,23 @@ def _check_tokens(where: str, folder: Path, policy: Path) -> None:
             )
 
 
-def _vocabulary(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the tokens of a ``tokenizer.json`` by id; none where there is no such file."""
+def _vocabulary(path: Path) -> dict[int, str]:
+    """Return the tokens of a ``tokenizer.json`` by id; none where there is no such file."""
     if not path.is_file():
-        return
+        return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         vocab = content["model"]["vocab"]
         if isinstance(vocab, dict):
-            yield from ((number, token) for token, number in vocab.items())
+            tokens = {number: token for token, number in vocab.items()}
         else:
-            yield from ((number, token) for number, (token, _) in enumerate(vocab))
-        yield from ((t["id"], t["content"]) for t in content.get("added_tokens", ()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            tokens = {number: token for number, (token, _) in enumerate(vocab)}
+        tokens |= {added["id"]: added["content"] for added in content.get("added_tokens", ())}
+        if wrong := [number for number in tokens if type(number) is not int]:
+            raise ValueError(f"{wrong[0]!r} is no id of a token")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{FLAG}: {path}: no tokenizer: {error!r}") from error
+    return tokens
 
 
 def _text(given: object) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import runpy
 import sys
+import traceback
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,8 @@ def _torchrun(ranks: int, *target: str, quiet: bool = False) -> None:
                 os.dup2(2, 1)
             run_agent(["--standalone", "--nproc-per-node", str(ranks), *target])
             status = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             sys.stdout.flush()
             sys.stderr.flush()

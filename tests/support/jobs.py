@@ -130,6 +130,8 @@ class TorchrunJob:
         for pid in processes_of(self.marker):
             os.kill(pid, signal.SIGKILL)
         for agent in self.agents:
+            if agent.poll() is None:  # one that has hardly begun has no marker yet
+                agent.kill()
             agent.wait()
 
     def output(self) -> str:

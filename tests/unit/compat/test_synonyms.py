@@ -80,6 +80,17 @@ def test_overrides_behind_a_flag_with_several_values_are_not_its_values() -> Non
     assert parse(RLRunConfig, words.split(), "train_rl").config.prompts.prompt_data == shares
 
 
+def test_a_folder_that_is_called_like_an_override_is_a_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--prompt-data", "a.jsonl=0.7", "data.v2=0.3"]
+    with pytest.raises(UsageError, match=r"data\.v2=0\.3 is an override"):
+        parse(RLRunConfig, words, "train_rl")
+    (tmp_path / "data.v2").mkdir()
+    assert parse(RLRunConfig, words, "train_rl").config.prompts.prompt_data == tuple(words[1:])
+
+
 def test_what_a_published_script_says_of_thinking_is_what_happens() -> None:
     said = ("--enable-thinking true", "--enable-thinking none")
     words = [*" ".join(said).split(), "--lr", "1e-6"]

@@ -375,22 +375,29 @@ def test_sigterm_asks_for_a_save_unless_a_neighbour_is_gone(
             thread.join()
 
 
+@pytest.mark.parametrize("saves", [False, True])
 @pytest.mark.parametrize("where", ["last files", "exit", "train"])
 @pytest.mark.usefixtures("store_address")
 def test_sigterm_does_not_end_a_job_that_is_done(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str, saves: bool
 ) -> None:
-    """Rank 0 writes its last files, for which the others wait."""
+    """Rank 0 writes its last files, for which the others wait; there is no step to save."""
     ended: list[Failure] = []
-    settings = WatchdogSettings(cause_timeout_s=0.3)
+    settings = WatchdogSettings(cause_timeout_s=0.3, saves_at_sigterm=saves)
     dog = watchdog.Watchdog(World(0, 1, 0, 1), PhaseLimits(600.0), "entry", settings)
     monkeypatch.setattr(dog, "_follow", ended.append)
     dog._store.beat(where, 0.0)
     dog._leaving = where == "exit"
+    stop_request.withdraw()
     with dog.phase(where):
         dog._end_on_signal(signal.SIGTERM)
-    assert [(f.kind, f.phase) for f in ended] == [("stopped", "train")] * (where == "train")
-    assert ("writes its last files" in capsys.readouterr().err) is (where == "last files")
+    assert stop_request.is_asked() is (saves and where == "train")
+    stop_request.withdraw()
+    stopped = where == "train" and not saves
+    assert [(f.kind, f.phase) for f in ended] == [("stopped", "train")] * stopped
+    said = capsys.readouterr().err
+    assert ("writes its last files" in said) is (where == "last files")
+    assert ("saves after this step" in said) is (saves and where == "train")
 
 
 @pytest.mark.usefixtures("store_address")

@@ -205,6 +205,18 @@ def test_an_id_that_stands_for_another_token_is_refused(tmp_path: Path) -> None:
     fits(options("draft_model", other), engine, tmp_path / "fewer" / "none", SPEC)
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    ['{"model": {"vocab": {"a": "0"}}}', '{"model": {"vocab": {"a": [0]}}}', "[" * 100_000, "7"],
+)
+def test_a_damaged_tokenizer_is_named(damaged: str, tmp_path: Path) -> None:
+    policy = write_draft_model(tmp_path / "policy", FITS, tokens={"a": 0})
+    other = write_draft_model(tmp_path / "other", FITS, tokens={"a": 0})
+    (other / "tokenizer.json").write_text(damaged)
+    with pytest.raises(UsageError, match=r"other/tokenizer\.json: no tokenizer"):
+        fits(options("draft_model", other), EngineLayout(1, 1), policy, SPEC)
+
+
 def test_platforms_that_draft_from_models(tmp_path: Path) -> None:
     flags = speculation("draft_model", write_draft_model(tmp_path))
     config: RLRunConfig = parse(RLRunConfig, ["--hf-checkpoint", "x", *flags], "x").config
